@@ -1,0 +1,1 @@
+"""Differentially private training with adaptive optimizers for PyTorch."""

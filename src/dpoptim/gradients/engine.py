@@ -1,0 +1,247 @@
+"""The engine: an ordinary forward and ONE ordinary backward of an unmodified model, with per-example gradients kept.
+
+`Engine.attach` gives every module that owns a trainable parameter a forward that runs through its layer rule. The rule's
+autograd function returns the input gradient and keeps what the per-example weight gradient is made of; autograd computes no
+weight gradient at all. Kept uses are collected into a physical batch; when the batch is over (at the next forward or at `flush`)
+it is handed to `on_batch` and forgotten.
+
+Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one batch,
+and so is everything of one call of the model. Two calls of the model with two separate backwards are two micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from dpoptim.gradients.forms import ExampleGradients, Form
+from dpoptim.gradients.layers import choose_rules
+from dpoptim.gradients.layers.mixing import refuse_mixing
+from dpoptim.gradients.layers.rule import Layer, Use
+
+_ENGINE = "_dpoptim_engine"
+_public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
+
+
+@contextlib.contextmanager
+def public_data() -> Iterator[None]:
+    """Inside this context the model runs and differentiates as if no private engine were attached.
+
+    For PUBLIC data only: gradients taken here are neither clipped nor noised, and no guarantee covers them.
+    """
+    token = _public.set(True)
+    try:
+        yield
+    finally:
+        _public.reset(token)
+
+
+@dataclass
+class PhysicalBatch:
+    """What has been kept of one physical batch, and where it came from."""
+
+    gradients: dict[str, ExampleGradients] = field(default_factory=dict)
+    examples: int = 0
+    calls: set[int] = field(default_factory=set)
+    backwards: set[int] = field(default_factory=set)
+
+
+class Engine:
+    """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
+
+    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None]) -> None:
+        self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        if not self.names:
+            raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
+        self.on_batch = on_batch
+        self.model = model
+        self.batch = PhysicalBatch()
+        self.examples: int | None = None  # of the running forward
+        self.call: int | None = None  # which call of the model is running; None outside of it
+        self._calls = 0
+        self.inside_generic = False
+        self._handles: list[RemovableHandle] = []
+        self.layers: dict[nn.Module, Layer] = {}
+
+    # Copies and pickles of the model (an average of weights, a checkpoint) run without an engine.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (type(None), ())
+
+    # -- attaching -------------------------------------------------------------------------------------------------
+
+    def attach(self) -> Engine | None:
+        """Route the model's layers through this engine; returns the engine that was attached before, now detached."""
+        previous = self.model.__dict__.get(_ENGINE)
+        if previous is not None:
+            previous.flush()
+            previous.detach()
+        self._handles = refuse_mixing(self.model)
+        self.layers = choose_rules(self.model)
+        for module in {self.model, *self.layers}:
+            module.__dict__[_ENGINE] = self
+        for module in self.layers:
+            module.__dict__["forward"] = types.MethodType(_private_forward, module)
+        for parameter in self.model.parameters():
+            if id(parameter) in self.names:
+                self._handles.append(parameter.register_hook(_Tripwire(self, self.names[id(parameter)])))
+        self._handles.append(self.model.register_forward_pre_hook(_begin_call, with_kwargs=True))
+        self._handles.append(self.model.register_forward_hook(_end_call, always_call=True))
+        return previous
+
+    def detach(self) -> None:
+        """Give the model back its own forward; what was kept is forgotten."""
+        for module in {self.model, *self.layers}:
+            module.__dict__.pop(_ENGINE, None)
+        for module in self.layers:
+            module.__dict__.pop("forward", None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.layers = {}
+        self.discard()
+
+    @property
+    def attached(self) -> bool:
+        return self.model.__dict__.get(_ENGINE) is self
+
+    # -- the forward -----------------------------------------------------------------------------------------------
+
+    @property
+    def capturing(self) -> bool:
+        return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
+
+    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        self.call = self._calls
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        self.examples = tensors[0].shape[0] if tensors else None
+
+    def end_call(self, output: Any) -> None:
+        self.call = None
+        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
+            if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
+                raise ValueError(
+                    f"{type(self.model).__name__} returned a scalar that needs a gradient, as a Hugging Face model does when it is "
+                    "given `labels`: that loss is an average over the batch and mixes examples. Call the model without labels and "
+                    "compute one loss an example (shape [examples]) from its logits."
+                )
+
+    def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor:
+        """The tensor with the batch as its first axis: an axis of 1 is expanded, any other disagreement is refused."""
+        if self.batch.gradients and torch._C._current_graph_task_id() == -1:
+            self.flush()
+        if tensor.ndim == 0:
+            raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
+        if self.examples is None:
+            self.examples = tensor.shape[0]
+        if tensor.shape[0] == self.examples:
+            return tensor
+        if tensor.shape[0] == 1:
+            return tensor.expand(self.examples, *tensor.shape[1:])
+        raise ValueError(
+            f"layer '{layer}' got an input of shape {tuple(tensor.shape)} while the batch has {self.examples} examples (the first axis "
+            "of the model's first tensor argument): keep the examples as the first axis of every layer's input "
+            "(batch_first=True; no flattening of examples with positions) so that each gradient belongs to one example"
+        )
+
+    def use(self) -> Use:
+        """Where a layer call stands, to be handed to `keep` when its gradient arrives."""
+        inside = torch._C._current_graph_task_id()
+        return Use(call=self.call, recomputed_in=None if inside == -1 else inside)
+
+    # -- the backward ----------------------------------------------------------------------------------------------
+
+    def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None:
+        """Called by the layer functions during backward, once for each use of a parameter."""
+        name = self.names.get(id(parameter))
+        if name is None:
+            raise ValueError(
+                "a parameter was unfrozen or replaced after the optimizer was made, so the guarantee does not cover it; "
+                "make the optimizer last"
+            )
+        backward = torch._C._current_graph_task_id()
+        batch = self.batch
+        if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
+            if use.recomputed_in is not None:
+                self.discard()
+                raise ValueError(
+                    "reentrant activation checkpoints were met in an order that hides which examples they belong to; "
+                    "use checkpoint(..., use_reentrant=False)"
+                )
+            self.flush()
+            batch = self.batch
+        batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
+        if use.call is not None:
+            batch.calls.add(use.call)
+        gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape))
+        gradients.add(form)
+        if batch.examples and gradients.examples != batch.examples:
+            examples = batch.examples
+            self.discard()
+            raise ValueError(
+                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in the same backward; "
+                "run one backward for each call of the model"
+            )
+        batch.examples = gradients.examples
+
+    def flush(self) -> None:
+        """Close the physical batch: what was kept goes to `on_batch`."""
+        batch, self.batch = self.batch, PhysicalBatch()
+        if batch.gradients:
+            with torch.no_grad():
+                self.on_batch(batch)
+        if self.call is None:
+            self.examples = None
+
+    def discard(self) -> None:
+        """Forget what was kept of the open physical batch."""
+        self.batch = PhysicalBatch()
+        self.examples = None
+
+
+class _Tripwire:
+    """Raises when a gradient reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name = engine, name
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is None or _public.get():
+            return
+        self.engine.discard()
+        raise ValueError(
+            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, layer.weight)), where its "
+            "per-example gradient cannot be seen; call the layer itself, or freeze the parameter. "
+            "Public data goes inside `with dpoptim.public_data():`"
+        )
+
+
+def _private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    engine = self.__dict__.get(_ENGINE)
+    if engine is None or not engine.capturing:
+        return type(self).forward(self, *args, **kwargs)
+    return engine.layers[self].run(engine, self, args, kwargs)
+
+
+def _begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    engine = model.__dict__.get(_ENGINE)
+    if engine is not None and engine.capturing:
+        engine.begin_call(args, kwargs)
+
+
+def _end_call(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    engine = model.__dict__.get(_ENGINE)
+    if engine is not None and engine.capturing:
+        engine.end_call(output)

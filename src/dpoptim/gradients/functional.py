@@ -1,0 +1,110 @@
+"""Clipped sums without an optimizer, and the test that a model keeps its examples apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.gradients.clipping import ClippedSums
+from dpoptim.gradients.engine import Engine, PhysicalBatch
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    clip_norm: float = 1.0,
+    scale: Mapping[str, Tensor] | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ_j min(1, clip_norm/‖s ⊙ g_j‖)·g_j by parameter name, and the norms ‖s ⊙ g_j‖ [examples].
+
+    `loss_fn(model, batch)` returns one loss an example. NOT private by itself: nothing is noised here.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    >>> sums, norms = clipped_sum(model, lambda m, x: m(x)[:, 0], x, clip_norm=1.0)
+    >>> norms
+    tensor([5.0000, 0.5000])
+    >>> sums["weight"]           # (3, 4)/5 + (0.3, 0.4)
+    tensor([[0.9000, 1.2000]])
+    """
+    sums = ClippedSums(model, clip_norm=clip_norm)
+    if scale is not None:
+        _check_scale(scale, sums.parameters)
+    sums.scale = scale
+    with _attached(sums.engine):
+        losses = loss_fn(model, batch)
+        _check_losses(losses)
+        losses.sum().backward()
+        sums.engine.flush()
+        if not sums.norms:
+            raise ValueError("loss_fn: no trainable parameter received a gradient; does the loss depend on the model?")
+        norms = torch.cat(sums.norms)
+        if len(norms) != len(losses):
+            raise ValueError(
+                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples; return one loss an example"
+            )
+        return sums.take()[0], norms
+
+
+def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
+    """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
+
+    One backward of losses[0] must leave no gradient at any other example of any layer. It catches what no list of layer names
+    can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the batch, statistics shared by examples.
+    """
+    found: list[PhysicalBatch] = []
+    engine = Engine(model, found.append)
+    with _attached(engine):
+        losses = loss_fn(model, batch)
+        _check_losses(losses)
+        if len(losses) < 2:
+            raise ValueError("batch: at least two examples are needed to see whether they mix")
+        losses[0].backward()
+        engine.flush()
+    for physical in found:
+        for name, gradients in physical.gradients.items():
+            others = gradients.squared_norms()[1:]
+            if bool((others != 0).any()):
+                raise ValueError(
+                    f"examples mix: the loss of example 0 has a gradient at another example in parameter '{name}'. Look for a batch axis "
+                    "that is not first (batch_first=True), a loss averaged over the batch, or a layer that looks across examples"
+                )
+
+
+def _check_losses(losses: Tensor) -> None:
+    if not isinstance(losses, Tensor) or losses.ndim != 1:
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(
+            f"loss_fn returned {shape} where a vector with one loss an example is needed; use reduction='none' "
+            "and average over the positions of each example, never over the batch"
+        )
+
+
+def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    missing = sorted(set(parameters) - set(scale))
+    if missing:
+        raise ValueError(f"scale lacks parameter '{missing[0]}'; give one tensor for each trainable parameter")
+    for name, parameter in parameters.items():
+        if scale[name].shape != parameter.shape:
+            raise ValueError(
+                f"scale['{name}'] has shape {tuple(scale[name].shape)}; the parameter has {tuple(parameter.shape)}"
+            )
+
+
+@contextlib.contextmanager
+def _attached(engine: Engine) -> Iterator[None]:
+    """The engine attached for a while; an optimizer's engine that was there comes back afterwards."""
+    previous = engine.attach()
+    try:
+        yield
+    finally:
+        engine.detach()
+        if previous is not None:
+            previous.attach()

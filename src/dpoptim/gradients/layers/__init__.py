@@ -1,0 +1,81 @@
+"""Which rule runs which module."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpoptim.gradients.layers.affine import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.gradients.layers.convolution import convolution
+from dpoptim.gradients.layers.embedding import embedding
+from dpoptim.gradients.layers.generic import generic
+from dpoptim.gradients.layers.linear import conv1d_of_transformers, linear
+from dpoptim.gradients.layers.recurrent import recurrent
+from dpoptim.gradients.layers.rule import Layer, RuleFunction
+
+_RULES: dict[Any, RuleFunction] = {
+    nn.Linear.forward: linear,
+    nn.Embedding.forward: embedding,
+    nn.LayerNorm.forward: layer_norm,
+    nn.RMSNorm.forward: rms_norm,
+    nn.GroupNorm.forward: group_norm,
+    nn.Conv1d.forward: convolution,
+    nn.Conv2d.forward: convolution,
+    nn.Conv3d.forward: convolution,
+    nn.LSTM.forward: recurrent,
+    nn.GRU.forward: recurrent,
+    nn.RNN.forward: recurrent,
+    _InstanceNorm.forward: instance_norm,
+    _BatchNorm.forward: batch_norm_in_eval,
+}
+"""A rule stands for a forward function, so a subclass with a forward of its own never takes its parent's rule."""
+
+
+def own_rule(module: nn.Module) -> RuleFunction | None:
+    """The module's rule, or None where only the generic way is left."""
+    if "forward" in module.__dict__:
+        return None
+    forward = type(module).forward
+    if forward in _RULES:
+        return _RULES[forward]
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    if transformers is not None and forward is transformers.Conv1D.forward:
+        return conv1d_of_transformers
+    return None
+
+
+def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
+    """The layer of every module that must run through the engine.
+
+    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that is only
+    another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the module uses it by
+    itself after all, the engine's tripwire raises.
+    """
+    ruled = {
+        id(parameter)
+        for module in model.modules()
+        if own_rule(module) is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    layers: dict[nn.Module, Layer] = {}
+    inside_generic: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if not own or module in inside_generic:
+            continue
+        rule = own_rule(module)
+        if rule is None:
+            if all(id(parameter) in ruled for parameter in own):
+                continue
+            rule = generic
+            inside_generic.update(module.modules())
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before whatever replaces it"
+            )
+        layers[module] = Layer(name or type(module).__name__, rule)
+    return layers

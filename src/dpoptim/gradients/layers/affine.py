@@ -1,0 +1,96 @@
+"""Normalisation layers: normalise without parameters, then y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙ x̂ and b."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpoptim.gradients.forms import Dense, wide
+from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+
+
+class _ScaleAndShift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normalised: Tensor,  # [examples, ...]
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        first_axis: int,  # the parameter's axes begin here in `normalised`
+        keeper: Keeper,
+        use: Use,
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.first_axis = keeper, use, weight, bias, first_axis
+        ctx.save_for_backward(normalised if trainable(weight) else None, weight)
+        output = normalised.clone() if weight is None else normalised * _fit(weight, normalised, first_axis)
+        return output if bias is None else output + _fit(bias, normalised, first_axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normalised, weight = ctx.saved_tensors
+        if trainable(ctx.weight):
+            per_example = _sum_to(wide(grad) * wide(normalised), ctx.weight, ctx.first_axis)
+            ctx.keeper.keep(ctx.weight, Dense(per_example), ctx.use)
+        if trainable(ctx.bias):
+            ctx.keeper.keep(ctx.bias, Dense(_sum_to(wide(grad), ctx.bias, ctx.first_axis)), ctx.use)
+        to_inputs = None
+        if ctx.needs_input_grad[0]:
+            to_inputs = grad if weight is None else grad * _fit(weight, grad, ctx.first_axis)
+        return to_inputs, None, None, None, None, None
+
+
+def _fit(parameter: Tensor, like: Tensor, first_axis: int) -> Tensor:
+    """The parameter with axes of 1 behind it, so that it broadcasts from `first_axis` on."""
+    return parameter.view(*parameter.shape, *[1] * (like.ndim - first_axis - parameter.ndim))
+
+
+def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
+    """[examples, *parameter.shape]: every other axis is summed away."""
+    last_axis = first_axis + parameter.ndim
+    axes = [axis for axis in range(1, grad.ndim) if not first_axis <= axis < last_axis]
+    return grad.sum(axes) if axes else grad
+
+
+def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
+    first_axis = inputs.ndim - len(module.normalized_shape)
+    return _apply(normalised, module, first_axis, name, keeper)
+
+
+def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
+    first_axis = inputs.ndim - len(module.normalized_shape)
+    return _apply(normalised, module, first_axis, name, keeper)
+
+
+def group_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    return _apply(F.group_norm(inputs, module.num_groups, eps=module.eps), module, 1, name, keeper)
+
+
+def instance_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    return _apply(F.instance_norm(inputs, eps=module.eps), module, 1, name, keeper)
+
+
+def batch_norm_in_eval(
+    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """BatchNorm with frozen statistics is an affine map; in training mode it is refused before it comes here."""
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)
+    return _apply(normalised, module, 1, name, keeper)
+
+
+def _apply(normalised: Tensor, module: Any, first_axis: int, name: str, keeper: Keeper) -> Tensor:
+    if first_axis < 1:
+        raise ValueError(f"layer '{name}' normalises over the batch axis; add the batch in front of its input")
+    bias = getattr(module, "bias", None)
+    return _ScaleAndShift.apply(normalised, module.weight, bias, first_axis, keeper, keeper.use())

@@ -1,0 +1,85 @@
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: the examples become groups of one convolution, whose weight gradient keeps them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpoptim.gradients.forms import Dense, wide
+from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,  # [examples, channels, *space], already padded
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        settings: tuple[list[int], list[int], list[int], int],  # stride, padding, dilation, groups
+        keeper: Keeper,
+        use: Use,
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.settings = keeper, use, weight, bias, settings
+        ctx.dtype = inputs.dtype
+        ctx.save_for_backward(inputs, weight)
+        stride, padding, dilation, groups = settings
+        return torch.convolution(
+            inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype),
+            stride, padding, dilation, False, [0] * len(stride), groups,
+        )  # fmt: skip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        if trainable(ctx.weight):
+            ctx.keeper.keep(ctx.weight, Dense(_weight_gradients(wide(grad), wide(inputs), weight, ctx.settings)), ctx.use)
+        if trainable(ctx.bias):
+            ctx.keeper.keep(ctx.bias, Dense(wide(grad).flatten(2).sum(2)), ctx.use)
+        to_inputs = None
+        if ctx.needs_input_grad[0]:
+            stride, padding, dilation, groups = ctx.settings
+            to_inputs, _, _ = torch.ops.aten.convolution_backward(
+                grad, inputs, weight.to(inputs.dtype), None,
+                stride, padding, dilation, False, [0] * len(stride), groups, (True, False, False),
+            )  # fmt: skip
+        return to_inputs, None, None, None, None, None
+
+
+def _weight_gradients(
+    grad: Tensor, inputs: Tensor, weight: Tensor, settings: tuple[list[int], list[int], list[int], int]
+) -> Tensor:
+    """[examples, *weight.shape], by one grouped convolution with examples·groups groups."""
+    stride, padding, dilation, groups = settings
+    examples = len(inputs)
+    side_by_side = (1, examples * inputs.shape[1], *inputs.shape[2:])
+    repeated = weight.to(inputs.dtype).repeat(examples, *[1] * (weight.ndim - 1))
+    _, gradients, _ = torch.ops.aten.convolution_backward(
+        grad.reshape(1, examples * grad.shape[1], *grad.shape[2:]), inputs.reshape(side_by_side), repeated, None,
+        stride, padding, dilation, False, [0] * len(stride), groups * examples, (False, True, False),
+    )  # fmt: skip
+    return gradients.view(examples, *weight.shape)
+
+
+def convolution(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The rule of the three convolutions, every padding mode included."""
+    inputs = only_input(args, kwargs)
+    if inputs.ndim != module.weight.ndim:
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front")
+    inputs = keeper.agree_on_batch(inputs, name)
+    if torch.is_autocast_enabled(inputs.device.type):
+        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
+    padding = [0] * len(module.stride)
+    if module.padding_mode != "zeros":
+        inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    elif isinstance(module.padding, str):  # "same" may need more on one side than on the other
+        inputs = F.pad(inputs, module._reversed_padding_repeated_twice)
+    else:
+        padding = list(module.padding)
+    settings = (list(module.stride), padding, list(module.dilation), module.groups)
+    return _Convolution.apply(inputs, module.weight, module.bias, settings, keeper, keeper.use())

@@ -1,0 +1,40 @@
+"""`nn.Embedding`: row id_t of an example's gradient receives the output gradient of position t; never one-hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpoptim.gradients.forms import Rows
+from dpoptim.gradients.layers.rule import Keeper, Use, only_input
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, keeper: Keeper, use: Use
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.weight, ctx.padding_idx = keeper, use, weight, padding_idx
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        ids = ids.reshape(len(ids), -1)
+        values = grad.reshape(*ids.shape, grad.shape[-1])
+        if ctx.padding_idx is not None:  # the padding row has no gradient
+            values = values.masked_fill((ids == ctx.padding_idx)[..., None], 0)
+        ctx.keeper.keep(ctx.weight, Rows(ids, values), ctx.use)
+        return None, None, None, None, None
+
+
+def embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
+    ids = keeper.agree_on_batch(only_input(args, kwargs), name)
+    return _Embedding.apply(ids, module.weight, module.padding_idx, keeper, keeper.use())

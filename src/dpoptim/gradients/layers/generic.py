@@ -1,0 +1,142 @@
+"""Any other module, exactly but slowly: every example gets its own copy of the parameters and `torch.func.vmap` runs the module.
+
+The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module is compared
+with the module's own forward, so a module that cannot be run one example at a time is refused and never silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from dpoptim.gradients.forms import Dense
+from dpoptim.gradients.layers.rule import Keeper, Use
+
+_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | None, ...]]] = weakref.WeakKeyDictionary()
+"""Which modules have been compared with their own forward, for which axes of their arguments."""
+
+
+class _OneCopyAnExample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: Keeper, use: Use) -> Tensor:
+        ctx.keeper, ctx.use, ctx.parameter = keeper, use, parameter
+        return parameter.detach().expand(examples, *parameter.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.keeper.keep(ctx.parameter, Dense(grad), ctx.use)
+        return None, None, None, None
+
+
+def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of every module that has no rule of its own."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    batch_axis = _batch_axis(module)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None:
+        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
+    examples = keeper.agree_on_batch(first.movedim(batch_axis, 0), name).shape[0]
+    axes = [_axis(leaf, examples, batch_axis, leaf is first) for leaf in leaves]
+    leaves = [
+        leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    use = keeper.use()
+    copies = {
+        key: _OneCopyAnExample.apply(parameter, examples, keeper, use)
+        for key, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    batched = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    batched_axes = [axis for axis in axes if axis is not None]
+    output_structure: list[Any] = []
+
+    def one_example(parameters: dict[str, Tensor], *own: Tensor) -> list[Tensor]:
+        remaining = iter(own)
+        filled = [next(remaining) if axis is not None else leaf for leaf, axis in zip(leaves, axes, strict=True)]
+        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+        outputs, spec = pytree.tree_flatten(functional_call(module, parameters, own_args, own_kwargs))
+        output_structure[:] = [[isinstance(output, Tensor) for output in outputs], spec]
+        return [output for output in outputs if isinstance(output, Tensor)]
+
+    def run(parameters: dict[str, Tensor]) -> Any:
+        run_all = vmap(one_example, in_dims=(0, *batched_axes), randomness="different")
+        first_output, *others = run_all(parameters, *batched)
+        tensors = iter([first_output.movedim(0, batch_axis), *others])
+        are_tensors, spec = output_structure
+        outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
+        return pytree.tree_unflatten(outputs, spec)
+
+    with _plain(keeper), torch.backends.cudnn.flags(enabled=False):
+        checked = _checked.setdefault(module, set())
+        if tuple(axes) not in checked:
+            _check(run, module, name, examples, args, kwargs)
+            checked.add(tuple(axes))
+        return run(copies)
+
+
+def _batch_axis(module: nn.Module) -> int:
+    return 1 if isinstance(module, nn.MultiheadAttention) and not module.batch_first else 0
+
+
+def _axis(leaf: Any, examples: int, batch_axis: int, is_first: bool) -> int | None:
+    """Where the examples lie in one argument, or None for an argument that all examples share."""
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return None
+    if is_first:
+        return batch_axis
+    for axis in dict.fromkeys((batch_axis, 0)):
+        if axis < leaf.ndim and leaf.shape[axis] == examples:
+            return axis
+    return None
+
+
+@contextlib.contextmanager
+def _plain(keeper: Keeper) -> Iterator[None]:
+    """Layers inside the module run their own forward: their parameters are the copies."""
+    before, keeper.inside_generic = keeper.inside_generic, True
+    try:
+        yield
+    finally:
+        keeper.inside_generic = before
+
+
+def _check(
+    run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
+) -> None:
+    """Refuse a module whose result changes when its examples are run one at a time."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad():
+            expected = type(module).forward(module, *args, **kwargs)
+            got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time by "
+            f"torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
+        ) from error
+    finally:
+        for part, training in modes:
+            part.training = training
+    for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        if isinstance(theirs, Tensor) and not _same(ours, theirs):
+            raise ValueError(
+                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a time, so it "
+                "mixes examples or takes an argument whose first axis only looks like the batch; freeze or replace it"
+            )
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape and theirs.shape[:1] == (1,):  # an input of one row was expanded to the batch
+        theirs = theirs.expand(ours.shape)
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3, equal_nan=True)

@@ -1,0 +1,77 @@
+"""Linear maps: `nn.Linear` (weight [outputs, inputs]) and Hugging Face's `Conv1D` (weight [inputs, outputs]).
+
+With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t and the bias's Σ_t b_t.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpoptim.gradients.forms import Dense, Outer, wide
+from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,  # [examples, ..., inputs]
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        inputs_first: bool,
+        keeper: Keeper,
+        use: Use,
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.inputs_first = keeper, use, inputs_first
+        ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
+        ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
+        flat = F.linear(inputs.reshape(-1, inputs.shape[-1]), weight.T if inputs_first else weight, bias)
+        # Not a view in autograd's eyes, so that an in-place activation may follow.
+        return torch.ops.aten._unsafe_view(flat, [*inputs.shape[:-1], flat.shape[-1]])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        by_position = grad.reshape(len(grad), -1, grad.shape[-1])
+        if trainable(ctx.weight):
+            outputs_side, inputs_side = by_position, inputs.reshape(len(grad), -1, inputs.shape[-1]).to(grad.dtype)
+            form = Outer(inputs_side, outputs_side) if ctx.inputs_first else Outer(outputs_side, inputs_side)
+            ctx.keeper.keep(ctx.weight, form, ctx.use)
+        if trainable(ctx.bias):
+            ctx.keeper.keep(ctx.bias, Dense(wide(by_position).sum(1)), ctx.use)
+        to_inputs = None
+        if ctx.needs_input_grad[0]:
+            matrix = weight.T if ctx.inputs_first else weight
+            to_inputs = (grad @ matrix.to(grad.dtype)).to(ctx.dtype)
+        return to_inputs, None, None, None, None, None
+
+
+def apply_linear(keeper: Keeper, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    """inputs @ weight.T + bias, through the engine."""
+    return _Linear.apply(inputs, weight, bias, False, keeper, keeper.use())
+
+
+def linear(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The rule of `nn.Linear`."""
+    inputs = _with_batch(keeper, name, only_input(args, kwargs))
+    return apply_linear(keeper, inputs, module.weight, module.bias)
+
+
+def conv1d_of_transformers(
+    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
+    inputs = _with_batch(keeper, name, only_input(args, kwargs))
+    return _Linear.apply(inputs, module.weight, module.bias, True, keeper, keeper.use())
+
+
+def _with_batch(keeper: Keeper, name: str, inputs: Tensor) -> Tensor:
+    if inputs.ndim < 2:
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front")
+    return keeper.agree_on_batch(inputs, name)

@@ -1,0 +1,52 @@
+"""Modules that mix examples, or keep un-noised statistics of them, are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+
+def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
+    """Raise for modules that mix examples; the handles belong to watches on modules that could begin to."""
+    watches = []
+    for name, module in model.named_modules():
+        label = f"layer '{name}' ({type(module).__name__})"
+        if isinstance(module, _BatchNorm):
+            watch = _BatchNormWatch(label)
+            watch(module, ())
+            watches.append(module.register_forward_pre_hook(watch))
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise ValueError(f"{label} keeps running statistics of private data; set track_running_stats=False")
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            if module.max_norm is not None:
+                raise ValueError(f"{label} has max_norm={module.max_norm}, which rewrites rows the batch looks up; set it to None")
+            if module.scale_grad_by_freq:
+                raise ValueError(f"{label} has scale_grad_by_freq=True, which mixes examples; set it to False")
+        if isinstance(module, nn.EmbeddingBag) and module.weight.requires_grad:
+            raise ValueError(f"{label} flattens examples into bags; use nn.Embedding and a mean over positions")
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{label} has a parametrization, whose per-example gradients cannot be seen; "
+                "remove it with torch.nn.utils.parametrize.remove_parametrizations"
+            )
+    return watches
+
+
+class _BatchNormWatch:
+    """Raises when a BatchNorm is in training mode, now or at any later forward with gradients."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def __call__(self, module: Any, args: Any) -> None:
+        if (module.training or module.running_mean is None) and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self.label} normalises over the batch and so mixes examples; replace it by nn.GroupNorm, "
+                "or freeze its statistics with .eval()"
+            )

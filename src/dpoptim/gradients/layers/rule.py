@@ -1,0 +1,57 @@
+"""What a layer rule is given and what it must do.
+
+A rule runs a module's forward through an autograd function whose backward returns the gradient of the input and hands
+the per-example gradient of each trainable parameter, as a form, to the keeper. One small file a kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dpoptim.gradients.forms import Form
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a layer: in which call of the model, and in which backward if an activation checkpoint re-ran it."""
+
+    call: int | None
+    recomputed_in: int | None
+
+
+class Keeper(Protocol):
+    """What a rule sees of the engine."""
+
+    inside_generic: bool
+
+    def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
+    def use(self) -> Use: ...
+    def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None: ...
+
+
+RuleFunction = Callable[[Keeper, str, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module's name in the model and the rule that runs it."""
+
+    name: str
+    rule: RuleFunction
+
+    def run(self, keeper: Keeper, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.rule(keeper, self.name, module, args, kwargs)
+
+
+def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The one tensor that layers of one input take, by position or by keyword."""
+    (tensor,) = (*args, *kwargs.values())
+    return tensor
+
+
+def trainable(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad

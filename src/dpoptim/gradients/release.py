@@ -1,0 +1,196 @@
+"""The release: the only place where clipped sums meet noise, and the only door out of this package.
+
+Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's strategy and the
+key, s_t from values released before. Plans that also release a second moment get a second, separate stream of noise.
+
+Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`, provided the
+batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, Poisson, PrivacyPlan, Release, Shuffled, tickets
+
+
+@dataclass(frozen=True)
+class Released:
+    """What one step made public, by parameter name."""
+
+    step: int
+    gradient: dict[str, Tensor]  # the noisy average gradient
+    square: dict[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
+
+
+class PrivateRelease:
+    """Turns the backwards of one logical batch into one release."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PrivacyPlan,
+        release: Release,
+        *,
+        key: NoiseKey | None = None,
+        mean_loss: bool = False,
+    ) -> None:
+        if isinstance(plan.release, NoiselessSquare) and not isinstance(release, NoiselessSquare):
+            raise ValueError("plan is declared not private (NoiselessSquare); give this optimizer a private plan")
+        if plan.noise_multiplier is None:
+            raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
+        self._drawn_for = plan  # the object that a private_loader may be bound to
+        self.plan = plan if plan.release == release else plan.releasing(release)
+        self.key = NoiseKey.generate() if key is None else key
+        self.step = 0
+        self._gradient_stddev, self._square_stddev = self.plan.noise_stddevs()
+        averages_squares = isinstance(release, JointMoments) or (
+            isinstance(release, IndependentMoments) and release.squares == "average_of"
+        )
+        self._sums = ClippedSums(model, clip_norm=plan.clip_norm, squares=averages_squares, mean_loss=mean_loss)
+        self._sums.engine.attach()
+        self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
+        self._nonfinite_reported = 0
+        streams = ["gradient", "square"] if self._square_stddev else ["gradient"]
+        self._noise = {
+            (stream, name): plan.strategy.stream(
+                self.key,
+                stream=stream,
+                name=name,
+                numel=p.numel(),
+                dtype=torch.float64 if p.dtype == torch.float64 else torch.float32,
+                device=p.device,
+            )
+            for stream in streams
+            for name, p in self._sums.parameters.items()
+        }
+        tickets.forget(self._drawn_for)
+
+    @property
+    def counts_not_private(self) -> ClippingCounts:
+        """Examples, clipped and non-finite ones since the start. NOT private: for debugging only."""
+        return self._sums.counts
+
+    @property
+    def scale(self) -> Mapping[str, Tensor] | None:
+        return self._sums.scale
+
+    @scale.setter
+    def scale(self, scale: Mapping[str, Tensor] | None) -> None:
+        self._sums.scale = scale
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are released."""
+        return list(self._sums.parameters)
+
+    def detach(self) -> None:
+        self._sums.engine.detach()
+
+    def batch_is_complete(self) -> bool:
+        """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
+        ticket = tickets.take(self._drawn_for)
+        if ticket is not None and ticket.is_placeholder:
+            self._sums.engine.discard()
+        if ticket is not None and ticket.opens_batch:
+            self._sums.forget_sums()
+        self._sums.engine.flush()
+        examples = self._sums.counts.examples
+        arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
+        if ticket is None:
+            return True
+        if not ticket.is_placeholder and arrived > ticket.physical_examples:
+            self._refuse_batch(
+                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of the loader must go "
+                "through exactly one call of the model, one backward and one optimizer.step()"
+            )
+        return ticket.closes_batch
+
+    def release(self) -> Released:
+        """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
+        if self.step >= self.plan.steps:
+            raise ValueError(
+                f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan with more steps"
+            )
+        if not self._sums.engine.attached:
+            raise ValueError("another optimizer was made for this model since, or this one was detached; make one optimizer a model")
+        self._sums.engine.flush()
+        counts = self._sums.counts
+        examples, most = counts.examples - self._at_last_release, _largest_batch(self.plan)
+        if examples > most:
+            self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
+        self._at_last_release = counts.examples
+        if counts.nonfinite > self._nonfinite_reported:
+            self._nonfinite_reported = counts.nonfinite
+            warnings.warn(
+                f"{counts.nonfinite} examples so far had a gradient that is not finite and were left out (this count is not private)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        sums, square_sums = self._sums.take()
+        gradient = {
+            name: (total + self._noise_row("gradient", name, total, self._gradient_stddev, self.scale))
+            / self.plan.batch_size
+            for name, total in sums.items()
+        }
+        square = self._second_release(sums, square_sums)
+        self.step += 1
+        return Released(step=self.step - 1, gradient=gradient, square=square)
+
+    def _refuse_batch(self, why: str) -> None:
+        self._sums.clear()
+        self._at_last_release = self._sums.counts.examples
+        raise ValueError(why)
+
+    def _second_release(
+        self, sums: dict[str, Tensor], square_sums: dict[str, Tensor] | None
+    ) -> dict[str, Tensor] | None:
+        batch_size = self.plan.batch_size
+        match self.plan.release:
+            case IndependentMoments() | JointMoments() if square_sums is not None:
+                squares = {name: total / batch_size for name, total in square_sums.items()}
+            case IndependentMoments():
+                averages = self._bounded_averages(sums)
+                squares = {name: average.square() for name, average in averages.items()}
+            case NoiselessSquare():
+                return {name: (total / batch_size).square() for name, total in sums.items()}
+            case _:
+                return None
+        assert self._square_stddev is not None
+        return {
+            name: average + self._noise_row("square", name, average, self._square_stddev, None)
+            for name, average in squares.items()
+        }
+
+    def _bounded_averages(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The averaged gradient, brought to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
+        averages = {name: total / self.plan.batch_size for name, total in sums.items()}
+        norm = torch.stack([average.norm().double().cpu() for average in averages.values()]).norm()
+        factor = min(1.0, self.plan.clip_norm / float(norm)) if norm > 0 else 1.0
+        return {name: average * factor for name, average in averages.items()}
+
+    def _noise_row(
+        self, stream: str, name: str, like: Tensor, stddev: float, scale: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        if stddev == 0:
+            return torch.zeros_like(like)
+        noise = self._noise[stream, name].row(self.step).view_as(like) * (stddev * self.plan.strategy.column_norm)
+        return noise if scale is None else noise / scale[name]
+
+
+def _largest_batch(plan: PrivacyPlan) -> float:
+    match plan.sampling:
+        case Shuffled():
+            return plan.batch_size
+        case Poisson(max_batch_size=int() as most):
+            return most
+        case _:
+            return math.inf

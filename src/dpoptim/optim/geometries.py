@@ -1,0 +1,165 @@
+"""Geometries: the scale s_t that multiplies gradients before clipping and divides the noise. A function of released values alone.
+
+`scale(slot)` is s for the step after `slot.step` completed ones and reads the state only, so it can be made again after a restart;
+`begin` prepares the state before the first step, `observe` takes in what a step released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from dpoptim.optim.rules import UpdateRule
+from dpoptim.optim.second_moments import OncePerStep
+from dpoptim.optim.slot import Slot
+
+
+class Geometry(Protocol):
+    """The first slot: the shape of the clipping ball and of the noise."""
+
+    def begin(self, slot: Slot) -> None: ...
+    def observe(self, slot: Slot, noisy_grad: Tensor) -> None: ...
+    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Flat:
+    """s = 1: plain clipping, isotropic noise."""
+
+    def begin(self, slot: Slot) -> None:
+        pass
+
+    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+        pass
+
+    def scale(self, slot: Slot, rule: UpdateRule) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseRoot:
+    """s = ε/(ν̂ᵖ + ε), in (0, 1]: scale-then-privatize at p = ½.
+
+    exponent: p. 0 is post-processing, ¼ the noise optimum of AdaClip, ⅓ PAGAN, ½ the paper.
+    eps_scale: ε_s1. Where ν̂ᵖ is far below it the scale is 1.
+    normalise: False is the paper's s = 1/(ν̂ᵖ + ε), with clip norm ζ; True the same algorithm with clip norm ζ·ε, which keeps
+        `clip_norm` in the units of a raw gradient norm and never overflows.
+    debias: take ν̂ = ν/(1−β₂ᵗ) (the paper), or ν itself.
+    start: ν̂ before the first step; 0 makes the first scale 1 (normalised).
+    """
+
+    exponent: float = 0.5
+    eps_scale: float = 1e-3
+    normalise: bool = True
+    debias: bool = True
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.exponent <= 1:
+            raise ValueError(f"exponent={self.exponent} must lie in [0, 1]")
+        if not self.eps_scale > 0:
+            raise ValueError(f"eps_scale={self.eps_scale} must be positive: it bounds the scale where the second moment is 0")
+        if not self.start >= 0:
+            raise ValueError(f"start={self.start} must be 0 or more")
+
+    def begin(self, slot: Slot) -> None:
+        slot.get("second_moment")
+
+    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+        pass
+
+    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
+        total = slot.get("second_moment")
+        if slot.step == 0:
+            nu_hat = total + self.start
+        else:
+            nu_hat = rule.estimate(total, slot.group, slot.step) if self.debias else total
+        top = self.eps_scale if self.normalise else 1.0
+        return top / (nu_hat.clamp(min=0) ** self.exponent + self.eps_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """DP²: `plain_steps` of plain private SGD average their releases, then `scaled_steps` clip g/(√A + ε), in turn.
+
+    A ← decay·A + (1−decay)·(average release)², or A + (average release)² where decay is None (AdaGrad).
+    clip_ratio: clip norm of the scaled steps over that of the plain ones; the noise follows it.
+    """
+
+    plain_steps: int
+    scaled_steps: int
+    decay: float | None = 0.9
+    eps: float = 1e-7
+    clip_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.plain_steps < 1:
+            raise ValueError(f"plain_steps={self.plain_steps} must be 1 or more: the preconditioner is made there")
+        if self.scaled_steps < 1:
+            raise ValueError(f"scaled_steps={self.scaled_steps} must be 1 or more")
+        if self.decay is not None and not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must lie in [0, 1), or be None for a sum")
+        if not self.eps > 0:
+            raise ValueError(f"eps={self.eps} must be positive")
+        if not self.clip_ratio > 0:
+            raise ValueError(f"clip_ratio={self.clip_ratio} must be positive")
+
+    def begin(self, slot: Slot) -> None:
+        slot.get("preconditioner")
+        slot.get("release_sum")
+
+    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+        position = (slot.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step that is now complete
+        if position >= self.plain_steps:
+            return
+        total = slot.get("release_sum").add_(noisy_grad)
+        if position == self.plain_steps - 1:
+            squares = (total / self.plain_steps).square()
+            preconditioner = slot.get("preconditioner")
+            if self.decay is None:
+                preconditioner.add_(squares)
+            else:
+                preconditioner.lerp_(squares, 1 - self.decay)
+            total.zero_()
+
+    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
+        if slot.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
+            slot.state["divided_by"] = slot.zeros() + 1
+            return slot.state["divided_by"]
+        slot.state["divided_by"] = slot.get("preconditioner").sqrt() + self.eps
+        return 1 / (self.clip_ratio * slot.state["divided_by"])
+
+
+class FromPublic:
+    """AdaDPS: s = 1/√(A + ε) with A from PUBLIC data, A ← decay·A + (1−decay)·g_pub², renewed every `renew_every` steps."""
+
+    def __init__(
+        self, gradients: Callable[[], Mapping[str, Tensor]], *, renew_every: int, decay: float = 0.0, eps: float = 1e-8
+    ) -> None:
+        if renew_every < 1:
+            raise ValueError(f"renew_every={renew_every} must be 1 or more steps")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must lie in [0, 1)")
+        if not eps > 0:
+            raise ValueError(f"eps={eps} must be positive")
+        self.renew_every, self.decay, self.eps = renew_every, decay, eps
+        self._source = OncePerStep(gradients)
+
+    def begin(self, slot: Slot) -> None:
+        self._renew(slot)
+
+    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+        if slot.step % self.renew_every == 0:
+            self._renew(slot)
+
+    def _renew(self, slot: Slot) -> None:
+        public = self._source.at(slot.step)[slot.name]
+        total = slot.get("preconditioner")
+        total.lerp_(public.to(total.dtype).square(), 1 - self.decay)
+
+    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
+        slot.state["divided_by"] = (slot.get("preconditioner") + self.eps).sqrt()
+        return 1 / slot.state["divided_by"]

@@ -1,0 +1,165 @@
+"""The one optimizer: a `torch.optim.Optimizer` whose slots (geometry, second moment, update rule) read released values alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.gradients import PrivateRelease
+from dpoptim.noise import NoiseKey
+from dpoptim.optim.geometries import Geometry
+from dpoptim.optim.rules import UpdateRule
+from dpoptim.optim.second_moments import SecondMoment
+from dpoptim.optim.slot import Slot
+from dpoptim.privacy import PrivacyPlan, Release
+
+
+class PrivateOptimizer(torch.optim.Optimizer):
+    """Trains `model` under `plan`: call `loss_per_example.sum().backward()`, then `step()`.
+
+    Every `step()` that closes a batch makes one release, also when the batch is empty; `p.grad` is never set or read.
+    Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.gradients`.
+
+    `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass it again as
+    `key=` to continue a run; the noise of every step is made again from it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PrivacyPlan,
+        *,
+        release: Release,
+        lr: float,
+        rule: UpdateRule,
+        geometry: Geometry,
+        second_moment: SecondMoment,
+        param_groups: Iterable[dict[str, Any]] | None = None,
+        loss_reduction: str = "sum",
+        key: NoiseKey | None = None,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"lr={lr} must be 0 or more")
+        if loss_reduction not in ("sum", "mean"):
+            raise ValueError(
+                f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' (losses.mean().backward())"
+            )
+        names = {p: name for name, p in model.named_parameters()}
+        groups = _checked_groups(names, param_groups)
+        super().__init__(groups, {"lr": lr, **rule.defaults()})
+        self.release = PrivateRelease(model, plan, release, key=key, mean_loss=loss_reduction == "mean")
+        self.plan = plan = self.release.plan
+        self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
+        self._names = names
+        stddev = plan.noise_stddevs()[0] * plan.strategy.column_norm / plan.batch_size
+        self._noise_variances = [float(variance) for variance in (stddev * plan.strategy.row_norms()) ** 2]
+        for slot in self._slots():
+            geometry.begin(slot)
+        self._set_scale()
+
+    @property
+    def key(self) -> NoiseKey:
+        """The secret behind noise; save it with `key.save(path)` to be able to continue this run."""
+        return self.release.key
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Close the batch: release it with noise and update the parameters. Returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.release.batch_is_complete():
+            return loss
+        released = self.release.release()
+        noise_variance = self._noise_variances[released.step]
+        for slot in self._slots():
+            gradient, group, parameter = released.gradient[slot.name], slot.group, slot.parameter
+            decay = group["weight_decay"]
+            if decay and self.rule.decoupled_decay():
+                parameter.mul_(1 - group["lr"] * decay)
+            elif decay:
+                gradient = gradient.add(parameter.to(gradient.dtype), alpha=decay)
+            denominator = self.second_moment.denominator(slot, self.rule, gradient, released, noise_variance)
+            direction = self.rule.direction(gradient, denominator, slot)
+            parameter.add_((direction * -group["lr"]).to(parameter.dtype))
+        for slot in self._slots():
+            self.geometry.observe(slot, released.gradient[slot.name])
+        self._set_scale()
+        return loss
+
+    def detach(self) -> None:
+        """Give the model back its own forward; the optimizer cannot be used afterwards."""
+        self.release.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, settings, the plan and the number of steps taken; plain values, no secrets."""
+        state = super().state_dict()
+        state["privacy"] = {
+            "step": self.release.step,
+            "plan": self.plan.to_dict(),
+            "key_fingerprint": self.key.fingerprint(),
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continue a run. Refused unless plan and key are those of the run."""
+        privacy = state_dict.get("privacy")
+        if privacy is None:
+            raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
+        if privacy["plan"] != self.plan.to_dict():
+            raise ValueError("state_dict belongs to another privacy plan; make the optimizer with the plan of the run it continues")
+        if privacy["key_fingerprint"] != self.key.fingerprint():
+            raise ValueError(
+                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass it as key=. "
+                "Continuing with a new key would break the correlation of the noise and the sampling"
+            )
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        self._restore_precision(state_dict)
+        self.release.step = int(privacy["step"])
+        self._set_scale()
+
+    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
+        """torch casts loaded state to the parameter's dtype; moments of bf16 parameters must stay fp32."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    device = parameter.device if value.ndim else value.device
+                    value = value.detach().to(device=device, copy=True)
+                self.state[parameter][name] = copy.copy(value)
+
+    def _slots(self) -> Iterable[Slot]:
+        step = self.release.step
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self._names[parameter] in self.release.names:
+                    yield Slot(self._names[parameter], parameter, self.state[parameter], group, step)
+
+    @torch.no_grad()
+    def _set_scale(self) -> None:
+        scales = {slot.name: self.geometry.scale(slot, self.rule) for slot in self._slots()}
+        self.release.scale = {name: s for name, s in scales.items() if s is not None} or None
+
+
+def _checked_groups(
+    names: dict[nn.Parameter, str], groups: Iterable[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    if groups is None:
+        return [{"params": [p for p in names if p.requires_grad]}]
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    given = [p for group in groups for p in group["params"]]
+    for parameter in given:
+        if parameter not in names:
+            raise ValueError(f"param_groups has a parameter of shape {tuple(parameter.shape)} that is not the model's")
+    missing = [name for p, name in names.items() if p.requires_grad and p not in set(given)]
+    if missing:
+        raise ValueError(
+            f"param_groups lacks the trainable parameter '{missing[0]}'; add it, or freeze it with requires_grad_(False)"
+        )
+    return groups

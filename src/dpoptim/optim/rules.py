@@ -1,0 +1,183 @@
+"""Update rules: how moments are accumulated and what direction the parameter moves in.
+
+Each is the rule of the `torch.optim` class of its name; with no noise and no clipping they agree step for step.
+ν is the second moment as accumulated, ν̂ what the update divides by; `step` counts from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpoptim.optim.slot import Slot
+
+
+class UpdateRule(Protocol):
+    """The second slot of every variant: Adam, AdaGrad, RMSProp or SGD."""
+
+    eps: float
+
+    @property
+    def adaptive(self) -> bool: ...
+    def defaults(self) -> dict[str, Any]: ...
+    def decoupled_decay(self) -> bool: ...
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None: ...
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor: ...
+    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """μ ← β₁μ + (1−β₁)g, ν ← β₂ν + (1−β₂)g²; direction (μ/(1−β₁ᵗ)) / denominator; ν̂ = ν/(1−β₂ᵗ).
+
+    `weight_decay` is added to the noisy gradient as in `torch.optim.Adam`; `decoupled=True` is AdamW.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+    adaptive = True
+
+    def __post_init__(self) -> None:
+        for i, beta in enumerate(self.betas):
+            _in_unit_interval(f"betas[{i}]", beta)
+        _not_negative("eps", self.eps)
+        _not_negative("weight_decay", self.weight_decay)
+
+    def defaults(self) -> dict[str, Any]:
+        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    def decoupled_decay(self) -> bool:
+        return self.decoupled
+
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        total.lerp_(value, 1 - group["betas"][1])
+
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
+        return total / (1 - group["betas"][1] ** step)
+
+    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
+        beta1 = slot.group["betas"][0]
+        mu = slot.get("first_moment").lerp_(gradient, 1 - beta1)
+        return _ratio(mu / (1 - beta1**slot.step), denominator)
+
+
+def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:  # noqa: N802
+    """Adam with decoupled weight decay: θ ← (1 − lr·weight_decay)·θ before the update."""
+    return Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGrad:
+    """ν ← ν + g², direction g / denominator. Where ν and g are 0 the step is 0, also at eps = 0."""
+
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    adaptive = True
+
+    def __post_init__(self) -> None:
+        _not_negative("eps", self.eps)
+        _not_negative("weight_decay", self.weight_decay)
+
+    def defaults(self) -> dict[str, Any]:
+        return {"eps": self.eps, "weight_decay": self.weight_decay}
+
+    def decoupled_decay(self) -> bool:
+        return False
+
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        total.add_(value)
+
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
+        return total
+
+    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
+        return _ratio(gradient, denominator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSProp:
+    """ν ← αν + (1−α)g², not debiased; direction g / denominator, through a momentum buffer if momentum > 0."""
+
+    alpha: float = 0.99
+    momentum: float = 0.0
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adaptive = True
+
+    def __post_init__(self) -> None:
+        _in_unit_interval("alpha", self.alpha)
+        _in_unit_interval("momentum", self.momentum)
+        _not_negative("eps", self.eps)
+        _not_negative("weight_decay", self.weight_decay)
+
+    def defaults(self) -> dict[str, Any]:
+        return {"alpha": self.alpha, "momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    def decoupled_decay(self) -> bool:
+        return False
+
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        total.lerp_(value, 1 - group["alpha"])
+
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
+        return total
+
+    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
+        return _momentum(_ratio(gradient, denominator), slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """buf ← momentum·buf + g, direction buf: no second moment."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    eps: float = 0.0
+    adaptive = False
+
+    def __post_init__(self) -> None:
+        _in_unit_interval("momentum", self.momentum)
+        _not_negative("weight_decay", self.weight_decay)
+
+    def defaults(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
+
+    def decoupled_decay(self) -> bool:
+        return False
+
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        raise AssertionError("SGD keeps no second moment")
+
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
+        raise AssertionError("SGD keeps no second moment")
+
+    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
+        return _momentum(_ratio(gradient, denominator), slot)
+
+
+def _momentum(direction: Tensor, slot: Slot) -> Tensor:
+    if slot.group["momentum"] == 0:
+        return direction
+    return slot.get("momentum_buffer").mul_(slot.group["momentum"]).add_(direction)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor | None) -> Tensor:
+    """numerator / denominator, and 0 for 0/0."""
+    if denominator is None:
+        return numerator
+    return torch.where(numerator == 0, 0.0, numerator / denominator)
+
+
+def _in_unit_interval(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value} must lie in [0, 1)")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name}={value} must be 0 or more")
