@@ -55,12 +55,11 @@ class ClippedSums:
         squares = None
         if self.square_sums is not None:
             squares = {name: self.square_sums.get(name, _zeros(p)) for name, p in self.parameters.items()}
-        self.clear()
+        self.clear_sums()
         return sums, squares
 
-    def clear(self) -> None:
-        """Forget everything since the last `take`."""
-        self.engine.discard()
+    def clear_sums(self) -> None:
+        """Forget every physical batch that has been summed since the last `take`."""
         self.sums = {}
         if self.square_sums is not None:
             self.square_sums = {}

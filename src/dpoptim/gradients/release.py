@@ -59,6 +59,7 @@ class PrivateRelease:
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self._nonfinite_reported = 0
+        self._batch_is_open = False
         streams = ["gradient", "square"] if self._square_stddev else ["gradient"]
         self._noise = {
             (stream, name): plan.strategy.stream(
@@ -98,20 +99,19 @@ class PrivateRelease:
     def batch_is_complete(self) -> bool:
         """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
         ticket = tickets.take(self._drawn_for)
-        if ticket is not None and ticket.is_placeholder:
-            self._sums.engine.discard()
-        if ticket is not None and ticket.opens_batch:
-            self._sums.forget_sums()
+        if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
+            self._drop(everything=ticket.is_placeholder)
         self._sums.engine.flush()
         examples = self._sums.counts.examples
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
         if ticket is None:
             return True
-        if not ticket.is_placeholder and arrived > ticket.physical_examples:
+        if arrived > ticket.physical_examples:
             self._refuse_batch(
                 f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of the loader must go "
                 "through exactly one call of the model, one backward and one optimizer.step()"
             )
+        self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
 
     def release(self) -> Released:
@@ -145,9 +145,24 @@ class PrivateRelease:
         self.step += 1
         return Released(step=self.step - 1, gradient=gradient, square=square)
 
+    def _was_abandoned(self, ticket: tickets.Ticket) -> bool:
+        """Whether what has been summed so far belongs to a logical batch that the loop broke off."""
+        if not (ticket.opens_batch and self._batch_is_open):
+            return False
+        if self._sums.counts.examples > self._at_last_ticket:
+            self._refuse_batch("a batch was broken off and another one begun; call step() once for each batch of the loader")
+        return True
+
+    def _drop(self, *, everything: bool) -> None:
+        """Forget the sums, and the physical batch that is still open if `everything`."""
+        if everything:
+            self._sums.engine.discard()
+        self._sums.clear_sums()
+        self._at_last_release = self._at_last_ticket = self._sums.counts.examples
+
     def _refuse_batch(self, why: str) -> None:
-        self._sums.clear()
-        self._at_last_release = self._sums.counts.examples
+        self._drop(everything=True)
+        self._batch_is_open = False
         raise ValueError(why)
 
     def _second_release(

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpoptim.gradients.layers.affine import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.gradients.layers.attention import attention
 from dpoptim.gradients.layers.convolution import convolution
 from dpoptim.gradients.layers.embedding import embedding
 from dpoptim.gradients.layers.generic import generic
@@ -26,6 +27,7 @@ _RULES: dict[Any, RuleFunction] = {
     nn.Conv1d.forward: convolution,
     nn.Conv2d.forward: convolution,
     nn.Conv3d.forward: convolution,
+    nn.MultiheadAttention.forward: attention,
     nn.LSTM.forward: recurrent,
     nn.GRU.forward: recurrent,
     nn.RNN.forward: recurrent,

@@ -1,4 +1,4 @@
-"""Any other module, exactly but slowly: every example gets its own copy of the parameters and `torch.func.vmap` runs the module.
+"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the parameters.
 
 The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module is compared
 with the module's own forward, so a module that cannot be run one example at a time is refused and never silently wrong.
@@ -61,12 +61,15 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
     output_structure: list[Any] = []
 
     def one_example(parameters: dict[str, Tensor], *own: Tensor) -> list[Tensor]:
-        remaining = iter(own)
-        filled = [next(remaining) if axis is not None else leaf for leaf, axis in zip(leaves, axes, strict=True)]
+        remaining = iter(own)  # the module sees a batch of one
+        filled = [
+            leaf if axis is None else next(remaining).unsqueeze(axis) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
         own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
         outputs, spec = pytree.tree_flatten(functional_call(module, parameters, own_args, own_kwargs))
         output_structure[:] = [[isinstance(output, Tensor) for output in outputs], spec]
-        return [output for output in outputs if isinstance(output, Tensor)]
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        return [tensors[0].squeeze(batch_axis), *(output.squeeze(0) for output in tensors[1:])]
 
     def run(parameters: dict[str, Tensor]) -> Any:
         run_all = vmap(one_example, in_dims=(0, *batched_axes), randomness="different")
