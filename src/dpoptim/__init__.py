@@ -1,1 +1,77 @@
 """Differentially private training with adaptive optimizers for PyTorch."""
+
+from dpoptim import gradients, noise, optim, privacy
+from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, public_data
+from dpoptim.noise import BandedToeplitz, Independent, NoiseKey, SquareRoot
+from dpoptim.optim import (
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    PrivateOptimizer,
+    RMSProp,
+    adadps,
+    bias_correction,
+    delayed_preconditioner,
+    dp_sgd,
+    independent_moments,
+    joint_moments,
+    noiseless_preconditioner,
+    post_processing,
+    scale_then_privatize,
+    side_information,
+)
+from dpoptim.privacy import (
+    Adjacency,
+    Gradient,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    Poisson,
+    PrivacyPlan,
+    PrivateLoader,
+    Shuffled,
+    private_loader,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "Adjacency",
+    "BandedToeplitz",
+    "Gradient",
+    "Independent",
+    "IndependentMoments",
+    "JointMoments",
+    "NoiseKey",
+    "NoiselessSquare",
+    "Poisson",
+    "PrivacyPlan",
+    "PrivateLoader",
+    "PrivateOptimizer",
+    "PublicGradients",
+    "RMSProp",
+    "SGD",
+    "Shuffled",
+    "SquareRoot",
+    "adadps",
+    "bias_correction",
+    "check_examples_do_not_mix",
+    "delayed_preconditioner",
+    "dp_sgd",
+    "gradients",
+    "independent_moments",
+    "joint_moments",
+    "noise",
+    "noiseless_preconditioner",
+    "optim",
+    "post_processing",
+    "privacy",
+    "private_loader",
+    "public_data",
+    "scale_then_privatize",
+    "side_information",
+]

@@ -12,7 +12,6 @@ and so is everything of one call of the model. Two calls of the model with two s
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -89,10 +88,9 @@ class Engine:
             previous.detach()
         self._handles = refuse_mixing(self.model)
         self.layers = choose_rules(self.model)
-        for module in {self.model, *self.layers}:
-            module.__dict__[_ENGINE] = self
-        for module in self.layers:
-            module.__dict__["forward"] = types.MethodType(_private_forward, module)
+        self.model.__dict__[_ENGINE] = self
+        for module, layer in self.layers.items():
+            module.__dict__["forward"] = _PrivateForward(self, module, layer)
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
                 self._handles.append(parameter.register_hook(_Tripwire(self, self.names[id(parameter)])))
@@ -102,8 +100,7 @@ class Engine:
 
     def detach(self) -> None:
         """Give the model back its own forward; what was kept is forgotten."""
-        for module in {self.model, *self.layers}:
-            module.__dict__.pop(_ENGINE, None)
+        self.model.__dict__.pop(_ENGINE, None)
         for module in self.layers:
             module.__dict__.pop("forward", None)
         for handle in self._handles:
@@ -123,6 +120,12 @@ class Engine:
         return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
 
     def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self.names:
+                raise ValueError(
+                    f"parameter '{name}' was unfrozen or replaced after the optimizer was made, so the guarantee does not cover it; "
+                    "make the optimizer last"
+                )
         self._calls += 1
         self.call = self._calls
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -165,12 +168,7 @@ class Engine:
 
     def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None:
         """Called by the layer functions during backward, once for each use of a parameter."""
-        name = self.names.get(id(parameter))
-        if name is None:
-            raise ValueError(
-                "a parameter was unfrozen or replaced after the optimizer was made, so the guarantee does not cover it; "
-                "make the optimizer last"
-            )
+        name = self.names[id(parameter)]
         backward = torch._C._current_graph_task_id()
         batch = self.batch
         if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
@@ -228,11 +226,19 @@ class _Tripwire:
         )
 
 
-def _private_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    engine = self.__dict__.get(_ENGINE)
-    if engine is None or not engine.capturing:
-        return type(self).forward(self, *args, **kwargs)
-    return engine.layers[self].run(engine, self, args, kwargs)
+class _PrivateForward:
+    """The forward of a module that runs through an engine. Copies and pickles of it are the module's own forward."""
+
+    def __init__(self, engine: Engine, module: nn.Module, layer: Layer) -> None:
+        self.engine, self.module, self.layer = engine, module, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine.capturing:
+            return self.layer.run(self.engine, self.module, args, kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
 
 
 def _begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -80,12 +80,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for slot in self._slots():
             gradient, group, parameter = released.gradient[slot.name], slot.group, slot.parameter
             decay = group["weight_decay"]
-            if decay and self.rule.decoupled_decay():
-                parameter.mul_(1 - group["lr"] * decay)
-            elif decay:
+            decoupled = self.rule.decoupled_decay()
+            if decay and not decoupled:
                 gradient = gradient.add(parameter.to(gradient.dtype), alpha=decay)
             denominator = self.second_moment.denominator(slot, self.rule, gradient, released, noise_variance)
             direction = self.rule.direction(gradient, denominator, slot)
+            if decay and decoupled:
+                parameter.mul_(1 - group["lr"] * decay)
             parameter.add_((direction * -group["lr"]).to(parameter.dtype))
         for slot in self._slots():
             self.geometry.observe(slot, released.gradient[slot.name])

@@ -39,8 +39,6 @@ _RULES: dict[Any, RuleFunction] = {
 
 def own_rule(module: nn.Module) -> RuleFunction | None:
     """The module's rule, or None where only the generic way is left."""
-    if "forward" in module.__dict__:
-        return None
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
@@ -75,9 +73,14 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
                 continue
             rule = generic
             inside_generic.update(module.modules())
-        if "forward" in module.__dict__:
+        if _forward_was_replaced(module):
             raise ValueError(
                 f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before whatever replaces it"
             )
         layers[module] = Layer(name or type(module).__name__, rule)
     return layers
+
+
+def _forward_was_replaced(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

@@ -1,0 +1,301 @@
+"""What belongs to one batch, what is refused, and what happens to copies of an attached model."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.gradients import check_examples_do_not_mix, clipped_sum, public_data
+from dpoptim.gradients.clipping import ClippedSums
+from tests.gradients.models import Checkpointed, Tied, case, squares
+
+
+def attached(model: nn.Module, **options) -> ClippedSums:
+    sums = ClippedSums(model, clip_norm=options.pop("clip_norm", 0.7), **options)
+    sums.engine.attach()
+    return sums
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(12, 4, dtype=torch.float64)
+
+
+class TestWhatIsOneBatch:
+    @pytest.mark.parametrize("size", [1, 2, 5, 12])
+    def test_micro_batches_of_any_size_give_the_same_sum(self, mlp, x, size):
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        for part in x.split(size):
+            squares(mlp, part).sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_two_forwards_then_two_backwards_are_two_batches(self, mlp, x):
+        """Both have six examples: taken together, two examples would share one clipped norm."""
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        first, second = squares(mlp, x[:6]).sum(), squares(mlp, x[6:]).sum()
+        first.backward()
+        second.backward()
+        assert_same(sums.take()[0], expected)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_the_same_with_checkpoints(self, reentrant):
+        torch.manual_seed(0)
+        model, x = Checkpointed(reentrant).double(), torch.randn(8, 3, 6, dtype=torch.float64, requires_grad=True)
+        expected, _ = clipped_sum(model, squares, x, clip_norm=0.7)
+        sums = attached(model)
+        first, second = squares(model, x[:4]).sum(), squares(model, x[4:]).sum()
+        first.backward()
+        second.backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_two_calls_in_one_backward_are_one_batch(self, mlp, x):
+        """A loss over pairs: both calls of the model belong to the same example."""
+
+        def pair_loss(model: nn.Module, pair: Tensor) -> Tensor:
+            return (model(pair[:, 0]) * model(pair[:, 1])).sum(1)
+
+        pairs = x.view(6, 2, 4)
+        norms = []
+        for pair in pairs:
+            copied = copy.deepcopy(mlp)
+            pair_loss(copied, pair[None]).sum().backward()
+            norms.append(sum(float(p.grad.square().sum()) for p in copied.parameters()) ** 0.5)
+        _, found = clipped_sum(mlp, pair_loss, pairs)
+        torch.testing.assert_close(found, torch.tensor(norms, dtype=torch.float64))
+
+    def test_two_backwards_of_one_call_are_one_batch(self, mlp, x):
+        expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
+        sums = attached(mlp)
+        output = mlp(x)
+        output[:, :1].square().sum().backward(retain_graph=True)
+        output[:, 1:].square().sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_layers_without_a_call_of_the_model(self, mlp, x):
+        """A container whose parts are called one by one, as research code does."""
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        for part in x.split(6):
+            squares(lambda x: mlp[2](mlp[1](mlp[0](x))), part).sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_mean_loss(self, mlp, x):
+        expected, norms = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp, mean_loss=True)
+        squares(mlp, x).mean().backward()
+        torch.testing.assert_close(sums.norms or norms, norms)
+        assert_same(sums.take()[0], expected)
+
+    def test_evaluation_in_between_changes_nothing(self, mlp, x):
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        squares(mlp, x[:6]).sum().backward()
+        with torch.no_grad():
+            mlp(x[:3])
+        mlp(x[:2])  # with gradients, but never differentiated
+        squares(mlp, x[6:]).sum().backward()
+        assert_same(sums.take()[0], expected)
+        assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
+
+
+class TestSquares:
+    @pytest.mark.parametrize("name", ["linear 3-D", "tied", "cnn", "bare parameters", "embedding", "layer norm"])
+    def test_sum_of_squares_of_clipped_gradients(self, name):
+        made = case(name)
+        sums = attached(made.model, squares=True, clip_norm=0.5)
+        made.loss_fn(made.model, made.batch).sum().backward()
+        total, squared = sums.take()
+        expected = {n: torch.zeros_like(t) for n, t in total.items()}
+        for j in range(len(made.batch)):
+            own, _ = clipped_sum(made.model, made.loss_fn, made.batch[j : j + 1], clip_norm=0.5)
+            expected = {n: expected[n] + own[n].square() for n in expected}
+        assert_same(squared, expected, 1e-10)
+
+
+class TestRefusals:
+    def test_batch_norm_in_training(self):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm2d\).*GroupNorm"):
+            attached(model)
+
+    def test_batch_norm_that_goes_back_to_training(self):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
+        attached(model)
+        model(torch.randn(2, 1, 5, 5))
+        model.train()
+        with pytest.raises(ValueError, match=r"BatchNorm2d.*mixes examples"):
+            model(torch.randn(2, 1, 5, 5))
+
+    @pytest.mark.parametrize(
+        ("layer", "words"),
+        [
+            (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), "running statistics"),
+            (nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+            (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+            (nn.EmbeddingBag(4, 3), "bags"),
+            (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrization"),
+        ],
+        ids=["instance norm", "max_norm", "frequency", "bag", "weight norm"],
+    )
+    def test_layers_that_mix(self, layer, words):
+        with pytest.raises(ValueError, match=words):
+            attached(nn.Sequential(layer))
+
+    def test_loss_that_is_not_a_vector(self, mlp, x):
+        with pytest.raises(ValueError, match="one loss an example"):
+            clipped_sum(mlp, lambda m, x: m(x).sum(), x)
+        with pytest.raises(ValueError, match="one loss an example"):
+            clipped_sum(mlp, lambda m, x: m(x), x)
+
+    def test_loss_of_another_length(self, mlp, x):
+        with pytest.raises(ValueError, match="returned 36 losses for a batch of 12 examples"):
+            clipped_sum(mlp, lambda m, x: m(x).flatten(), x)
+
+    def test_batch_axis_that_disagrees(self):
+        class Flattens(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.enter = nn.Linear(4, 4)
+                self.leave = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.leave(self.enter(x).flatten(0, 1)).view_as(x)
+
+        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(15, 4\) while the batch has 5"):
+            clipped_sum(Flattens(), squares, torch.randn(5, 3, 4))
+
+    def test_scalar_loss_of_the_model(self):
+        made = case("BertForMaskedLM")
+        attached(made.model)
+        with pytest.raises(ValueError, match="without labels"):
+            made.model(input_ids=made.batch["input_ids"], labels=made.batch["labels"])
+
+    def test_weight_used_outside_its_layer(self):
+        class Functional(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(7, 4)
+
+            def forward(self, ids):
+                return F.linear(self.table(ids), self.table.weight)
+
+        model = Functional()
+        attached(model)
+        with pytest.raises(ValueError, match=r"'table.weight' was used outside the layer"):
+            squares(model, torch.randint(0, 7, (3, 5))).sum().backward()
+        assert model.table.weight.grad is None
+
+    def test_parameter_unfrozen_later(self, mlp, x):
+        mlp[0].requires_grad_(False)
+        attached(mlp)
+        mlp[0].requires_grad_(True)
+        with pytest.raises(ValueError, match="used outside|unfrozen"):
+            squares(mlp, x).sum().backward()
+
+    def test_module_that_mixes_examples_by_itself(self):
+        class Centres(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gain = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return (x - x.mean(0)) * self.gain
+
+        with pytest.raises(ValueError, match="Centres.*mixes"):
+            clipped_sum(nn.Sequential(nn.Linear(4, 4), Centres()), squares, torch.randn(5, 4))
+
+    def test_nothing_to_train(self, mlp):
+        with pytest.raises(ValueError, match="requires_grad"):
+            attached(mlp.requires_grad_(False))
+
+    @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+    def test_clip_norm(self, mlp, x, clip_norm):
+        with pytest.raises(ValueError, match="clip_norm"):
+            clipped_sum(mlp, squares, x, clip_norm=clip_norm)
+
+    def test_scale_of_another_shape(self, mlp, x):
+        scale = {name: torch.ones_like(p) for name, p in mlp.named_parameters()}
+        with pytest.raises(ValueError, match=r"scale lacks parameter '2.bias'"):
+            clipped_sum(mlp, squares, x, scale={n: s for n, s in scale.items() if n != "2.bias"})
+        with pytest.raises(ValueError, match=r"scale\['2.bias'\]"):
+            clipped_sum(mlp, squares, x, scale={**scale, "2.bias": torch.ones(1)})
+
+
+class TestExamplesDoNotMix:
+    def test_passes(self, mlp, x):
+        check_examples_do_not_mix(mlp, squares, x)
+        made = case("BertForMaskedLM")
+        check_examples_do_not_mix(made.model, made.loss_fn, made.batch)
+
+    def test_positions_taken_for_examples(self):
+        """As many positions as examples: only the gradients show that the axes are swapped."""
+        model = nn.LSTM(4, 3, batch_first=False)
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            return model(x)[0].square().sum((0, 2))
+
+        with pytest.raises(ValueError, match="examples mix"):
+            check_examples_do_not_mix(nn.Sequential(nn.Linear(4, 4), model), lambda m, x: loss_fn(m, x), torch.randn(5, 5, 4))
+
+    def test_loss_normalised_over_the_batch(self, mlp, x):
+        with pytest.raises(ValueError, match="examples mix"):
+            check_examples_do_not_mix(mlp, lambda m, x: m(x).square().sum(1) / m(x).square().sum(), x)
+
+
+class TestCopies:
+    def test_copies_and_pickles_run_without_the_engine(self, mlp, x):
+        attached(mlp)
+        twin = copy.deepcopy(mlp)
+        with torch.no_grad():
+            twin[0].weight.zero_()
+            twin[0].bias.zero_()
+        assert not torch.equal(twin(x), mlp(x))
+        twin(x).sum().backward()
+        assert twin[2].weight.grad is not None
+        file = io.BytesIO()
+        torch.save(mlp, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(x), mlp(x))
+
+    def test_state_dict_is_the_models_own(self):
+        model = Tied()
+        keys = list(model.state_dict())
+        attached(model)
+        assert list(model.state_dict()) == keys
+
+    def test_public_data_differentiates_as_usual(self, mlp, x):
+        sums = attached(mlp)
+        with public_data():
+            gradients = torch.autograd.grad(squares(mlp, x).sum(), list(mlp.parameters()))
+        reference = copy.deepcopy(mlp)
+        squares(reference, x).sum().backward()
+        for found, p in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(found, p.grad)
+        assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
+
+    def test_an_optimizers_sums_survive_a_look_at_clipped_sums(self, mlp, x):
+        sums = attached(mlp)
+        squares(mlp, x).sum().backward()
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        assert sums.engine.attached
+        assert_same(sums.take()[0], expected)

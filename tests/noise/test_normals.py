@@ -1,0 +1,299 @@
+"""The keystream is ChaCha20, the normals are normal, and both are pure functions of their arguments."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import mpmath  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpoptim.noise import NoiseKey, keystream, normals, uniform_words, words
+from dpoptim.noise.boxmuller import SCRATCH_ROWS, box_muller
+from dpoptim.noise.normals import _CHUNK, chacha20
+
+KEY = NoiseKey.from_bytes(bytes(range(32)))
+SUBKEY = bytes(range(32))
+GOLDEN = ["0x1.03916952d84c8p+1", "0x1.ec2f62874ea47p-1", "0x1.9e196101e68d9p-1", "-0x1.5c9e933042c99p-2"]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def draw(
+    count: int, *, stream: str = "gradient", name: str = "weight", step: int = 0, start: int = 0
+) -> torch.Tensor:
+    return normals(KEY, stream=stream, name=name, step=step, start=start, count=count)
+
+
+def test_chacha20_block_of_rfc_8439_section_2_3_2() -> None:
+    nonce = bytes.fromhex("000000090000004a00000000")
+    block = chacha20(SUBKEY, (1).to_bytes(4, "little") + nonce, 64)
+    assert block.hex() == (
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+    )
+
+
+def test_chacha20_encryption_of_rfc_8439_section_2_4_2() -> None:
+    """Two blocks, of which the second is cut short: the counter goes up by one from block to block."""
+    plaintext = (
+        b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, "
+        b"sunscreen would be it."
+    )
+    stream = chacha20(SUBKEY, (1).to_bytes(4, "little") + bytes.fromhex("000000000000004a00000000"), 114)
+    cipher = bytes(a ^ b for a, b in zip(plaintext, stream, strict=True))
+    assert cipher.hex() == (
+        "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
+        "f91b65c5524733ab8f593dabcd62b3571639d624e65152ab8f530c359f0861d8"
+        "07ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
+        "5af90bbf74a35be6b40b8eedf2785e42874d"
+    )
+
+
+def test_keystream_layout_of_counter_and_nonce() -> None:
+    step, block = 0x0123456789ABCDEF, 0x01020304
+    expected = chacha20(SUBKEY, bytes.fromhex("04030201" + "efcdab8967452301" + "00000000"), 128)
+    assert keystream(SUBKEY, step=step, first_block=block, blocks=2) == expected
+
+
+def test_words_are_little_endian() -> None:
+    stream = keystream(SUBKEY, step=5, first_block=0, blocks=1)
+    expected = [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(8)]
+    assert words(SUBKEY, step=5, start=0, count=8).tolist() == expected
+
+
+def test_last_block_and_not_beyond() -> None:
+    assert len(keystream(SUBKEY, step=2**64 - 1, first_block=2**32 - 1, blocks=1)) == 64
+    assert keystream(SUBKEY, step=0, first_block=2**32, blocks=0) == b""
+    with pytest.raises(ValueError, match="first_block=4294967295"):
+        keystream(SUBKEY, step=0, first_block=2**32 - 1, blocks=2)
+    assert draw(2, start=2**35 - 2).isfinite().all()
+    with pytest.raises(ValueError, match="2\\*\\*32"):
+        draw(3, start=2**35 - 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": -1}, "step=-1"),
+        ({"step": 2**64}, "step="),
+        ({"start": -1}, "start=-1"),
+        ({"count": -1}, "count=-1"),
+        ({"dtype": torch.int64}, "dtype=torch.int64"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"stream": "gradient", "name": "weight", "step": 0, "count": 1, **change}
+    with pytest.raises(ValueError, match=message):
+        normals(KEY, **arguments)  # type: ignore[arg-type]
+
+
+@given(start=st.integers(0, 60), count=st.integers(0, 60))
+@settings(max_examples=60, deadline=None)
+def test_every_slice_has_the_bits_of_the_whole(start: int, count: int) -> None:
+    assert torch.equal(draw(count, start=start), draw(120)[start : start + count])
+    expected = words(SUBKEY, step=0, start=0, count=120)[start : start + count]
+    assert np.array_equal(words(SUBKEY, step=0, start=start, count=count), expected)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_splits_over_ranks_have_the_bits_of_the_whole(parts: int) -> None:
+    total = 3 * _CHUNK + 1001
+    cuts = np.linspace(0, total, parts + 1).astype(int) | 1
+    cuts[0], cuts[-1] = 0, total
+    shards = [draw(int(b - a), start=int(a)) for a, b in pairwise(cuts)]
+    assert torch.equal(torch.cat(shards), draw(total))
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    total, before = 5 * _CHUNK + 7, torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(draw(total))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_order_of_calls_is_irrelevant() -> None:
+    forward = {step: draw(9, step=step) for step in range(4)}
+    torch.manual_seed(1)
+    backward = {step: draw(9, step=step) for step in reversed(range(4))}
+    assert all(torch.equal(forward[step], backward[step]) for step in range(4))
+
+
+def test_global_generators_are_left_alone() -> None:
+    state = torch.random.get_rng_state()
+    draw(100)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_and_devices_round_the_same_values_once(dtype: torch.dtype, device: str) -> None:
+    made = normals(KEY, stream="g", name="w", step=3, start=1, count=1001, dtype=dtype, device=device)
+    assert made.dtype == dtype
+    assert torch.equal(made.cpu(), normals(KEY, stream="g", name="w", step=3, start=1, count=1001).to(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numpy_and_torch_make_the_same_bits(device: str) -> None:
+    raw = words(SUBKEY, step=0, start=0, count=100_002).view(np.int64)
+    raw[:8] = [0, 0, -1, -1, 2**63 - 1, -(2**63), 1, 1]
+    by_numpy, by_torch = np.empty(len(raw)), torch.empty(len(raw), dtype=torch.float64, device=device)
+    box_muller(np, raw, by_numpy, np.empty((SCRATCH_ROWS, len(raw) // 2)))
+    scratch = torch.empty(SCRATCH_ROWS, len(raw) // 2, dtype=torch.float64, device=device)
+    box_muller(torch, torch.from_numpy(raw).to(device), by_torch, scratch)
+    assert np.array_equal(by_numpy, by_torch.cpu().numpy())
+
+
+def test_golden_bits() -> None:
+    """The noise of a key is part of what a run can be replayed from: it may never change."""
+    bits = [value.hex() for value in draw(4, step=7).tolist()]
+    assert bits == GOLDEN
+
+
+def exact_pair(radius_word: int, angle_word: int) -> tuple[mpmath.mpf, mpmath.mpf]:
+    with mpmath.workdps(40):
+        radius = mpmath.sqrt(-2 * mpmath.log((radius_word + mpmath.mpf(0.5)) / mpmath.mpf(2) ** 64))
+        angle = 2 * mpmath.pi * angle_word / mpmath.mpf(2) ** 64
+        return radius * mpmath.cos(angle), radius * mpmath.sin(angle)
+
+
+EDGES = [
+    0,
+    1,
+    2**32,
+    2**53 + 1,
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    13043817825332782212,
+    2**64 - 2**40,
+    2**64 - 1,
+]
+
+
+def test_values_are_the_exact_ones_to_rounding() -> None:
+    some = words(SUBKEY, step=1, start=0, count=2000).tolist()
+    pairs = list(zip(some[0::2], some[1::2], strict=True)) + [(a, b) for a in EDGES for b in EDGES]
+    raw = np.array(pairs, dtype=np.uint64).ravel().view(np.int64)
+    out = np.empty(len(raw))
+    box_muller(np, raw, out, np.empty((SCRATCH_ROWS, len(raw) // 2)))
+    for (radius_word, angle_word), first, second in zip(pairs, out[0::2], out[1::2], strict=True):
+        cosine, sine = exact_pair(radius_word, angle_word)
+        # Rounding u to float64 moves it by up to 2^-54, and the radius by that over the radius.
+        allowed = 1e-14 + min(2.0**-54 / float(mpmath.hypot(cosine, sine)), 2e-8)
+        assert abs(first - cosine) <= allowed
+        assert abs(second - sine) <= allowed
+
+
+def test_largest_value() -> None:
+    out = np.empty(2)
+    box_muller(np, np.zeros(2, dtype=np.int64), out, np.empty((SCRATCH_ROWS, 1)))
+    assert out[0] == pytest.approx(np.sqrt(130 * np.log(2)), rel=1e-15)
+
+
+def test_distinct_across_step_name_stream_and_key() -> None:
+    made = [
+        draw(64),
+        draw(64, step=1),
+        draw(64, step=2**32),
+        draw(64, name="bias"),
+        draw(64, name="weight2"),
+        draw(64, stream="square"),
+        draw(64, start=64),
+        normals(NoiseKey.from_bytes(bytes(32)), stream="gradient", name="weight", step=0, count=64),
+    ]
+    for a, b in combinations(made, 2):
+        assert not torch.isin(a, b).any()
+
+
+def test_uniform_words_come_from_a_domain_of_their_own() -> None:
+    made = uniform_words(KEY, domain="poisson", step=0, count=512)
+    assert made.dtype == np.uint64
+    assert np.array_equal(made[:100], uniform_words(KEY, domain="poisson", step=0, count=100))
+    for other in (
+        uniform_words(KEY, domain="shuffle", step=0, count=512),
+        uniform_words(KEY, domain="poisson", step=1, count=512),
+        words(KEY.subkey("normals/poisson", ""), step=0, start=0, count=512),
+        words(KEY.subkey("normals/sampling", "poisson"), step=0, start=0, count=512),
+    ):
+        assert not np.isin(made, other).any()
+    uniform = uniform_words(KEY, domain="poisson", step=2, count=200_000) / 2.0**64
+    assert stats.kstest(uniform, "uniform").pvalue > 1e-3
+
+
+COUNT = 400_000
+
+
+@pytest.fixture(scope="module")
+def sample() -> np.ndarray:
+    return draw(COUNT, step=11).numpy()
+
+
+def is_standard_normal(values: np.ndarray) -> bool:
+    """Kolmogorov–Smirnov, the first four moments, and the number beyond 3 and 4, all within 4 deviations."""
+    n = len(values)
+    moments = [values.mean(), (values**2).mean() - 1, (values**3).mean(), (values**4).mean() - 3]
+    deviations = np.sqrt(np.array([1, 2, 15, 96]) / n)
+    tails = [((np.abs(values) > at).mean(), 2 * stats.norm.sf(at)) for at in (3.0, 4.0)]
+    return bool(
+        stats.kstest(values, "norm").pvalue > 1e-4
+        and (np.abs(moments) < 4 * deviations).all()
+        and all(abs(found - p) < 4 * np.sqrt(p / n) for found, p in tails)
+    )
+
+
+def test_normals_are_normal(sample: np.ndarray) -> None:
+    assert is_standard_normal(sample)
+    assert is_standard_normal(sample[0::2])
+    assert is_standard_normal(sample[1::2])
+
+
+@pytest.mark.parametrize("level", [0.9, 0.99, 1.01, 1.1])
+def test_a_wrong_level_is_rejected(sample: np.ndarray, level: float) -> None:
+    assert not is_standard_normal(level * sample)
+
+
+def test_a_wrong_shape_is_rejected(sample: np.ndarray) -> None:
+    assert not is_standard_normal(sample + 0.01)
+    uniform = np.random.default_rng(0).random(COUNT)
+    assert not is_standard_normal((uniform - 0.5) * np.sqrt(12))
+    assert not is_standard_normal(np.clip(sample, -3.5, 3.5))
+
+
+def are_independent(a: np.ndarray, b: np.ndarray) -> bool:
+    """No correlation of the values, of their squares, or of value and square, within 4.5 deviations."""
+    bound = 4.5 / np.sqrt(len(a))
+    pairs = [(a, b), (a**2, b**2), (a, b**2), (a**2, b), (np.abs(a), np.abs(b))]
+    return all(abs(np.corrcoef(x, y)[0, 1]) < bound for x, y in pairs)
+
+
+def test_independent_across_elements_steps_names_and_streams(sample: np.ndarray) -> None:
+    pairs = [
+        (sample[0::2], sample[1::2]),
+        (sample[:-1], sample[1:]),
+        (sample[:-2], sample[2:]),
+        (sample[:-8], sample[8:]),
+        *((sample, draw(COUNT, step=step).numpy()) for step in (10, 12)),
+        (sample, draw(COUNT, step=11, name="bias").numpy()),
+        (sample, draw(COUNT, step=11, stream="square").numpy()),
+        (sample, draw(COUNT, step=11, start=COUNT).numpy()),
+    ]
+    for a, b in pairs:
+        assert are_independent(a, b)
+
+
+def test_dependence_is_rejected(sample: np.ndarray) -> None:
+    other = draw(COUNT, step=12).numpy()
+    assert not are_independent(sample, sample)
+    assert not are_independent(sample, 0.02 * sample + other)
+    assert not are_independent(sample, np.abs(sample) * np.sign(other))
