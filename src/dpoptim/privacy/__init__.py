@@ -1,0 +1,52 @@
+"""Sampling, the loader, accounting, releases, the plan and its statement: all that the guarantee rests on."""
+
+from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
+from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
+from dpoptim.privacy.loader import PrivateLoader, private_loader
+from dpoptim.privacy.plan import PrivacyPlan
+from dpoptim.privacy.releases import (
+    Gradient,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    NoiseStddevs,
+    Release,
+    needs_projection,
+    noise_stddevs,
+    square_sensitivity,
+)
+from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
+from dpoptim.privacy.statement import privacy_statement
+from dpoptim.privacy.tickets import Ticket, forget, issue, take
+
+__all__ = [
+    "Adjacency",
+    "GaussianRun",
+    "Gradient",
+    "IndependentMoments",
+    "JointMoments",
+    "NoiseStddevs",
+    "NoiselessSquare",
+    "Poisson",
+    "PoissonRun",
+    "PrivacyPlan",
+    "PrivateLoader",
+    "Release",
+    "Sampling",
+    "Shuffled",
+    "Ticket",
+    "TruncatedPoissonRun",
+    "forget",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_noise_multiplier",
+    "issue",
+    "needs_projection",
+    "noise_stddevs",
+    "privacy_statement",
+    "private_loader",
+    "rdp_epsilon",
+    "square_sensitivity",
+    "take",
+]

@@ -1,0 +1,155 @@
+"""The smallest noise multiplier that keeps a run within an (ε, δ)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from importlib.metadata import version
+
+from scipy.optimize import brentq
+
+from dpoptim.privacy import accounting, cache
+from dpoptim.privacy.accounting import GaussianRun, Run
+from dpoptim.privacy.gaussian import gaussian_noise_multiplier
+
+_COARSE_RESOLUTION = 6.0
+_SMALLEST_MULTIPLIER = 1e-3
+_LARGEST_MULTIPLIER = 1e9
+
+
+def tolerance(epsilon: float) -> float:
+    """How far below the target a calibrated ε may lie: 1e-4, or a part in 10⁴ for targets below 1.
+
+    >>> tolerance(8.0), tolerance(0.5)
+    (0.0001, 5e-05)
+    """
+    return 1e-4 * min(1.0, epsilon)
+
+
+def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True) -> float:
+    """The noise multiplier σ with ε − tolerance(ε) ≤ ε(σ) ≤ ε.
+
+    Closed form for a `GaussianRun`; otherwise a root of ln ε(σ) in ln σ, bracketed on a coarse grid of
+    privacy losses and finished on the fine one. The result of the search is kept on disk, and checked by one
+    evaluation of ε whenever it is read.
+
+    Guarantee: `accounting.epsilon` at the result never exceeds `epsilon`.
+    Edge cases: ε = ∞ gives 0. A target that is met by almost no noise (σ < 1e-3), or that no finite noise
+    meets, is refused.
+
+    >>> calibrate(GaussianRun(sensitivity=1.0), epsilon=math.inf, delta=1e-6)
+    0.0
+    >>> sigma = calibrate(GaussianRun(sensitivity=1.0), epsilon=1.0, delta=1e-6)
+    >>> 0.99999 <= accounting.epsilon(GaussianRun(sensitivity=1.0), noise_multiplier=sigma, delta=1e-6) <= 1.0
+    True
+    """
+    if not epsilon > 0.0:
+        raise ValueError(f"epsilon must be positive, got {epsilon!r}")
+    if not 0.0 < delta < 1.0:
+        raise ValueError(
+            f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less"
+        )
+    if epsilon == math.inf:
+        return 0.0
+    if isinstance(run, GaussianRun):
+        return _gaussian(run, epsilon, delta)
+
+    def fine(multiplier: float) -> float:
+        return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta)
+
+    inputs = _inputs(run, epsilon, delta)
+    if use_cache and (stored := cache.load(inputs)) is not None and _accepts(fine(stored), epsilon):
+        return stored
+
+    def coarse(multiplier: float) -> float:
+        return accounting.epsilon(
+            run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION
+        )
+
+    multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
+    if use_cache:
+        cache.store(inputs, multiplier)
+    return multiplier
+
+
+def _gaussian(run: GaussianRun, epsilon: float, delta: float) -> float:
+    multiplier = gaussian_noise_multiplier(epsilon, delta) * run.sensitivity
+    while accounting.epsilon(run, noise_multiplier=multiplier, delta=delta) > epsilon:
+        multiplier *= 1.0 + 1e-12  # the product and the quotient by the sensitivity may round apart
+    return multiplier
+
+
+def _accepts(achieved: float, epsilon: float) -> bool:
+    return epsilon - tolerance(epsilon) <= achieved <= epsilon
+
+
+def _coarse_root(curve: Callable[[float], float], epsilon: float) -> float:
+    low = high = 1.0
+    while curve(low) <= epsilon:
+        low /= 2.0
+        if low < _SMALLEST_MULTIPLIER:
+            raise ValueError(
+                f"epsilon={epsilon!r} is met with a noise multiplier below {_SMALLEST_MULTIPLIER}, which "
+                "protects "
+                "nobody; ask for a smaller epsilon"
+            )
+    while curve(high) > epsilon:
+        high *= 2.0
+        if high > _LARGEST_MULTIPLIER:
+            raise ValueError(
+                f"no noise multiplier up to {_LARGEST_MULTIPLIER:g} meets epsilon={epsilon!r}; ask for a "
+                "larger "
+                "epsilon or delta"
+            )
+
+    def excess(log_multiplier: float) -> float:
+        return max(curve(math.exp(log_multiplier)), 1e-12) - epsilon
+
+    return math.exp(brentq(excess, math.log(low), math.log(high), xtol=1e-3))
+
+
+def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> float:
+    """Regula falsi in (ln σ, ln ε), aimed at the middle of the accepted band, from a start near it."""
+    target = math.log(epsilon - tolerance(epsilon) / 2)
+    below: tuple[float, float] | None = None  # (ln σ, ln ε) with ε above the band: too little noise
+    above: tuple[float, float] | None = None
+    point, slope = math.log(start), -2.0
+    for _ in range(60):
+        achieved = curve(math.exp(point))
+        if _accepts(achieved, epsilon):
+            return math.exp(point)
+        height = math.log(max(achieved, 1e-300))
+        previous = above if achieved > epsilon else below
+        if achieved > epsilon:
+            below = (point, height)
+        else:
+            above = (point, height)
+        if below is not None and above is not None:
+            slope = (above[1] - below[1]) / (above[0] - below[0])
+            guess = below[0] + (target - below[1]) / slope
+            width = above[0] - below[0]
+            inside = below[0] + 0.01 * width <= guess <= above[0] - 0.01 * width
+            point = guess if inside or previous is None else (below[0] + above[0]) / 2
+        else:
+            step = (target - height) / slope
+            point += max(-0.5, min(0.5, step)) * (1.0 if below is None else 1.05)
+    raise ValueError(
+        f"calibration to epsilon={epsilon!r} did not settle; ask for a slightly different epsilon"
+    )
+
+
+def _inputs(run: Run, epsilon: float, delta: float) -> dict[str, object]:
+    fields = {
+        field.name: value.value if isinstance(value := getattr(run, field.name), enum.Enum) else value
+        for field in dataclasses.fields(run)
+    }
+    return {
+        "run": type(run).__name__,
+        **fields,
+        "epsilon": epsilon,
+        "delta": delta,
+        "accounting_version": accounting.ACCOUNTING_VERSION,
+        "dp_accounting": version("dp-accounting"),
+    }

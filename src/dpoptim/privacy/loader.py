@@ -1,0 +1,237 @@
+"""Batches drawn exactly as the plan says, through the machinery of `torch.utils.data.DataLoader`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, cast
+
+import torch.utils.data
+
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import tickets
+from dpoptim.privacy.plan import PrivacyPlan
+from dpoptim.privacy.sampling import Shuffled
+from dpoptim.privacy.tickets import Ticket
+
+
+class PrivateLoader:
+    """The steps of a plan, each as one or more collated batches; made by `private_loader`.
+
+    Guarantee: the batches of step t are a pure function of (key, t) and of the plan's numbers. Each step is
+    drawn once: an iteration that is left early is taken up by the next one at the first step that was not
+    yielded whole, and after the last step a new iteration is refused, since more steps are not covered by the
+    plan.
+    Edge cases: an empty Poisson sample yields a placeholder of one example, which its ticket tells the
+    optimizer to leave out: the step is then noise alone.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        plan: PrivacyPlan,
+        *,
+        key: NoiseKey,
+        micro_batch_size: int | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        pin_memory: bool,
+        start_step: int,
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.key = key
+        self.micro_batch_size = micro_batch_size
+        self.generation = 0
+        self._dataset_size = len(cast(Sized, dataset))
+        self._next_step = start_step
+        self._loader_options: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+        }
+
+    @property
+    def steps(self) -> int:
+        """How many steps the plan has in all."""
+        return self.plan.steps
+
+    @property
+    def next_step(self) -> int:
+        """The first step that has not been yielded whole."""
+        return self._next_step
+
+    def __len__(self) -> int:
+        """How many physical batches are still to come, where the plan alone determines it."""
+        remaining = self.steps - self._next_step
+        if self.micro_batch_size is None:
+            return remaining
+        if isinstance(self.plan.sampling, Shuffled):
+            return remaining * -(-self.plan.batch_size // self.micro_batch_size)
+        raise TypeError(
+            "the number of micro-batches of a random sample is not known before it is drawn; use .steps "
+            "for the "
+            "number of steps"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._next_step >= self.steps:
+            raise ValueError(
+                f"all {self.steps} steps of the plan have been drawn, and more are not covered by its "
+                "guarantee; "
+                "for a longer run, calibrate a plan with more steps"
+            )
+        self.generation += 1
+        return self._iterate(self.generation)
+
+    def _iterate(self, generation: int) -> Iterator[Any]:
+        pending: deque[Ticket] = deque()
+        # The batch sampler runs in this process, ahead of the workers, and batches come back in its order.
+        loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            self.dataset,
+            batch_sampler=_PhysicalBatches(self, pending),
+            **self._loader_options,
+        )
+        for batch in loader:
+            if generation != self.generation:
+                raise RuntimeError("this iteration was abandoned when a newer one began; use the newer one")
+            ticket = pending.popleft()
+            if ticket.closes_batch:
+                self._next_step = ticket.step + 1
+            tickets.issue(self.plan, self, ticket)
+            yield batch
+
+    def physical_batches(self, step: int) -> Iterator[tuple[list[int], Ticket]]:
+        """The index lists of one step, each with its ticket."""
+        plan = self.plan
+        indices = plan.sampling.indices(
+            self.key,
+            step,
+            num_examples=plan.num_examples,
+            batch_size=plan.batch_size,
+            dataset_size=self._dataset_size,
+        ).tolist()
+        if not indices:
+            yield (
+                [0],
+                Ticket(
+                    step=step, physical_examples=1, is_placeholder=True, opens_batch=True, closes_batch=True
+                ),
+            )
+            return
+        size = self.micro_batch_size or len(indices)
+        for start in range(0, len(indices), size):
+            part = indices[start : start + size]
+            yield (
+                part,
+                Ticket(
+                    step=step,
+                    physical_examples=len(part),
+                    is_placeholder=False,
+                    opens_batch=start == 0,
+                    closes_batch=start + size >= len(indices),
+                ),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, for its checkpoint; holds the key's fingerprint and never the key."""
+        return {
+            "next_step": self._next_step,
+            "key_fingerprint": self.key.fingerprint(),
+            "dataset_size": self._dataset_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; refuses another key or another number of examples."""
+        if state["key_fingerprint"] != self.key.fingerprint():
+            raise ValueError(
+                f"the state was saved with key {state['key_fingerprint']} and this loader has key "
+                f"{self.key.fingerprint()}; pass the run's own key to private_loader(key=...)"
+            )
+        if state["dataset_size"] != self._dataset_size:
+            raise ValueError(
+                f"the state was saved with dataset_size={state['dataset_size']} and this dataset has "
+                f"{self._dataset_size}; load the dataset of the original run"
+            )
+        next_step = state["next_step"]
+        if isinstance(next_step, bool) or not isinstance(next_step, int) or not 0 <= next_step <= self.steps:
+            raise ValueError(f"next_step must be a whole number from 0 to {self.steps}, got {next_step!r}")
+        self.generation += 1
+        self._next_step = next_step
+
+
+class _PhysicalBatches:
+    """The batch sampler handed to DataLoader; notes down the ticket of every index list that it gives out."""
+
+    def __init__(self, loader: PrivateLoader, pending: deque[Ticket]) -> None:
+        self._loader = loader
+        self._pending = pending
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self._loader.next_step, self._loader.steps):
+            for indices, ticket in self._loader.physical_batches(step):
+                self._pending.append(ticket)
+                yield indices
+
+
+def private_loader(
+    dataset: torch.utils.data.Dataset[Any],
+    plan: PrivacyPlan,
+    *,
+    key: NoiseKey | None = None,
+    micro_batch_size: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    start_step: int = 0,
+) -> PrivateLoader:
+    """A loader that draws each step's examples as `plan.sampling` says, for all `plan.steps` steps.
+
+    With `micro_batch_size`, a step's batch is yielded in parts of at most that many examples, and the
+    optimizer makes one update per step; the user's loop does not change.
+
+    Guarantee: under `ZERO_OUT` and `REPLACE` the dataset must have exactly `plan.num_examples` examples;
+    under `ADD_REMOVE` that number is a declared constant, and sampling goes over the data at hand at the
+    plan's rate.
+    Edge cases: without a `key` a new one is made; keep `loader.key` to resume.
+
+    >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
+    >>> loader = private_loader(list(range(6)), plan)
+    >>> sorted(int(i) for batch in loader for i in batch)
+    [0, 1, 2, 3, 4, 5]
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        raise ValueError(
+            f"dataset must be map-style (__getitem__ and __len__), got {type(dataset).__name__}: examples "
+            "are drawn by "
+            "index; put a stream into a list or an indexed file first"
+        )
+    size = len(cast(Sized, dataset))
+    if size == 0:
+        raise ValueError("dataset is empty; there is nothing to train on")
+    if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
+        raise ValueError(
+            f"dataset has {size} examples and the plan says num_examples={plan.num_examples}; make the plan "
+            "with "
+            f"num_examples={size}"
+        )
+    if micro_batch_size is not None and (
+        isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1
+    ):
+        raise ValueError(f"micro_batch_size must be a whole number ≥ 1 or None, got {micro_batch_size!r}")
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or not 0 <= start_step <= plan.steps:
+        raise ValueError(f"start_step must be a whole number from 0 to {plan.steps}, got {start_step!r}")
+    if key is not None and not isinstance(key, NoiseKey):
+        raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.generate()")
+    return PrivateLoader(
+        dataset,
+        plan,
+        key=key if key is not None else NoiseKey.generate(),
+        micro_batch_size=micro_batch_size,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        start_step=start_step,
+    )

@@ -1,0 +1,295 @@
+"""The plan: everything that ε depends on, in one frozen object."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dpoptim.noise
+from dpoptim.noise import Independent, Strategy, StrategySpec
+from dpoptim.privacy import accounting, calibration, releases, sampling
+from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
+from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.releases import Gradient, NoiselessSquare, NoiseStddevs, Release
+from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
+from dpoptim.privacy.statement import privacy_statement
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Sampling, clipping, what is released and its noise: all that the guarantee rests on, and nothing else.
+
+    The noise on the SUM of clipped gradients at step t is clip_norm·σ·column_norm(C)·(C⁻¹z)_t with σ the
+    `noise_multiplier`, which is relative to one participation; how often an example participates is the
+    accountant's business. So with `Independent()` noise the standard deviation is clip_norm·σ for every
+    sampling and adjacency.
+
+    Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add and the
+    accountant what to prove, and combinations without a proof are refused when the plan is made.
+    Edge cases: noise_multiplier=0 is for debugging, has ε = ∞, and alone allows clip_norm=∞. `batch_size` is
+    the expected one and `num_examples` a public number: neither is ever read off the data.
+
+    >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, noise_multiplier=1.0)
+    >>> plan.max_participations, plan.min_separation, round(plan.epsilon(delta=1e-7), 4)
+    (3, 10, 10.0453)
+    >>> calibrated = plan.calibrate(epsilon=8.0, delta=1e-7)
+    >>> round(calibrated.noise_multiplier, 4), round(calibrated.epsilon(), 3)
+    (1.2161, 8.0)
+    """
+
+    num_examples: int
+    batch_size: int
+    steps: int
+    clip_norm: float = 1.0
+    sampling: Sampling = field(default_factory=Shuffled)
+    noise: StrategySpec = field(default_factory=Independent)
+    release: Release = field(default_factory=Gradient)
+    adjacency: Adjacency = Adjacency.ZERO_OUT
+    noise_multiplier: float | None = None
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_examples", "batch_size", "steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        if self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size={self.batch_size} exceeds num_examples={self.num_examples}; a batch holds no "
+                "example twice"
+            )
+        _check_number("clip_norm", self.clip_norm, low=0.0, low_allowed=False, infinity_allowed=True)
+        if self.noise_multiplier is not None:
+            _check_number("noise_multiplier", self.noise_multiplier, low=0.0, low_allowed=True)
+        if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
+            raise ValueError(
+                "clip_norm=inf is unbounded sensitivity; use a finite one, or noise_multiplier=0 to debug"
+            )
+        if self.delta is not None:
+            _check_delta(self.delta)
+        if not isinstance(self.adjacency, Adjacency):
+            raise ValueError(
+                f"adjacency must be an Adjacency, got {self.adjacency!r}; use Adjacency.ZERO_OUT"
+            )
+        if not isinstance(self.sampling, (Shuffled, Poisson)):
+            raise ValueError(f"sampling must be Shuffled() or Poisson(), got {self.sampling!r}")
+        if not isinstance(self.release, Release):
+            raise ValueError(
+                f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}"
+            )
+        if isinstance(self.noise, type) or not hasattr(self.noise, "optimize"):
+            raise ValueError(f"noise must be a noise specification such as Independent(), got {self.noise!r}")
+        self._refuse_unproved()
+
+    def _refuse_unproved(self) -> None:
+        releases.check_supported(self.release, self.sampling)
+        if isinstance(self.sampling, Shuffled):
+            if self.adjacency is Adjacency.ADD_REMOVE:
+                raise ValueError(
+                    "Shuffled() under Adjacency.ADD_REMOVE has no proof: removing a record shifts every "
+                    "later batch; "
+                    "use Adjacency.ZERO_OUT, or Poisson()"
+                )
+            return
+        if not isinstance(self.noise, Independent):
+            raise ValueError(
+                f"Poisson() with correlated noise {self.noise!r} has no proof: amplification of correlated "
+                "noise is proved "
+                "for cyclic Poisson sampling with a banded strategy only; use Independent(), or Shuffled()"
+            )
+        limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
+        if limit is not None and self.adjacency is Adjacency.ADD_REMOVE:
+            raise ValueError(
+                "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut "
+                "depends on the "
+                "number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
+            )
+
+    @property
+    def sampling_prob(self) -> float:
+        """batch_size / num_examples: the chance of an example to be in a given batch."""
+        return self.batch_size / self.num_examples
+
+    @property
+    def max_participations(self) -> int:
+        """In how many steps one example may take part at most."""
+        return self.sampling.max_participations(
+            num_examples=self.num_examples, batch_size=self.batch_size, steps=self.steps
+        )
+
+    @property
+    def min_separation(self) -> int:
+        """How many steps lie at least between two participations of one example."""
+        return self.sampling.min_separation(
+            num_examples=self.num_examples, batch_size=self.batch_size, steps=self.steps
+        )
+
+    @functools.cached_property
+    def strategy(self) -> Strategy:
+        """The strategy matrix C, optimized for this many steps."""
+        return self.noise.optimize(steps=self.steps)
+
+    @functools.cached_property
+    def run(self) -> Run:
+        """What the accountant is asked about."""
+        factor = self.adjacency.sensitivity_factor
+        if isinstance(self.sampling, Poisson):
+            limit = self.sampling.max_batch_size
+            if limit is not None and limit < self.num_examples:
+                return TruncatedPoissonRun(
+                    sampling_prob=self.sampling_prob,
+                    steps=self.steps,
+                    adjacency=self.adjacency,
+                    num_examples=self.num_examples,
+                    max_batch_size=limit,
+                )
+            if self.batch_size < self.num_examples:
+                return PoissonRun(
+                    sampling_prob=self.sampling_prob, steps=self.steps, adjacency=self.adjacency
+                )
+        sensitivity = self.strategy.sensitivity(
+            max_participations=self.max_participations, min_separation=self.min_separation
+        )
+        return GaussianRun(sensitivity=factor * sensitivity / self.strategy.column_norm)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether there is any guarantee at all, whatever δ."""
+        return bool(self.noise_multiplier) and not isinstance(self.release, NoiselessSquare)
+
+    def epsilon(self, *, delta: float | None = None) -> float:
+        """ε at `delta` (by default the δ that the plan was calibrated for), never understated.
+
+        Edge cases: ∞ where there is no noise, or where a square is released without noise.
+        """
+        multiplier = self._known_multiplier()
+        delta = self._known_delta(delta)
+        if isinstance(self.release, NoiselessSquare):
+            return math.inf
+        return accounting.epsilon(self.run, noise_multiplier=multiplier, delta=delta)
+
+    def rdp_epsilon(self, *, delta: float | None = None) -> float | None:
+        """A looser upper bound on ε, by Rényi divergences; None where none is implemented."""
+        if not accounting.has_second_opinion(self.run):
+            return None
+        multiplier, delta = self._known_multiplier(), self._known_delta(delta)
+        if isinstance(self.release, NoiselessSquare):
+            return math.inf
+        return accounting.rdp_epsilon(self.run, noise_multiplier=multiplier, delta=delta)
+
+    def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
+        """A new plan with the least noise that keeps to (ε, δ): ε is met within 1e-4, never passed."""
+        _check_number("epsilon", epsilon, low=0.0, low_allowed=False, infinity_allowed=True)
+        _check_delta(delta)
+        if isinstance(self.release, NoiselessSquare):
+            raise ValueError(
+                "release=NoiselessSquare() is not private at any noise multiplier; for a baseline, "
+                "calibrate with "
+                "release=Gradient() and then call .releasing(NoiselessSquare())"
+            )
+        multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))
+        return self.replace(noise_multiplier=multiplier, delta=float(delta))
+
+    def replace(self, **changes: Any) -> PrivacyPlan:
+        """A new plan with these fields changed; the noise multiplier stays unless it is among them."""
+        return dataclasses.replace(self, **changes)
+
+    def releasing(self, release: Release) -> PrivacyPlan:
+        """A new plan that releases something else, with the same noise multiplier and so the same ε."""
+        return self.replace(release=release)
+
+    def noise_stddevs(self) -> NoiseStddevs:
+        """Noise per unit row: on the clipped sum, and on the averaged square where one is released."""
+        return releases.noise_stddevs(
+            self.release,
+            sampling=self.sampling,
+            adjacency=self.adjacency,
+            clip_norm=self.clip_norm,
+            batch_size=self.batch_size,
+            noise_multiplier=self._known_multiplier(),
+        )
+
+    @property
+    def needs_projection(self) -> bool:
+        """Whether the averaged gradient must be projected onto norm clip_norm before it is squared."""
+        return releases.needs_projection(self.release, self.sampling)
+
+    def statement(self, delta: float | None = None) -> str:
+        """What is guaranteed, to whom, by which proof and under which assumptions; for an auditor to read."""
+        return privacy_statement(self, delta=delta)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values; `from_dict` gives it back."""
+        fields = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
+        for name in ("sampling", "noise", "release"):
+            part = fields[name]
+            fields[name] = {"kind": type(part).__name__, **dataclasses.asdict(part)}
+        return {**fields, "adjacency": self.adjacency.value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """The plan that `to_dict` described; refuses unknown fields and kinds.
+
+        >>> plan = PrivacyPlan(num_examples=10, batch_size=2, steps=5, sampling=Poisson())
+        >>> PrivacyPlan.from_dict(plan.to_dict()) == plan
+        True
+        """
+        known = {part.name for part in dataclasses.fields(cls)}
+        if unknown := set(values) - known:
+            raise ValueError(f"values has unknown fields {sorted(unknown)}; a plan has {sorted(known)}")
+        fields = dict(values)
+        for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", releases)):
+            if name in fields:
+                fields[name] = _part(name, fields[name], module)
+        if "adjacency" in fields:
+            fields["adjacency"] = Adjacency(fields["adjacency"])
+        return cls(**fields)
+
+    def _known_multiplier(self) -> float:
+        if self.noise_multiplier is None:
+            raise ValueError(
+                "noise_multiplier is not set; call plan.calibrate(epsilon=..., delta=...) or pass "
+                "noise_multiplier"
+            )
+        return float(self.noise_multiplier)
+
+    def _known_delta(self, delta: float | None) -> float:
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("delta is not known; pass delta=..., or calibrate the plan, which remembers it")
+        _check_delta(delta)
+        return float(delta)
+
+
+def _part(name: str, values: Mapping[str, Any], module: object) -> Any:
+    kind = getattr(module, str(values["kind"]), None)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{name} has the unknown kind {values['kind']!r}; was it saved by a newer version?")
+    return kind(**{key: value for key, value in values.items() if key != "kind"})
+
+
+def _check_number(
+    name: str, value: object, *, low: float, low_allowed: bool, infinity_allowed: bool = False
+) -> None:
+    fits = (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and (float(value) > low or (low_allowed and float(value) == low))
+        and (infinity_allowed or math.isfinite(float(value)))
+    )
+    if not fits:
+        relation = "≥" if low_allowed else ">"
+        finite = "" if infinity_allowed else "finite "
+        raise ValueError(f"{name} must be a {finite}number {relation} {low:g}, got {value!r}")
+
+
+def _check_delta(delta: object) -> None:
+    if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not 0.0 < float(delta) < 1.0:
+        raise ValueError(
+            f"delta must be a number strictly between 0 and 1, got {delta!r}; try 1/num_examples or less"
+        )

@@ -1,0 +1,176 @@
+"""Privacy loss distributions of the Poisson-sampled Gaussian mechanism.
+
+Discretisation (pessimistic "connect the dots") and composition (FFT) are Google's dp-accounting. What is ours
+is the hockey-stick curve δ(ε) of one step, evaluated for all grid points at once: dp-accounting evaluates it
+point by point, which is where its calibration spends minutes; and a grid chosen by the spread of one step.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import numpy as np
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtr, ndtri
+
+from dpoptim.privacy.adjacency import Adjacency
+
+Floats = NDArray[np.float64]
+
+_TAIL_MASS = 0.5 * math.exp(-50.0)
+_TAIL_DEVIATIONS = -float(ndtri(_TAIL_MASS))
+_MAX_GRID_POINTS = 200_000
+_MAX_COMPOSED_POINTS = 2_000_000
+DEFAULT_RESOLUTION = 32.0
+
+
+class Direction(enum.Enum):
+    """Which of the two neighbours stands first in the divergence.
+
+    With μ the noise density and q the sampling probability, sensitivity 1:
+    REMOVE is q·μ(x+1) + (1−q)·μ(x) against μ(x); ADD is μ(x) against q·μ(x−1) + (1−q)·μ(x); REPLACE is
+    q·μ(x+1) + (1−q)·μ(x) against q·μ(x−1) + (1−q)·μ(x), in which each example is worth 1, so they lie 2
+    apart.
+    """
+
+    REMOVE = "remove"
+    ADD = "add"
+    REPLACE = "replace"
+
+
+def _log_mix(loss: Floats, sampling_prob: float) -> Floats:
+    """ln(1 + (e^loss − 1)/q), the loss without sampling behind a loss with it; −∞ where there is none."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        exact = np.log1p(np.maximum(np.expm1(np.minimum(loss, 40.0)) / sampling_prob, -1.0))
+    return np.where(loss > 40.0, loss - math.log(sampling_prob), exact)
+
+
+def hockey_stick(
+    epsilons: Floats, noise_multiplier: float, sampling_prob: float, direction: Direction
+) -> Floats:
+    """δ(ε) of one Poisson-sampled Gaussian step, for an array of ε of either sign.
+
+    The privacy loss falls as x grows, so δ(ε) = U(x*) − e^ε L(x*), where U and L are the two distribution
+    functions and x* is the point at which the loss equals ε.
+
+    Edge cases: REMOVE losses never fall below ln(1−q), where δ = 1 − e^ε; ADD losses never pass −ln(1−q),
+    where δ = 0.
+
+    >>> float(hockey_stick(np.array([1.0]), 1.0, 1.0, Direction.REMOVE)[0].round(6))
+    0.126937
+    """
+    epsilons = np.asarray(epsilons, dtype=np.float64)
+    q, std = sampling_prob, noise_multiplier
+    variance = std * std
+    if direction is Direction.REMOVE:
+        cut = -0.5 - variance * _log_mix(epsilons, q)
+    elif direction is Direction.ADD:
+        cut = 0.5 + variance * _log_mix(-epsilons, q)
+    elif q == 1.0:
+        cut = -epsilons * variance / 2
+    else:
+        # x = σ²(asinh(−α sinh(ε/2)) − ε/2) with α = e^{1/(2σ²)}(1−q)/q, in logarithms since α overflows.
+        half = np.abs(epsilons) / 2
+        log_alpha = 0.5 / variance + math.log1p(-q) - math.log(q)
+        with np.errstate(divide="ignore"):
+            log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2.0) + log_alpha
+        asinh = np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_sinh), log_sinh)
+        cut = -np.sign(epsilons) * variance * (asinh + half)
+    upper = ndtr(cut / std)
+    log_lower = log_ndtr(cut / std)
+    if direction is not Direction.ADD:
+        upper = (1 - q) * upper + q * ndtr((cut + 1) / std)
+    if direction is not Direction.REMOVE:
+        log_rest = math.log1p(-q) if q < 1.0 else -math.inf
+        log_lower = np.logaddexp(log_rest + log_lower, math.log(q) + log_ndtr((cut - 1) / std))
+    with np.errstate(over="ignore", invalid="ignore"):
+        deltas = upper - np.exp(epsilons + log_lower)
+    if direction is Direction.REMOVE and q < 1.0:
+        below = epsilons <= math.log1p(-q)
+        deltas = np.where(below, -np.expm1(np.minimum(epsilons, 0.0)), deltas)
+    if direction is Direction.ADD and q < 1.0:
+        deltas = np.where(epsilons >= -math.log1p(-q), 0.0, deltas)
+    return np.clip(np.nan_to_num(deltas, nan=0.0), 0.0, 1.0)
+
+
+def _loss_range(noise_multiplier: float, sampling_prob: float, direction: Direction) -> tuple[float, float]:
+    """Smallest and largest privacy loss outside of which less than e⁻⁵⁰ of the noise lies."""
+    q, variance = sampling_prob, noise_multiplier**2
+    reach = noise_multiplier * _TAIL_DEVIATIONS
+    log_rest = math.log1p(-q) if q < 1.0 else -math.inf
+
+    def removed(x: float) -> float:
+        return float(np.logaddexp(log_rest, math.log(q) - (0.5 + x) / variance))
+
+    if direction is Direction.REMOVE:
+        return removed(reach), removed(-reach - 1)
+    if direction is Direction.ADD:
+        return -removed(-reach - 1), -removed(reach)
+    return removed(reach) - removed(-reach), removed(-reach - 1) - removed(reach + 1)
+
+
+def _pmf(
+    noise_multiplier: float, sampling_prob: float, direction: Direction, interval: float
+) -> pld_pmf.PLDPmf:
+    low, high = _loss_range(noise_multiplier, sampling_prob, direction)
+    first, last = math.floor(low / interval), math.ceil(high / interval)
+    grid: Floats = np.arange(first, last + 1).astype(np.float64) * interval
+    # Rounding may make the curve rise by an ulp; δ(ε) never rises.
+    deltas = np.minimum.accumulate(hockey_stick(grid, noise_multiplier, sampling_prob, direction))
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
+
+
+def smallest_interval(noise_multiplier: float, sampling_prob: float, adjacency: Adjacency) -> float:
+    """The finest grid on which the losses of one step fit in memory."""
+    direction = Direction.REPLACE if adjacency is Adjacency.REPLACE else Direction.REMOVE
+    low, high = _loss_range(noise_multiplier, sampling_prob, direction)
+    return (high - low) / _MAX_GRID_POINTS
+
+
+def grid_interval(
+    noise_multiplier: float,
+    sampling_prob: float,
+    adjacency: Adjacency,
+    *,
+    steps: int = 1,
+    resolution: float = DEFAULT_RESOLUTION,
+) -> float:
+    """The grid of losses: one step's spread over `resolution`, coarsened so as to fit in memory.
+
+    One step's loss has standard deviation about q·√(e^{1/σ²} − 1), and at most 1/σ. Spreading a loss over its
+    two grid neighbours adds at most h²/4 to its variance, so relative to the spread the error is second
+    order. Any interval gives an upper bound on ε; a finer one gives a tighter bound.
+
+    >>> 2e-4 < grid_interval(0.8, 256 / 60_000, Adjacency.ZERO_OUT, steps=10_000) < 3e-4
+    True
+    """
+    inverse_variance = noise_multiplier**-2
+    spread = math.sqrt(inverse_variance)
+    if inverse_variance < 600.0:
+        spread = min(spread, sampling_prob * math.sqrt(math.expm1(inverse_variance)))
+    mean_loss = steps * sampling_prob * inverse_variance / 2  # an upper bound, by convexity
+    factor = adjacency.sensitivity_factor
+    coarsest = max(
+        smallest_interval(noise_multiplier, sampling_prob, adjacency),
+        factor**2 * mean_loss / _MAX_COMPOSED_POINTS,
+    )
+    return max(factor * min(spread, 0.064) / resolution, coarsest * max(1.0, DEFAULT_RESOLUTION / resolution))
+
+
+def one_step(
+    noise_multiplier: float, sampling_prob: float, adjacency: Adjacency, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """The privacy loss distribution of one Poisson-sampled Gaussian step on a grid of the given interval.
+
+    `noise_multiplier` is the noise over the clip norm under every adjacency: `REPLACE` places the two
+    neighbours at −1 and +1.
+    """
+
+    def pmf(direction: Direction) -> pld_pmf.PLDPmf:
+        return _pmf(noise_multiplier, sampling_prob, direction, interval)
+
+    if adjacency is Adjacency.REPLACE:
+        return privacy_loss_distribution.PrivacyLossDistribution(pmf(Direction.REPLACE))
+    return privacy_loss_distribution.PrivacyLossDistribution(pmf(Direction.REMOVE), pmf(Direction.ADD))

@@ -1,0 +1,162 @@
+"""The privacy statement: one page that an auditor can check against the code."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from dpoptim.privacy import accounting, releases
+from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
+from dpoptim.privacy.releases import IndependentMoments, JointMoments, NoiselessSquare
+from dpoptim.privacy.sampling import Poisson
+
+if TYPE_CHECKING:
+    from dpoptim.privacy.plan import PrivacyPlan
+
+_WIDTH = 100
+
+
+def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
+    """The guarantee of a plan: what holds, for whom, by which proof, under which assumptions.
+
+    Guarantee: the first line says NOT PRIVATE whenever ε is infinite. No figure depends on data.
+
+    >>> from dpoptim.privacy.plan import PrivacyPlan
+    >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30).calibrate(epsilon=8.0, delta=1e-6)
+    >>> print(privacy_statement(plan).splitlines()[0])
+    Differentially private: epsilon = 8.0000 at delta = 1e-06
+    >>> print(privacy_statement(plan.replace(noise_multiplier=0.0)).splitlines()[0])
+    NOT PRIVATE: epsilon = inf (noise_multiplier is 0)
+    """
+    delta = plan.delta if delta is None else delta
+    epsilon = plan.epsilon(delta=delta)
+    sections = [
+        ("Unit", "one example (one index of the dataset)"),
+        ("Neighbours", plan.adjacency.describe()),
+        ("Sampling", _sampling(plan)),
+        ("Participation", _participation(plan)),
+        ("Released each step", _released(plan)),
+        ("Sensitivity", _sensitivity(plan)),
+        ("Mechanism", _mechanism(plan)),
+        ("Noise", _noise(plan)),
+        ("Accountant", accounting.describe_accountant(plan.run)),
+        ("Second opinion", _second_opinion(plan, delta)),
+        ("Assumptions", ""),
+    ]
+    lines = [_headline(plan, epsilon, delta), ""]
+    for title, text in sections:
+        lines += textwrap.wrap(
+            f"{title + ':':<20}{text}",
+            width=_WIDTH,
+            subsequent_indent=" " * 20,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    for assumption in _assumptions(plan):
+        lines += textwrap.wrap(
+            f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
+    if isinstance(plan.release, NoiselessSquare):
+        return "NOT PRIVATE: epsilon = inf (the squared gradient is released without noise)"
+    if math.isinf(epsilon):
+        reason = "noise_multiplier is 0" if plan.noise_multiplier == 0 else "too little noise to account for"
+        return f"NOT PRIVATE: epsilon = inf ({reason})"
+    # Rounded up, so that the page never claims more than the accountant does.
+    return (
+        f"Differentially private: epsilon = {math.ceil(epsilon * 1e4 - 1e-9) / 1e4:.4f} at delta = {delta:g}"
+    )
+
+
+def _sampling(plan: PrivacyPlan) -> str:
+    return (
+        f"{plan.sampling.describe()}. num_examples = {plan.num_examples}, batch_size = {plan.batch_size}, "
+        f"batch_size/num_examples = {plan.sampling_prob:.6g}, steps = {plan.steps}"
+    )
+
+
+def _participation(plan: PrivacyPlan) -> str:
+    if isinstance(plan.run, GaussianRun):
+        return (
+            f"an example takes part in at most {plan.max_participations} steps, at least "
+            f"{plan.min_separation} steps "
+            "apart"
+        )
+    return f"an example may take part in any of the {plan.steps} steps; secret sampling amplifies"
+
+
+def _released(plan: PrivacyPlan) -> str:
+    text = f"{plan.release.describe()}, each clipped to norm {plan.clip_norm:g}"
+    if plan.needs_projection:
+        text += f"; the averaged gradient is projected onto norm {plan.clip_norm:g} before it is squared"
+    return f"{text}; averages are over the expected batch size"
+
+
+def _sensitivity(plan: PrivacyPlan) -> str:
+    factor = plan.adjacency.sensitivity_factor
+    text = f"one participation moves the clipped sum by at most {factor * plan.clip_norm:g}"
+    if isinstance(plan.run, TruncatedPoissonRun):
+        text += f", or {2 * plan.clip_norm:g} where it takes another example's place in a full batch"
+    if isinstance(plan.release, IndependentMoments):
+        square = releases.square_sensitivity(
+            squares=plan.release.squares,
+            sampling=plan.sampling,
+            adjacency=plan.adjacency,
+            clip_norm=plan.clip_norm,
+            batch_size=plan.batch_size,
+        )
+        text += f", and the square by at most {square:.6g}"
+    if isinstance(plan.release, JointMoments):
+        weight = releases.default_square_weight(plan.release, plan.clip_norm)
+        joint = releases.joint_sensitivity(
+            square_weight=weight, sampling=plan.sampling, adjacency=plan.adjacency, clip_norm=plan.clip_norm
+        )
+        text += f", and the joint vector (weight of the square {weight:.6g}) by at most {joint:.6g}"
+    if isinstance(plan.release, NoiselessSquare):
+        text += "; the square is not covered by any noise"
+    if isinstance(plan.run, GaussianRun):
+        kind = "exact" if plan.strategy.sensitivity_is_exact else "an upper bound"
+        text += f". Over all steps, per clip_norm, with unit columns: {plan.run.sensitivity:.6g} ({kind})"
+    return text
+
+
+def _mechanism(plan: PrivacyPlan) -> str:
+    return f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
+
+
+def _noise(plan: PrivacyPlan) -> str:
+    stds = plan.noise_stddevs()
+    text = f"noise_multiplier = {plan.noise_multiplier:.6g}; "
+    text += f"standard deviation {stds.gradient_sum:.6g} on the clipped sum"
+    if stds.square is not None:
+        text += f" and {stds.square:.6g} on the averaged square"
+    return f"{text}, times column norm times row t of the noising matrix"
+
+
+def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
+    second = plan.rdp_epsilon(delta=delta)
+    if second is None:
+        return "none is implemented for this sampling and adjacency"
+    return f"epsilon <= {second:.4f} by Rényi divergences (a looser bound; the statement is the first line)"
+
+
+def _assumptions(plan: PrivacyPlan) -> list[str]:
+    key = "the noise key is secret, was drawn by the operating system, and is used for this run alone"
+    if isinstance(plan.sampling, Poisson):
+        key += "; nobody learns which examples were in which batch"
+    return [
+        "each example's loss depends on that example and the parameters alone (no batch statistics)",
+        "an example whose gradient is not finite has weight 0",
+        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader",
+        key,
+        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at "
+        "the data",
+        "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the "
+        "training "
+        "examples, and the choice of hyperparameters by several runs",
+        "noise is Gaussian over the real numbers; what floating point gives away is not covered",
+    ]

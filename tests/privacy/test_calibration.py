@@ -1,0 +1,142 @@
+"""Calibration meets its target from below; the cache is never trusted and never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from dpoptim.privacy import accounting, cache, calibration
+from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun
+from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.calibration import calibrate, tolerance
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def poisson(rate, steps, adjacency=Adjacency.ZERO_OUT):
+    return PoissonRun(sampling_prob=rate, steps=steps, adjacency=adjacency)
+
+
+RUNS = [
+    GaussianRun(sensitivity=math.sqrt(3)),
+    GaussianRun(sensitivity=1e3),
+    poisson(256 / 60_000, 10_000),
+    poisson(2048 / 1_700_000, 2000, Adjacency.ADD_REMOVE),
+    poisson(0.02, 200, Adjacency.REPLACE),
+    poisson(0.7, 3),
+    TruncatedPoissonRun(
+        sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT, num_examples=5000, max_batch_size=80
+    ),
+]
+
+
+@pytest.mark.parametrize("target", [0.5, 8.0])
+@pytest.mark.parametrize("run", RUNS, ids=repr)
+def test_meets_the_target_from_below(run, target):
+    begin = time.perf_counter()
+    multiplier = calibrate(run, epsilon=target, delta=1e-6, use_cache=False)
+    print(f"{run} at epsilon {target}: {multiplier:.6f} in {time.perf_counter() - begin:.2f} s")
+    achieved = accounting.epsilon(run, noise_multiplier=multiplier, delta=1e-6)
+    assert target - 1e-4 <= achieved <= target
+
+
+def test_extreme_targets():
+    run = poisson(0.01, 100)
+    for target in (0.01, 100.0):
+        achieved = accounting.epsilon(
+            run, noise_multiplier=calibrate(run, epsilon=target, delta=1e-6), delta=1e-6
+        )
+        assert target - tolerance(target) <= achieved <= target
+    assert calibrate(run, epsilon=math.inf, delta=1e-6) == 0.0
+    with pytest.raises(ValueError, match="smaller epsilon"):
+        calibrate(poisson(0.9, 1), epsilon=1e9, delta=0.5)
+
+
+@pytest.mark.parametrize(
+    ("target", "delta"), [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (1.0, 0.0), (1.0, 1.0)]
+)
+def test_bad_targets_are_named(target, delta):
+    with pytest.raises(ValueError, match="epsilon" if not target > 0 else "delta"):
+        calibrate(poisson(0.1, 10), epsilon=target, delta=delta)
+
+
+def _count_searches(monkeypatch):
+    calls = []
+    search = calibration._coarse_root
+
+    def counted(*args):
+        calls.append(args)
+        return search(*args)
+
+    monkeypatch.setattr(calibration, "_coarse_root", counted)
+    return calls
+
+
+def test_second_calibration_comes_from_the_cache(cache_dir, monkeypatch):
+    calls = _count_searches(monkeypatch)
+    run = poisson(0.05, 50)
+    first = calibrate(run, epsilon=2.0, delta=1e-6)
+    (file,) = cache_dir.iterdir()
+    assert json.loads(file.read_text())["noise_multiplier"] == first
+    assert calibrate(run, epsilon=2.0, delta=1e-6) == first
+    assert len(calls) == 1
+    calibrate(run, epsilon=2.0, delta=1e-5)
+    calibrate(poisson(0.05, 50, Adjacency.REPLACE), epsilon=2.0, delta=1e-6)
+    monkeypatch.setattr(accounting, "ACCOUNTING_VERSION", 999)
+    calibrate(run, epsilon=2.0, delta=1e-6)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"noise_multiplier": "x"}', '{"noise_multiplier": NaN}', "\x00\xff"]
+)
+def test_corrupt_entries_are_as_good_as_none(cache_dir, content):
+    run = poisson(0.05, 50)
+    first = calibrate(run, epsilon=2.0, delta=1e-6)
+    (file,) = cache_dir.iterdir()
+    file.write_text(content)
+    assert calibrate(run, epsilon=2.0, delta=1e-6) == first
+    assert json.loads(file.read_text())["noise_multiplier"] == first
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_forged_entry_is_not_believed(cache_dir, factor):
+    run = poisson(0.05, 50)
+    first = calibrate(run, epsilon=2.0, delta=1e-6)
+    (file,) = cache_dir.iterdir()
+    entry = json.loads(file.read_text())
+    entry["noise_multiplier"] *= factor
+    file.write_text(json.dumps(entry))
+    assert calibrate(run, epsilon=2.0, delta=1e-6) == first
+
+
+def test_an_unusable_cache_directory_is_no_error(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(blocked / "below"))
+    assert calibrate(poisson(0.05, 50), epsilon=2.0, delta=1e-6) > 0
+    assert blocked.read_text() == "not a directory"
+
+
+def test_writes_leave_no_temporary_files(cache_dir):
+    cache.store({"a": 1}, 1.5)
+    assert cache.load({"a": 1}) == 1.5
+    assert cache.load({"a": 2}) is None
+    assert [path.suffix for path in cache_dir.iterdir()] == [".json"]
+
+
+def test_where_the_cache_lies(monkeypatch):
+    monkeypatch.delenv("DPOPTIM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache.cache_dir() == Path("/x/dpoptim")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache.cache_dir() == Path("/home/someone/.cache/dpoptim")
