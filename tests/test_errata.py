@@ -126,9 +126,7 @@ def test_independent_moments_split_of_the_budget() -> None:
         return total, total / c**2
 
     printed = variances(first / second)
-    assert printed == pytest.approx(
-        (2 * (first * noise_multiplier) ** 2, 2 * (second * noise_multiplier) ** 2)
-    )
+    assert printed == pytest.approx((2 * (first * noise_multiplier) ** 2, 2 * (second * noise_multiplier) ** 2))
     assert variances(1.0) != pytest.approx(printed, rel=0.1)
     best = minimize_scalar(
         lambda log_c: sum(variances(math.exp(log_c))) * 1e6, bracket=(-3.0, 3.0), options={"xtol": 1e-10}
@@ -166,9 +164,7 @@ def test_joint_moments_weight_bound(clip_norm: float) -> None:
     distance, total = (x[:, None] - x) ** 2, (x[:, None] + x) ** 2
     limit = (11 + 5 * math.sqrt(5)) / 8 / clip_norm**2
     for factor, exceeds in ((1.0, False), (1.01, True)):
-        assert (
-            float((distance * (1 + factor * limit * total)).max()) > 4 * clip_norm**2 * (1 + 1e-9)
-        ) == exceeds
+        assert (float((distance * (1 + factor * limit * total)).max()) > 4 * clip_norm**2 * (1 + 1e-9)) == exceeds
 
 
 def test_joint_moments_printed_weight_is_not_safe() -> None:
@@ -310,13 +306,9 @@ def test_noise_is_small_where_the_scale_is_large() -> None:
     scale = torch.tensor([10.0, 0.1], dtype=torch.float64)
     clip_norm, noise_multiplier, batch_size = 1.5, 0.8, 4
     gradient = torch.tensor([0.01, 1.0], dtype=torch.float64)
-    released = (
-        batch_size * scale * gradient + clip_norm * noise_multiplier * normals(20_000, 2, seed=8)
-    ) / batch_size
+    released = (batch_size * scale * gradient + clip_norm * noise_multiplier * normals(20_000, 2, seed=8)) / batch_size
     stddev = (released / scale).std(0)
-    assert stddev.tolist() == pytest.approx(
-        (clip_norm * noise_multiplier / batch_size / scale).tolist(), rel=0.02
-    )
+    assert stddev.tolist() == pytest.approx((clip_norm * noise_multiplier / batch_size / scale).tolist(), rel=0.02)
     assert float(stddev[0]) < float(stddev[1]) / 90
 
 
@@ -325,9 +317,7 @@ def test_momentum_unrolled() -> None:
     noise, momentum, lr = normals(12, 3, seed=9), 0.7, 0.2
     start = torch.ones(3, dtype=torch.float64)
     no_examples = torch.zeros(0, 3, dtype=torch.float64)
-    path = twins.dp_sgd(
-        start, lambda theta, t: no_examples, noise, rule=SGD(lr=lr, momentum=momentum), **UNIT
-    )
+    path = twins.dp_sgd(start, lambda theta, t: no_examples, noise, rule=SGD(lr=lr, momentum=momentum), **UNIT)
     for t in range(1, 13):
         weights = (1 - momentum ** torch.arange(t, 0, -1, dtype=torch.float64)) / (1 - momentum)
         total = lr * (weights @ noise[:t])
@@ -353,9 +343,7 @@ def test_scale_then_privatize_is_not_dp2_with_one_scaled_step() -> None:
     def gradients(theta: Tensor, t: int) -> Tensor:
         return sizes[t][None]
 
-    delayed = twins.delayed_preconditioner(
-        zero, gradients, noise, plain_steps=1, scaled_steps=1, **dp2, **common
-    )
+    delayed = twins.delayed_preconditioner(zero, gradients, noise, plain_steps=1, scaled_steps=1, **dp2, **common)
     first = sizes[0] + noise[0]  # A = first² in both
     s = 1 / (first.abs() + 0.5)
     released = s * sizes[1] + noise[1]
@@ -365,9 +353,7 @@ def test_scale_then_privatize_is_not_dp2_with_one_scaled_step() -> None:
     step = released / s / ((nu / 0.75).sqrt() + 0.5)
     assert not torch.allclose(step, released, rtol=0.1)
     # the twin takes just that step when its first one leaves the same ν̂ (s_1 = 1/(start^½ + ε) = 1)
-    scaled = twins.scale_then_privatize(
-        zero, gradients, noise, rule=rule, eps_scale=0.5, start=0.25, **common
-    )
+    scaled = twins.scale_then_privatize(zero, gradients, noise, rule=rule, eps_scale=0.5, start=0.25, **common)
     torch.testing.assert_close(scaled[0] - scaled[1], step, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="plain_steps=0"):  # s₁ = 0 has no G/s₁
         twins.delayed_preconditioner(zero, gradients, noise, plain_steps=0, scaled_steps=1, **dp2, **common)

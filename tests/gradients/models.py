@@ -55,7 +55,9 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Keys from another input than queries, padding, shown weights; with keys of another width it goes the generic way."""
+    """Keys from another input than queries, padding, shown weights; with keys of another width it goes the generic
+    way.
+    """
 
     def __init__(self, key_width: int = 8) -> None:
         super().__init__()
@@ -160,7 +162,11 @@ class SharedPositions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions, self.scale_of_position, self.leave = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.positions, self.scale_of_position, self.leave = (
+            nn.Embedding(7, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         where = self.positions(torch.arange(x.shape[1])[None])
@@ -214,7 +220,6 @@ def _language_model(model: nn.Module) -> Case:
     return Case(model, loss_fn, {"input_ids": _ids(61, 9), "attention_mask": mask, "labels": _ids(61, 9)})
 
 
-
 CASES: dict[str, Callable[[], Case]] = {
     "linear 2-D": lambda: Case(nn.Linear(6, 4), squares, _inputs(6)),
     "linear 3-D": lambda: Case(nn.Linear(6, 4), squares, _inputs(7, 6)),
@@ -244,14 +249,21 @@ CASES: dict[str, Callable[[], Case]] = {
     "conv transpose": lambda: Case(nn.ConvTranspose2d(2, 3, 3, stride=2), squares, _inputs(2, 4, 3)),
     "cnn": lambda: Case(
         nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+            nn.Conv2d(1, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(36, 3),
         ),
         squares,
         _inputs(1, 8, 8),
     ),
     "attention": lambda: Case(Attention(batch_first=True), squares, _inputs(7, 6)),
     "attention, positions first": lambda: Case(Attention(batch_first=False), squares, _inputs(7, 6)),
-    "attention, as many positions as examples": lambda: Case(Attention(batch_first=True), squares, _inputs(EXAMPLES, 6)),
+    "attention, as many positions as examples": lambda: Case(
+        Attention(batch_first=True), squares, _inputs(EXAMPLES, 6)
+    ),
     "cross attention": lambda: Case(CrossAttention(), squares, _inputs(7, 6)),
     "cross attention, keys of another width": lambda: Case(CrossAttention(key_width=4), squares, _inputs(7, 6)),
     "transformer encoder": lambda: Case(

@@ -1,4 +1,6 @@
-"""The brute force that clipped sums are held against: one example at a time, ordinary autograd, an unpatched copy of the model."""
+"""The brute force that clipped sums are held against: one example at a time, ordinary autograd, an unpatched copy of
+the model.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -21,13 +22,17 @@ def attached(model: nn.Module, **options) -> ClippedSums:
     return sums
 
 
+def _prefixed(name: str, message: str) -> str:
+    return f"{name}: {message}"
+
+
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     for name, total in expected.items():
-        torch.testing.assert_close(found[name], total, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], total, rtol=tolerance, atol=tolerance, msg=partial(_prefixed, name))
 
 
 @pytest.fixture
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
 
@@ -59,7 +64,10 @@ class TestWhatIsOneBatch:
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_the_same_with_checkpoints(self, reentrant):
         torch.manual_seed(0)
-        model, x = Checkpointed(reentrant).double(), torch.randn(8, 3, 6, dtype=torch.float64, requires_grad=True)
+        model, x = (
+            Checkpointed(reentrant).double(),
+            torch.randn(8, 3, 6, dtype=torch.float64, requires_grad=True),
+        )
         expected, _ = clipped_sum(model, squares, x, clip_norm=0.7)
         sums = attached(model)
         first, second = squares(model, x[:4]).sum(), squares(model, x[4:]).sum()
@@ -92,10 +100,10 @@ class TestWhatIsOneBatch:
 
     def test_layers_without_a_call_of_the_model(self, mlp, x):
         """A container whose parts are called one by one, as research code does."""
-        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
         sums = attached(mlp)
         for part in x.split(6):
-            squares(lambda x: mlp[2](mlp[1](mlp[0](x))), part).sum().backward()
+            mlp[2](mlp[1](mlp[0](part))).square().sum().backward()
         assert_same(sums.take()[0], expected)
 
     def test_mean_loss(self, mlp, x):
@@ -124,6 +132,7 @@ class TestSquares:
         sums = attached(made.model, squares=True, clip_norm=0.5)
         made.loss_fn(made.model, made.batch).sum().backward()
         total, squared = sums.take()
+        assert squared is not None
         expected = {n: torch.zeros_like(t) for n, t in total.items()}
         for j in range(len(made.batch)):
             own, _ = clipped_sum(made.model, made.loss_fn, made.batch[j : j + 1], clip_norm=0.5)
@@ -208,7 +217,7 @@ class TestRefusals:
         mlp[0].requires_grad_(False)
         attached(mlp)
         mlp[0].requires_grad_(True)
-        with pytest.raises(ValueError, match="used outside|unfrozen"):
+        with pytest.raises(ValueError, match=r"used outside|unfrozen"):
             squares(mlp, x).sum().backward()
 
     def test_module_that_mixes_examples_by_itself(self):
@@ -220,7 +229,7 @@ class TestRefusals:
             def forward(self, x):
                 return (x - x.mean(0)) * self.gain
 
-        with pytest.raises(ValueError, match="Centres.*mixes"):
+        with pytest.raises(ValueError, match=r"Centres.*mixes"):
             clipped_sum(nn.Sequential(nn.Linear(4, 4), Centres()), squares, torch.randn(5, 4))
 
     def test_nothing_to_train(self, mlp):
@@ -254,7 +263,9 @@ class TestExamplesDoNotMix:
             return model(x)[0].square().sum((0, 2))
 
         with pytest.raises(ValueError, match="examples mix"):
-            check_examples_do_not_mix(nn.Sequential(nn.Linear(4, 4), model), lambda m, x: loss_fn(m, x), torch.randn(5, 5, 4))
+            check_examples_do_not_mix(
+                nn.Sequential(nn.Linear(4, 4), model), lambda m, x: loss_fn(m, x), torch.randn(5, 5, 4)
+            )
 
     def test_loss_normalised_over_the_batch(self, mlp, x):
         with pytest.raises(ValueError, match="examples mix"):

@@ -22,9 +22,7 @@ GOLDEN = ["0x1.03916952d84c8p+1", "0x1.ec2f62874ea47p-1", "0x1.9e196101e68d9p-1"
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def draw(
-    count: int, *, stream: str = "gradient", name: str = "weight", step: int = 0, start: int = 0
-) -> torch.Tensor:
+def draw(count: int, *, stream: str = "gradient", name: str = "weight", step: int = 0, start: int = 0) -> torch.Tensor:
     return normals(KEY, stream=stream, name=name, step=step, start=start, count=count)
 
 

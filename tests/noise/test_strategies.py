@@ -94,9 +94,7 @@ def brute_force_sensitivity(matrix: np.ndarray, max_participations: int, min_sep
     min_separation=st.integers(1, 6),
 )
 @settings(max_examples=120, deadline=None)
-def test_sensitivity_is_exact(
-    coefs: list[float], steps: int, max_participations: int, min_separation: int
-) -> None:
+def test_sensitivity_is_exact(coefs: list[float], steps: int, max_participations: int, min_separation: int) -> None:
     max_participations = min(max_participations, (steps - 1) // min_separation + 1)
     strategy = ToeplitzStrategy(steps=steps, strategy_coefs=tuple(coefs))
     assert strategy.sensitivity_is_exact
@@ -131,9 +129,7 @@ def test_sensitivity_of_other_coefficients_is_refused(coefs: tuple[float, ...]) 
         (11, 1, "max_participations=11.*use max_participations=10"),
     ],
 )
-def test_patterns_that_cannot_be_are_refused(
-    max_participations: int, min_separation: int, message: str
-) -> None:
+def test_patterns_that_cannot_be_are_refused(max_participations: int, min_separation: int, message: str) -> None:
     strategy = SquareRoot().optimize(steps=10)
     with pytest.raises(ValueError, match=message):
         strategy.sensitivity(max_participations=max_participations, min_separation=min_separation)
@@ -149,9 +145,7 @@ def test_gradient_of_the_search(steps: int, bands: int) -> None:
     assert _log_error(at, steps)[0] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("steps", "bands"), [(2, 2), (8, 3), (8, 8), (64, 63), (300, 100), (1000, 2), (3000, 5)]
-)
+@pytest.mark.parametrize(("steps", "bands"), [(2, 2), (8, 3), (8, 8), (64, 63), (300, 100), (1000, 2), (3000, 5)])
 def test_banded_toeplitz_is_a_minimum(steps: int, bands: int) -> None:
     best = BandedToeplitz(bands=bands).optimize(steps=steps)
     lowest = best.mean_error() * best.column_norm

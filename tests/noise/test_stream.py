@@ -43,9 +43,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> NoiseStream:
-    return strategy.stream(
-        KEY, stream="gradient", name="weight", numel=numel, start=start, dtype=dtype, device=device
-    )
+    return strategy.stream(KEY, stream="gradient", name="weight", numel=numel, start=start, dtype=dtype, device=device)
 
 
 def rows(stream: NoiseStream, count: int = STEPS) -> torch.Tensor:
@@ -67,17 +65,11 @@ def test_strategy_times_rows_gives_back_the_normals(strategy: ToeplitzStrategy) 
 
 
 @every_strategy
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.01)]
-)
-def test_narrow_dtypes_follow_float64(
-    strategy: ToeplitzStrategy, dtype: torch.dtype, tolerance: float
-) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 0.01)])
+def test_narrow_dtypes_follow_float64(strategy: ToeplitzStrategy, dtype: torch.dtype, tolerance: float) -> None:
     streamed = rows(make(strategy, dtype=dtype))
     assert streamed.dtype == dtype
-    torch.testing.assert_close(
-        streamed.double(), rows(make(strategy, dtype=torch.float64)), rtol=0, atol=tolerance
-    )
+    torch.testing.assert_close(streamed.double(), rows(make(strategy, dtype=torch.float64)), rtol=0, atol=tolerance)
 
 
 @every_strategy

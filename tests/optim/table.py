@@ -15,11 +15,14 @@ import dpoptim
 from dpoptim.optim import PrivateOptimizer, twins
 
 LR = 0.02
-EPS_SCALE = 0.05
+EPS_SCALE = 1.0
 
 RULES: dict[str, tuple[Any, Any]] = {
     "adam": (dpoptim.Adam(eps=0.1), twins.Adam(lr=LR, eps=0.1)),
-    "adam with decay": (dpoptim.Adam(eps=0.1, weight_decay=0.1), twins.Adam(lr=LR, eps=0.1, weight_decay=0.1)),
+    "adam with decay": (
+        dpoptim.Adam(eps=0.1, weight_decay=0.1),
+        twins.Adam(lr=LR, eps=0.1, weight_decay=0.1),
+    ),
     "adamw": (dpoptim.AdamW(eps=0.1, weight_decay=0.1), twins.AdamW(lr=LR, eps=0.1, weight_decay=0.1)),
     "adagrad": (dpoptim.AdaGrad(eps=0.1), twins.AdaGrad(lr=LR, eps=0.1)),
     "rmsprop": (dpoptim.RMSProp(eps=0.1), twins.RMSProp(lr=LR, eps=0.1)),
@@ -34,7 +37,7 @@ RULES: dict[str, tuple[Any, Any]] = {
 class Task:
     """A small regression whose batches, also empty ones, are fixed in advance."""
 
-    model: nn.Module
+    model: nn.Sequential
     inputs: Tensor  # [pool, 3]
     targets: Tensor  # [pool, 2]
     batches: list[Tensor]  # indices into the pool
@@ -79,10 +82,6 @@ def task(plan: dpoptim.PrivacyPlan, dtype: torch.dtype) -> Task:
         for t in range(plan.steps)
     ]
     return Task(model, inputs, targets, batches, torch.arange(6))
-
-
-Make = Callable[[nn.Module, dpoptim.PrivacyPlan, Any, "Task"], PrivateOptimizer]
-Twin = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,11 @@ def _joint(t, noise, square_noise, rule, plan):
     return twins.joint_moments(*_start(t), noise, square_noise, rule=rule, square_weight=weight, **_common(plan))
 
 
-def _scale(**options):
+def _scale(normalised: bool = True, **options: Any):
     def run(t, noise, square_noise, rule, plan):
+        theta, gradients = _start(t)
         return twins.scale_then_privatize(
-            *_start(t), noise, rule=rule, eps_scale=EPS_SCALE, **{"normalised": True, **options}, **_common(plan)
+            theta, gradients, noise, rule=rule, eps_scale=EPS_SCALE, normalised=normalised, **options, **_common(plan)
         )
 
     return run
@@ -194,9 +194,7 @@ def _make_delayed(decay):
 def _adadps(t, noise, square_noise, rule, plan):
     theta, gradients = _start(t)
     public = lambda theta, step: t.public_gradient(theta)  # noqa: E731
-    return twins.adadps(
-        theta, gradients, noise, public, lr=LR, renew_every=9, eps=0.01, decay=0.3, **_common(plan)
-    )
+    return twins.adadps(theta, gradients, noise, public, lr=LR, renew_every=9, eps=0.01, decay=0.3, **_common(plan))
 
 
 def _sgd(t, noise, square_noise, rule, plan):
@@ -229,7 +227,8 @@ VARIANTS: dict[str, Variant] = {
     "independent_moments": Variant(_ime("of_average", "equal"), _independent(False)),
     "independent_moments, average of squares": Variant(_ime("average_of", "mse"), _independent(True)),
     "joint_moments": Variant(
-        lambda model, plan, rule, t, **common: dpoptim.joint_moments(model, plan, LR, rule=rule, **common), _joint
+        lambda model, plan, rule, t, **common: dpoptim.joint_moments(model, plan, LR, rule=rule, **common),
+        _joint,
     ),
     "scale_then_privatize": Variant(_make_scale(), _scale()),
     "scale_then_privatize, exponent 1/4": Variant(_make_scale(exponent=0.25), _scale(exponent=0.25)),

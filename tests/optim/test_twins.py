@@ -109,9 +109,7 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
     if variant == "bias_correction":
         return twins.bias_correction(theta, gradients, QUIET, **plain, row_norms_squared=torch.ones(STEPS))
     if variant == "side_information":
-        return twins.side_information(
-            theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain
-        )
+        return twins.side_information(theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain)
     if variant == "noiseless_preconditioner":
         return twins.noiseless_preconditioner(theta, gradients, QUIET, **plain)
     assert variant == "noiseless_scale_then_privatize"
@@ -133,9 +131,7 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
         ("noiseless_scale_then_privatize", 3),
     ],
 )
-def test_without_noise_and_clipping_a_variant_is_the_optimizer_of_torch(
-    variant: str, examples: int, name: str
-) -> None:
+def test_without_noise_and_clipping_a_variant_is_the_optimizer_of_torch(variant: str, examples: int, name: str) -> None:
     rule, make = OPTIM[name]
     torch.testing.assert_close(run(variant, rule, examples), torch_path(make, examples), rtol=0, atol=1e-12)
 
@@ -211,9 +207,7 @@ def test_normalised_scale_with_clip_norm_times_eps_is_the_same_algorithm(
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
     raw = twin(theta, gradients, noise, rule=rule, **noisy(), eps_scale=0.05)
-    normalised = twin(
-        theta, gradients, noise, rule=rule, **noisy(0.05, 0.04), eps_scale=0.05, normalised=True
-    )
+    normalised = twin(theta, gradients, noise, rule=rule, **noisy(0.05, 0.04), eps_scale=0.05, normalised=True)
     torch.testing.assert_close(normalised, raw, rtol=0, atol=1e-10)
 
 
@@ -232,18 +226,12 @@ VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
     "average_of_squares": lambda g: twins.independent_moments(
         THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_noise_stddev=0.1, average_of_squares=True
     ),
-    "joint_moments": lambda g: twins.joint_moments(
-        THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_weight=0.5
-    ),
-    "scale_then_privatize": lambda g: twins.scale_then_privatize(
-        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
-    ),
+    "joint_moments": lambda g: twins.joint_moments(THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_weight=0.5),
+    "scale_then_privatize": lambda g: twins.scale_then_privatize(THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1),
     "side_information": lambda g: twins.side_information(
         THETA, g, NOISE, lambda theta, t: CURVATURE, rule=ADAM, **noisy()
     ),
-    "noiseless_preconditioner": lambda g: twins.noiseless_preconditioner(
-        THETA, g, NOISE, rule=ADAM, **noisy()
-    ),
+    "noiseless_preconditioner": lambda g: twins.noiseless_preconditioner(THETA, g, NOISE, rule=ADAM, **noisy()),
     "noiseless_scale_then_privatize": lambda g: twins.noiseless_scale_then_privatize(
         THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
     ),
@@ -315,9 +303,7 @@ def test_joint_moments_are_independent_moments_of_the_average_of_squares_at_one_
         normals(STEPS, COORDINATES),
     )
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    joint = twins.joint_moments(
-        theta, gradients, noise, square_noise, rule=rule, **noisy(), square_weight=0.25
-    )
+    joint = twins.joint_moments(theta, gradients, noise, square_noise, rule=rule, **noisy(), square_weight=0.25)
     split = twins.independent_moments(
         theta,
         gradients,

@@ -104,9 +104,7 @@ def test_projection_bounds_the_square_of_a_batch_larger_than_expected() -> None:
         (AdaGrad(lr=0.1, eps=1e-3), [1.0, 1.0, 1.0]),
     ],
 )
-def test_bias_correction_subtracts_the_weighted_noise_variances(
-    rule: Rule, bias_weights: list[float]
-) -> None:
+def test_bias_correction_subtracts_the_weighted_noise_variances(rule: Rule, bias_weights: list[float]) -> None:
     """Third step by hand: the same weights on the squares and on ‖row‖²·φ, under the floor ε²."""
     rows = torch.tensor([1.0, 1.5, 1.2], dtype=torch.float64)
     noise = normals(3, 2000, seed=7)
@@ -294,8 +292,6 @@ def test_noiseless_second_moment_sees_no_noise_and_public_one_no_private_gradien
     ):
         expected = -(1 + 0.3 * noise / SIZES).cumsum(0)
         torch.testing.assert_close(path, expected, rtol=1e-10, atol=1e-10)
-    path = twins.noiseless_scale_then_privatize(
-        zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, **base
-    )
+    path = twins.noiseless_scale_then_privatize(zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, **base)
     s = torch.cat([torch.full((1, 5), 2.0), (1 / (SIZES + 0.5)).expand(24, -1)])
     torch.testing.assert_close(path, -(1 + 0.3 * noise / s / SIZES).cumsum(0), rtol=1e-10, atol=1e-10)

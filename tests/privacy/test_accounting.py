@@ -149,9 +149,7 @@ def test_agrees_with_dp_accounting_on_the_same_grid(adjacency, rate, steps, std)
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
 def test_truncated_samples_agree_with_dp_accounting(adjacency, monkeypatch):
-    run = TruncatedPoissonRun(
-        sampling_prob=0.05, steps=20, adjacency=adjacency, num_examples=400, max_batch_size=24
-    )
+    run = TruncatedPoissonRun(sampling_prob=0.05, steps=20, adjacency=adjacency, num_examples=400, max_batch_size=24)
     interval = 1e-3  # coarser than the default, so that the second part of the mixture fits
     monkeypatch.setattr(accounting, "grid_interval", lambda *args, **kwargs: interval)
     accounting._pld_epsilon.cache_clear()
@@ -223,13 +221,10 @@ def test_refused_second_opinions():
 @pytest.mark.parametrize("adjacency", list(Adjacency))
 def test_epsilon_falls_with_noise_and_rises_with_steps(adjacency):
     values = [
-        epsilon(poisson(0.01, 300, adjacency), noise_multiplier=std, delta=1e-6)
-        for std in np.geomspace(0.5, 8, 12)
+        epsilon(poisson(0.01, 300, adjacency), noise_multiplier=std, delta=1e-6) for std in np.geomspace(0.5, 8, 12)
     ]
     assert all(a > b for a, b in itertools.pairwise(values))
-    by_steps = [
-        epsilon(poisson(0.01, t, adjacency), noise_multiplier=1.0, delta=1e-6) for t in (1, 10, 100, 1000)
-    ]
+    by_steps = [epsilon(poisson(0.01, t, adjacency), noise_multiplier=1.0, delta=1e-6) for t in (1, 10, 100, 1000)]
     assert all(a < b for a, b in itertools.pairwise(by_steps))
 
 
@@ -239,14 +234,10 @@ def test_replace_costs_more_than_zero_out_and_zero_out_is_add_remove():
     assert 1.2 * values[Adjacency.ZERO_OUT] < values[Adjacency.REPLACE]
 
 
-@pytest.mark.parametrize(
-    ("rate", "steps", "std"), [(256 / 60_000, 10_000, 1.5), (1e-3, 2000, 2.0), (0.5, 100, 5.0)]
-)
+@pytest.mark.parametrize(("rate", "steps", "std"), [(256 / 60_000, 10_000, 1.5), (1e-3, 2000, 2.0), (0.5, 100, 5.0)])
 def test_grid_is_fine_enough_and_coarser_grids_only_overstate(rate, steps, std):
     run = poisson(rate, steps)
-    coarse, default, fine = (
-        epsilon(run, noise_multiplier=std, delta=1e-6, resolution=r) for r in (8.0, 32.0, 128.0)
-    )
+    coarse, default, fine = (epsilon(run, noise_multiplier=std, delta=1e-6, resolution=r) for r in (8.0, 32.0, 128.0))
     assert coarse >= default >= fine
     assert default <= fine * (1 + 1.5e-4)
 

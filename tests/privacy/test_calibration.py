@@ -51,18 +51,14 @@ def test_meets_the_target_from_below(run, target):
 def test_extreme_targets():
     run = poisson(0.01, 100)
     for target in (0.01, 100.0):
-        achieved = accounting.epsilon(
-            run, noise_multiplier=calibrate(run, epsilon=target, delta=1e-6), delta=1e-6
-        )
+        achieved = accounting.epsilon(run, noise_multiplier=calibrate(run, epsilon=target, delta=1e-6), delta=1e-6)
         assert target - tolerance(target) <= achieved <= target
     assert calibrate(run, epsilon=math.inf, delta=1e-6) == 0.0
     with pytest.raises(ValueError, match="smaller epsilon"):
         calibrate(poisson(0.9, 1), epsilon=1e9, delta=0.5)
 
 
-@pytest.mark.parametrize(
-    ("target", "delta"), [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (1.0, 0.0), (1.0, 1.0)]
-)
+@pytest.mark.parametrize(("target", "delta"), [(0.0, 1e-5), (-1.0, 1e-5), (math.nan, 1e-5), (1.0, 0.0), (1.0, 1.0)])
 def test_bad_targets_are_named(target, delta):
     with pytest.raises(ValueError, match="epsilon" if not target > 0 else "delta"):
         calibrate(poisson(0.1, 10), epsilon=target, delta=delta)

@@ -61,9 +61,7 @@ def test_collates_tuples_and_takes_a_collate_function():
     features, labels = next(iter(private_loader(data, plan, key=KEY)))
     assert features.shape == (5, 1)
     assert labels.tolist() == drawn(plan, 0)
-    doubled = next(
-        iter(private_loader(Numbers(20), plan, key=KEY, collate_fn=lambda rows: [2 * i for i in rows]))
-    )
+    doubled = next(iter(private_loader(Numbers(20), plan, key=KEY, collate_fn=lambda rows: [2 * i for i in rows])))
     assert doubled == [2 * i for i in drawn(plan, 0)]
 
 

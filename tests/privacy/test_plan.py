@@ -40,9 +40,7 @@ def test_unamplified_plan_counts_participations():
     assert make(steps=31, noise_multiplier=1.0).max_participations == 4
 
 
-@pytest.mark.parametrize(
-    "noise", [Independent(), SquareRoot(), BandedToeplitz(bands=4), BandedToeplitz(bands=20)]
-)
+@pytest.mark.parametrize("noise", [Independent(), SquareRoot(), BandedToeplitz(bands=4), BandedToeplitz(bands=20)])
 def test_effective_noise_is_column_norm_over_sensitivity(noise):
     plan = make(noise=noise, noise_multiplier=1.3)
     sensitivity = plan.strategy.sensitivity(max_participations=3, min_separation=10)

@@ -28,9 +28,7 @@ def clip(vectors, norm):
 
 
 def bound(squares, sampling, adjacency, size, norm=1.0):
-    return square_sensitivity(
-        squares=squares, sampling=sampling, adjacency=adjacency, clip_norm=norm, batch_size=size
-    )
+    return square_sensitivity(squares=squares, sampling=sampling, adjacency=adjacency, clip_norm=norm, batch_size=size)
 
 
 def released(batch, squares, sampling, size, norm):
@@ -145,9 +143,7 @@ def test_joint_sensitivity_is_attained_and_not_passed(norm, weight):
 
     for adjacency in (ZERO, ADD, REPLACE):
         replace = adjacency is REPLACE
-        limit = joint_sensitivity(
-            square_weight=scale, sampling=Shuffled(), adjacency=adjacency, clip_norm=norm
-        )
+        limit = joint_sensitivity(square_weight=scale, sampling=Shuffled(), adjacency=adjacency, clip_norm=norm)
         best = 0.0
         for dimension, _ in itertools.product((1, 2, 3), range(6)):
             start = rng.normal(size=2 * dimension) * norm
@@ -205,9 +201,7 @@ def test_equal_split_is_the_printed_algorithm_and_matches_its_balance():
 
 def test_mse_split_has_the_least_total_variance():
     def total(balance):
-        stds = noise_stddevs(
-            IndependentMoments(balance=balance), sampling=Shuffled(), adjacency=ZERO, **SIZES
-        )
+        stds = noise_stddevs(IndependentMoments(balance=balance), sampling=Shuffled(), adjacency=ZERO, **SIZES)
         assert stds.square is not None
         return (stds.gradient_sum / 16) ** 2 + stds.square**2
 

@@ -23,8 +23,7 @@ def test_draws_are_a_pure_function_of_key_and_step(sampling):
     for t in reversed(range(30)):
         np.testing.assert_array_equal(first[t], sampling.indices(KEY, t, num_examples=50, batch_size=5))
     assert any(
-        not np.array_equal(first[t], sampling.indices(other, t, num_examples=50, batch_size=5))
-        for t in range(30)
+        not np.array_equal(first[t], sampling.indices(other, t, num_examples=50, batch_size=5)) for t in range(30)
     )
     for batch in first:
         assert len(set(batch.tolist())) == len(batch)
@@ -105,9 +104,7 @@ def test_truncation_keeps_a_uniform_subset():
 
 
 def test_rate_comes_from_the_declared_number_of_examples():
-    batches = [
-        Poisson().indices(KEY, t, num_examples=1000, batch_size=100, dataset_size=3000) for t in range(50)
-    ]
+    batches = [Poisson().indices(KEY, t, num_examples=1000, batch_size=100, dataset_size=3000) for t in range(50)]
     assert _frequency_is(sum(map(len, batches)), 50 * 3000, 0.1)
     assert max(batch.max() for batch in batches) >= 1000
     with pytest.raises(ValueError, match="dataset_size=5"):

@@ -1,9 +1,10 @@
 """Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
 
-Formal guarantee: one example adds to the sum a vector v with ‖scale ⊙ v‖ ≤ clip_norm (up to the rounding of the sum), whatever
-the example is; an example whose gradient is not finite adds nothing. So under zero-out or add-remove adjacency the sum, measured in
-the scaled norm, changes by at most clip_norm, and by at most 2·clip_norm when one example replaces another.
-The scale enters the norm only: dividing the noise by it is the same as scaling, noising and unscaling.
+Formal guarantee: one example adds to the sum a vector v with ‖scale ⊙ v‖ ≤ clip_norm (up to the rounding of the
+sum), whatever the example is; an example whose gradient is not finite adds nothing. So under zero-out or add-remove
+adjacency the sum, measured in the scaled norm, changes by at most clip_norm, and by at most 2·clip_norm when one
+example replaces another. The scale enters the norm only: dividing the noise by it is the same as scaling, noising
+and unscaling.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ClippingCounts:
 class ClippedSums:
     """Accumulates Σ_j c_j g_j (and, where asked, Σ_j (c_j g_j)²) over the physical batches of one step.
 
-    `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a function of
-    released values alone and stays fixed from one `take` to the next.
+    `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
+    function of released values alone and stays fixed from one `take` to the next.
     `loss_factor` multiplies every gradient: the number of examples where the loss is a mean, 1 where it is a sum.
     """
 
@@ -49,7 +50,9 @@ class ClippedSums:
         self.engine = Engine(model, self._add)
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is emptied."""
+        """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
+        emptied.
+        """
         self.engine.flush()
         sums = {name: self.sums.get(name, _zeros(p)) for name, p in self.parameters.items()}
         squares = None

@@ -1,12 +1,13 @@
 """The engine: an ordinary forward and ONE ordinary backward of an unmodified model, with per-example gradients kept.
 
-`Engine.attach` gives every module that owns a trainable parameter a forward that runs through its layer rule. The rule's
-autograd function returns the input gradient and keeps what the per-example weight gradient is made of; autograd computes no
-weight gradient at all. Kept uses are collected into a physical batch; when the batch is over (at the next forward or at `flush`)
-it is handed to `on_batch` and forgotten.
+`Engine.attach` gives every module that owns a trainable parameter a forward that runs through its layer rule. The
+rule's autograd function returns the input gradient and keeps what the per-example weight gradient is made of; autograd
+computes no weight gradient at all. Kept uses are collected into a physical batch; when the batch is over (at the
+next forward or at `flush`) it is handed to `on_batch` and forgotten.
 
-Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one batch,
-and so is everything of one call of the model. Two calls of the model with two separate backwards are two micro-batches.
+Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one
+batch, and so is everything of one call of the model. Two calls of the model with two separate backwards are two
+micro-batches.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class Engine:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self.names:
                 raise ValueError(
-                    f"parameter '{name}' was unfrozen or replaced after the optimizer was made, so the guarantee does not cover it; "
+                    f"parameter '{name}' was unfrozen or replaced after the optimizer was made, so the guarantee "
+                    "does not cover it; "
                     "make the optimizer last"
                 )
         self._calls += 1
@@ -136,8 +138,10 @@ class Engine:
         for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
             if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
                 raise ValueError(
-                    f"{type(self.model).__name__} returned a scalar that needs a gradient, as a Hugging Face model does when it is "
-                    "given `labels`: that loss is an average over the batch and mixes examples. Call the model without labels and "
+                    f"{type(self.model).__name__} returned a scalar that needs a gradient, as a Hugging Face model "
+                    "does when it is "
+                    "given `labels`: that loss is an average over the batch and mixes examples. Call the model "
+                    "without labels and "
                     "compute one loss an example (shape [examples]) from its logits."
                 )
 
@@ -154,7 +158,8 @@ class Engine:
         if tensor.shape[0] == 1:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise ValueError(
-            f"layer '{layer}' got an input of shape {tuple(tensor.shape)} while the batch has {self.examples} examples (the first axis "
+            f"layer '{layer}' got an input of shape {tuple(tensor.shape)} while the batch has {self.examples} "
+            "examples (the first axis "
             "of the model's first tensor argument): keep the examples as the first axis of every layer's input "
             "(batch_first=True; no flattening of examples with positions) so that each gradient belongs to one example"
         )
@@ -189,7 +194,8 @@ class Engine:
             examples = batch.examples
             self.discard()
             raise ValueError(
-                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in the same backward; "
+                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in "
+                "the same backward; "
                 "run one backward for each call of the model"
             )
         batch.examples = gradients.examples
@@ -220,7 +226,8 @@ class _Tripwire:
             return
         self.engine.discard()
         raise ValueError(
-            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, layer.weight)), where its "
+            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, "
+            "layer.weight)), where its "
             "per-example gradient cannot be seen; call the layer itself, or freeze the parameter. "
             "Public data goes inside `with dpoptim.public_data():`"
         )

@@ -6,8 +6,8 @@ A layer rule never builds per-example gradients where it can say what they are m
 * `Rows`: g_j has value_jt added to row id_jt, a table looked up at T positions;
 * `Dense`: g_j itself.
 
-A parameter used more than once (tied weights, a layer called twice) has the SUM of its uses as gradient; `ExampleGradients`
-keeps all uses of one parameter and takes norms of that sum, cross terms included.
+A parameter used more than once (tied weights, a layer called twice) has the SUM of its uses as gradient;
+`ExampleGradients` keeps all uses of one parameter and takes norms of that sum, cross terms included.
 Everything here is un-noised: nothing outside `dpoptim.gradients` may import this file.
 """
 

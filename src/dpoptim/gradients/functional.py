@@ -48,7 +48,8 @@ def clipped_sum(
         norms = torch.cat(sums.norms)
         if len(norms) != len(losses):
             raise ValueError(
-                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples; return one loss an example"
+                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples; return one loss an "
+                "example"
             )
         return sums.take()[0], norms
 
@@ -56,8 +57,9 @@ def clipped_sum(
 def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
     """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
 
-    One backward of losses[0] must leave no gradient at any other example of any layer. It catches what no list of layer names
-    can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the batch, statistics shared by examples.
+    One backward of losses[0] must leave no gradient at any other example of any layer. It catches what no list of
+    layer names can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the batch,
+    statistics shared by examples.
     """
     found: list[PhysicalBatch] = []
     engine = Engine(model, found.append)
@@ -73,8 +75,10 @@ def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: An
             others = gradients.squared_norms()[1:]
             if bool((others != 0).any()):
                 raise ValueError(
-                    f"examples mix: the loss of example 0 has a gradient at another example in parameter '{name}'. Look for a batch axis "
-                    "that is not first (batch_first=True), a loss averaged over the batch, or a layer that looks across examples"
+                    f"examples mix: the loss of example 0 has a gradient at another example in parameter '{name}'. "
+                    "Look for a batch axis "
+                    "that is not first (batch_first=True), a loss averaged over the batch, or a layer that looks "
+                    "across examples"
                 )
 
 

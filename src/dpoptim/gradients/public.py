@@ -15,8 +15,9 @@ from dpoptim.gradients.engine import public_data
 class PublicGradients:
     """Mean gradients of public batches, one batch after the other, round and round.
 
-    `loss_fn(model, batch)` gives one loss an example, as in private training; the batches must be PUBLIC: nothing here is
-    clipped or noised, and no guarantee covers them. Calling it returns {parameter name: gradient of the mean loss}.
+    `loss_fn(model, batch)` gives one loss an example, as in private training; the batches must be PUBLIC: nothing
+    here is clipped or noised, and no guarantee covers them. Calling it returns {parameter name: gradient of the mean
+    loss}.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]) -> None:

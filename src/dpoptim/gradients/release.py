@@ -1,10 +1,11 @@
 """The release: the only place where clipped sums meet noise, and the only door out of this package.
 
-Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's strategy and the
-key, s_t from values released before. Plans that also release a second moment get a second, separate stream of noise.
+Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's
+strategy and the key, s_t from values released before. Plans that also release a second moment get a second, separate
+stream of noise.
 
-Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`, provided the
-batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
+Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`,
+provided the batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, Poisson, PrivacyPlan, Release, Shuffled, tickets
+from dpoptim.privacy import (
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    Poisson,
+    PrivacyPlan,
+    Release,
+    Shuffled,
+    tickets,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class PrivateRelease:
         self._sums = ClippedSums(model, clip_norm=plan.clip_norm, squares=averages_squares, mean_loss=mean_loss)
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
-        self._nonfinite_reported = 0
+        self._report_nonfinite_at = 1
         self._batch_is_open = False
         streams = ["gradient", "square"] if self._square_stddev else ["gradient"]
         self._noise = {
@@ -106,9 +116,16 @@ class PrivateRelease:
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
         if ticket is None:
             return True
+        if ticket.step != self.step:
+            self._refuse_batch(
+                f"the loader is at step {ticket.step} and the optimizer at step {self.step}: start both at the same "
+                "step "
+                "(private_loader(..., start_step=...) after a restart) and call step() once for each batch"
+            )
         if arrived > ticket.physical_examples:
             self._refuse_batch(
-                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of the loader must go "
+                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of "
+                "the loader must go "
                 "through exactly one call of the model, one backward and one optimizer.step()"
             )
         self._batch_is_open = not ticket.closes_batch
@@ -118,20 +135,24 @@ class PrivateRelease:
         """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
         if self.step >= self.plan.steps:
             raise ValueError(
-                f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan with more steps"
+                f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan "
+                "with more steps"
             )
         if not self._sums.engine.attached:
-            raise ValueError("another optimizer was made for this model since, or this one was detached; make one optimizer a model")
+            raise ValueError(
+                "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
+            )
         self._sums.engine.flush()
         counts = self._sums.counts
         examples, most = counts.examples - self._at_last_release, _largest_batch(self.plan)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         self._at_last_release = counts.examples
-        if counts.nonfinite > self._nonfinite_reported:
-            self._nonfinite_reported = counts.nonfinite
+        if counts.nonfinite >= self._report_nonfinite_at:
+            self._report_nonfinite_at = 2 * counts.nonfinite
             warnings.warn(
-                f"{counts.nonfinite} examples so far had a gradient that is not finite and were left out (this count is not private)",
+                f"{counts.nonfinite} examples so far had a gradient that is not finite and were left out (this "
+                "count is not private)",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -150,7 +171,9 @@ class PrivateRelease:
         if not (ticket.opens_batch and self._batch_is_open):
             return False
         if self._sums.counts.examples > self._at_last_ticket:
-            self._refuse_batch("a batch was broken off and another one begun; call step() once for each batch of the loader")
+            self._refuse_batch(
+                "a batch was broken off and another one begun; call step() once for each batch of the loader"
+            )
         return True
 
     def _drop(self, *, everything: bool) -> None:

@@ -37,14 +37,8 @@ class NoiseKey:
 
     def __post_init__(self) -> None:
         if not isinstance(self._secret, bytes) or len(self._secret) != KEY_BYTES:
-            found = (
-                f"{len(self._secret)} bytes"
-                if isinstance(self._secret, bytes)
-                else type(self._secret).__name__
-            )
-            raise ValueError(
-                f"a noise key is made of {KEY_BYTES} bytes, found {found}; use NoiseKey.generate()"
-            )
+            found = f"{len(self._secret)} bytes" if isinstance(self._secret, bytes) else type(self._secret).__name__
+            raise ValueError(f"a noise key is made of {KEY_BYTES} bytes, found {found}; use NoiseKey.generate()")
 
     @classmethod
     def generate(cls) -> Self:
@@ -80,9 +74,7 @@ class NoiseKey:
             if secret:
                 return cls(_checked(secret, path))
             time.sleep(0.02)  # Another process has created the file and not yet written to it.
-        raise ValueError(
-            f"path={str(path)!r} stays an empty file; remove it so that a new key can be written"
-        )
+        raise ValueError(f"path={str(path)!r} stays an empty file; remove it so that a new key can be written")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file of mode 0600; an existing file is never overwritten."""
@@ -106,9 +98,7 @@ class NoiseKey:
         >>> key.subkey("ab", "c") == key.subkey("a", "bc")
         False
         """
-        message = b"".join(
-            len(part).to_bytes(8, "little") + part for part in (domain.encode(), name.encode())
-        )
+        message = b"".join(len(part).to_bytes(8, "little") + part for part in (domain.encode(), name.encode()))
         return blake2b(message, digest_size=KEY_BYTES, key=self._secret, person=b"dpoptim/subkey").digest()
 
     def __repr__(self) -> str:
@@ -147,9 +137,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 def _checked(secret: bytes, path: str | os.PathLike[str]) -> bytes:
     if len(secret) != KEY_BYTES:
         size = "more" if len(secret) > KEY_BYTES else str(len(secret))
-        raise ValueError(
-            f"path={str(path)!r} holds {size} bytes and a noise key has {KEY_BYTES}; give a key file"
-        )
+        raise ValueError(f"path={str(path)!r} holds {size} bytes and a noise key has {KEY_BYTES}; give a key file")
     return secret
 
 

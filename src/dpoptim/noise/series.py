@@ -44,9 +44,7 @@ def divide(numerator: ArrayLike, denominator: ArrayLike, n: int) -> Series:
     _check_length(n)
     top, bottom = _padded(_as_series(numerator, "numerator"), n), _as_series(denominator, "denominator")[:n]
     if bottom[0] == 0:
-        raise ValueError(
-            "denominator[0]=0.0: such a series has no inverse; give a non-zero first coefficient"
-        )
+        raise ValueError("denominator[0]=0.0: such a series has no inverse; give a non-zero first coefficient")
     if n * len(bottom) <= 16 * _DIRECT_PRODUCTS:
         return np.asarray(signal.lfilter([1.0], bottom, top), dtype=np.float64)
     return multiply(top, _newton_inverse(bottom, n), n)

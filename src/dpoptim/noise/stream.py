@@ -53,9 +53,7 @@ class NormalSource:
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype={self.dtype} is not a floating dtype; use torch.float32")
 
-    def normals(
-        self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None
-    ) -> torch.Tensor:
+    def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
         """Row `step` of z, or the part [start, start + count) of it."""
         return normals(
             self.key,
@@ -176,9 +174,7 @@ class RecurrentStream:
 
             in_chunks(add, len(row), chunk=_CHUNK)
         else:
-            for part, rows in zip(
-                row.split(_DEVICE_CHUNK), self._ring.split(_DEVICE_CHUNK, dim=1), strict=True
-            ):
+            for part, rows in zip(row.split(_DEVICE_CHUNK), self._ring.split(_DEVICE_CHUNK, dim=1), strict=True):
                 _add_products(torch, part, [rows[at] for at in past], coefs)
         row = row.to(self.source.dtype)
         if self._feedback:

@@ -43,9 +43,7 @@ class ToeplitzStrategy:
         if not coefs or not np.isfinite(coefs).all() or coefs[0] <= 0:
             raise ValueError(f"strategy_coefs={coefs[:4]}... must be finite, with a positive first one")
         if len(coefs) > self.steps:
-            raise ValueError(
-                f"strategy_coefs has {len(coefs)} bands for steps={self.steps}; give at most steps"
-            )
+            raise ValueError(f"strategy_coefs has {len(coefs)} bands for steps={self.steps}; give at most steps")
         object.__setattr__(self, "strategy_coefs", coefs)
 
     @property

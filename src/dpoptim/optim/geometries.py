@@ -1,7 +1,8 @@
-"""Geometries: the scale s_t that multiplies gradients before clipping and divides the noise. A function of released values alone.
+"""Geometries: the scale s_t that multiplies gradients before clipping and divides the noise. A function of released
+values alone.
 
-`scale(slot)` is s for the step after `slot.step` completed ones and reads the state only, so it can be made again after a restart;
-`begin` prepares the state before the first step, `observe` takes in what a step released.
+`scale(slot)` is s for the step after `slot.step` completed ones and reads the state only, so it can be made again
+after a restart; `begin` prepares the state before the first step, `observe` takes in what a step released.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class InverseRoot:
 
     exponent: p. 0 is post-processing, ¼ the noise optimum of AdaClip, ⅓ PAGAN, ½ the paper.
     eps_scale: ε_s1. Where ν̂ᵖ is far below it the scale is 1.
-    normalise: False is the paper's s = 1/(ν̂ᵖ + ε), with clip norm ζ; True the same algorithm with clip norm ζ·ε, which keeps
+    normalise: False is the paper's s = 1/(ν̂ᵖ + ε), with clip norm ζ; True the same algorithm with clip norm ζ·ε,
+    which keeps
         `clip_norm` in the units of a raw gradient norm and never overflows.
     debias: take ν̂ = ν/(1−β₂ᵗ) (the paper), or ν itself.
     start: ν̂ before the first step; 0 makes the first scale 1 (normalised).
@@ -61,7 +63,9 @@ class InverseRoot:
         if not 0 <= self.exponent <= 1:
             raise ValueError(f"exponent={self.exponent} must lie in [0, 1]")
         if not self.eps_scale > 0:
-            raise ValueError(f"eps_scale={self.eps_scale} must be positive: it bounds the scale where the second moment is 0")
+            raise ValueError(
+                f"eps_scale={self.eps_scale} must be positive: it bounds the scale where the second moment is 0"
+            )
         if not self.start >= 0:
             raise ValueError(f"start={self.start} must be 0 or more")
 
@@ -134,10 +138,17 @@ class Delayed:
 
 
 class FromPublic:
-    """AdaDPS: s = 1/√(A + ε) with A from PUBLIC data, A ← decay·A + (1−decay)·g_pub², renewed every `renew_every` steps."""
+    """AdaDPS: s = 1/√(A + ε) with A from PUBLIC data, A ← decay·A + (1−decay)·g_pub², renewed every `renew_every`
+    steps.
+    """
 
     def __init__(
-        self, gradients: Callable[[], Mapping[str, Tensor]], *, renew_every: int, decay: float = 0.0, eps: float = 1e-8
+        self,
+        gradients: Callable[[], Mapping[str, Tensor]],
+        *,
+        renew_every: int,
+        decay: float = 0.0,
+        eps: float = 1e-8,
     ) -> None:
         if renew_every < 1:
             raise ValueError(f"renew_every={renew_every} must be 1 or more steps")

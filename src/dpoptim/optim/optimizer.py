@@ -1,4 +1,6 @@
-"""The one optimizer: a `torch.optim.Optimizer` whose slots (geometry, second moment, update rule) read released values alone."""
+"""The one optimizer: a `torch.optim.Optimizer` whose slots (geometry, second moment, update rule) read released
+values alone.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Every `step()` that closes a batch makes one release, also when the batch is empty; `p.grad` is never set or read.
     Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.gradients`.
 
-    `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass it again as
-    `key=` to continue a run; the noise of every step is made again from it.
+    `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass
+    it again as `key=` to continue a run; the noise of every step is made again from it.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise ValueError(f"lr={lr} must be 0 or more")
         if loss_reduction not in ("sum", "mean"):
             raise ValueError(
-                f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' (losses.mean().backward())"
+                f"loss_reduction={loss_reduction!r} must be 'sum' (losses.sum().backward()) or 'mean' "
+                "(losses.mean().backward())"
             )
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
@@ -67,7 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self.release.key
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Close the batch: release it with noise and update the parameters. Returns what `closure` returns."""
         loss = None
         if closure is not None:
@@ -107,16 +110,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
         }
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue a run. Refused unless plan and key are those of the run."""
         privacy = state_dict.get("privacy")
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
         if privacy["plan"] != self.plan.to_dict():
-            raise ValueError("state_dict belongs to another privacy plan; make the optimizer with the plan of the run it continues")
+            raise ValueError(
+                "state_dict belongs to another privacy plan; make the optimizer with the plan of the run it continues"
+            )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
-                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass it as key=. "
+                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass "
+                "it as key=. "
                 "Continuing with a new key would break the correlation of the noise and the sampling"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
@@ -148,9 +154,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.release.scale = {name: s for name, s in scales.items() if s is not None} or None
 
 
-def _checked_groups(
-    names: dict[nn.Parameter, str], groups: Iterable[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+def _checked_groups(names: dict[nn.Parameter, str], groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if groups is None:
         return [{"params": [p for p in names if p.requires_grad]}]
     groups = [{**group, "params": list(group["params"])} for group in groups]
@@ -161,6 +165,7 @@ def _checked_groups(
     missing = [name for p, name in names.items() if p.requires_grad and p not in set(given)]
     if missing:
         raise ValueError(
-            f"param_groups lacks the trainable parameter '{missing[0]}'; add it, or freeze it with requires_grad_(False)"
+            f"param_groups lacks the trainable parameter '{missing[0]}'; add it, or freeze it with "
+            "requires_grad_(False)"
         )
     return groups

@@ -18,8 +18,8 @@ from dpoptim.optim.slot import Slot
 class UpdateRule(Protocol):
     """The second slot of every variant: Adam, AdaGrad, RMSProp or SGD."""
 
-    eps: float
-
+    @property
+    def eps(self) -> float: ...
     @property
     def adaptive(self) -> bool: ...
     def defaults(self) -> dict[str, Any]: ...
@@ -66,7 +66,7 @@ class Adam:
         return _ratio(mu / (1 - beta1**slot.step), denominator)
 
 
-def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:  # noqa: N802
+def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:
     """Adam with decoupled weight decay: θ ← (1 − lr·weight_decay)·θ before the update."""
     return Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
 
@@ -116,7 +116,12 @@ class RMSProp:
         _not_negative("weight_decay", self.weight_decay)
 
     def defaults(self) -> dict[str, Any]:
-        return {"alpha": self.alpha, "momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
+        return {
+            "alpha": self.alpha,
+            "momentum": self.momentum,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
 
     def decoupled_decay(self) -> bool:
         return False

@@ -1,6 +1,7 @@
 """Second moments: which released values ν is made of, and what the update divides by.
 
-The rule accumulates (EMA or sum) and debiases; a second moment says what it accumulates and how the denominator comes of it.
+The rule accumulates (EMA or sum) and debiases; a second moment says what it accumulates and how the denominator
+comes of it.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class OfNoisyGradient:
 class NoiseCorrected:
     """ν of g̃² minus the noise's known share b_t of it; denominator √max(ν̂ − b_t, eps²).
 
-    b_t accumulates the variances φ·‖row i of C⁻¹‖² as ν accumulates squares, so it is exact for every rule and mechanism.
-    The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
+    b_t accumulates the variances φ·‖row i of C⁻¹‖² as ν accumulates squares, so it is exact for every rule and
+    mechanism. The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
     """
 
     def denominator(
@@ -94,7 +95,9 @@ class OfPublicGradient:
 
 @dataclass(frozen=True)
 class OfScale:
-    """The denominator is what the gradient was divided by before clipping: the update stays in the scaled space (DP², AdaDPS)."""
+    """The denominator is what the gradient was divided by before clipping: the update stays in the scaled space
+    (DP², AdaDPS).
+    """
 
     def denominator(
         self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float

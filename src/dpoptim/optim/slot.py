@@ -1,4 +1,6 @@
-"""What the slots of the optimizer are given: one parameter, its state, its group's settings and the step. Released values only."""
+"""What the slots of the optimizer are given: one parameter, its state, its group's settings and the step. Released
+values only.
+"""
 
 from __future__ import annotations
 

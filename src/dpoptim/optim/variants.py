@@ -1,12 +1,14 @@
-"""The paper's optimizers, each one expression over the slots: what is released, the geometry, the second moment, the update rule.
+"""The paper's optimizers, each one expression over the slots: what is released, the geometry, the second moment, the
+update rule.
 
 Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
-`rule` (Adam(), AdamW(), AdaGrad(), RMSProp()), `param_groups` (dicts as for torch.optim), `loss_reduction` ("sum" or "mean",
-how the loop reduces the loss vector before backward) and `key` (a NoiseKey, to continue a run).
+`rule` (Adam(), AdamW(), AdaGrad(), RMSProp()), `param_groups` (dicts as for torch.optim), `loss_reduction` ("sum" or
+"mean", how the loop reduces the loss vector before backward) and `key` (a NoiseKey, to continue a run).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict, Unpack
@@ -14,9 +16,9 @@ from typing import Any, Literal, TypedDict, Unpack
 from torch import Tensor, nn
 
 from dpoptim.noise import NoiseKey
-from dpoptim.optim.geometries import Delayed, Flat, FromPublic, InverseRoot
+from dpoptim.optim.geometries import Delayed, Flat, FromPublic, Geometry, InverseRoot
 from dpoptim.optim.optimizer import PrivateOptimizer
-from dpoptim.optim.rules import SGD, Adam, UpdateRule
+from dpoptim.optim.rules import SGD, AdaGrad, Adam, UpdateRule
 from dpoptim.optim.second_moments import (
     NoiseCorrected,
     NoSecondMoment,
@@ -25,7 +27,7 @@ from dpoptim.optim.second_moments import (
     OfReleasedSquare,
     OfScale,
 )
-from dpoptim.privacy import Gradient, IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan
+from dpoptim.privacy import Gradient, IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
 
 
 class Common(TypedDict, total=False):
@@ -37,12 +39,16 @@ class Common(TypedDict, total=False):
 
 
 ADAM = Adam()
-FLOORED_ADAM = Adam(eps=1e-4)
-"""The paper's best stability constant where the second moment may come out negative."""
 
 
 def dp_sgd(
-    model: nn.Module, plan: PrivacyPlan, lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0, **common: Unpack[Common]
+    model: nn.Module,
+    plan: PrivacyPlan,
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """θ ← θ − lr·buf, buf ← momentum·buf + g̃: DP-SGD, and DP-MF under a plan with correlated noise."""
     return PrivateOptimizer(
@@ -52,7 +58,12 @@ def dp_sgd(
 
 
 def post_processing(
-    model: nn.Module, plan: PrivacyPlan, lr: float = 1e-3, *, rule: UpdateRule = ADAM, **common: Unpack[Common]
+    model: nn.Module,
+    plan: PrivacyPlan,
+    lr: float = 1e-3,
+    *,
+    rule: UpdateRule = ADAM,
+    **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """The rule on the noisy gradient as it is: ν of g̃², update μ̂ / (√ν̂ + eps)."""
     return PrivateOptimizer(
@@ -62,14 +73,22 @@ def post_processing(
 
 
 def bias_correction(
-    model: nn.Module, plan: PrivacyPlan, lr: float = 1e-3, *, rule: UpdateRule = FLOORED_ADAM, **common: Unpack[Common]
+    model: nn.Module,
+    plan: PrivacyPlan,
+    lr: float = 1e-3,
+    *,
+    rule: UpdateRule | None = None,
+    **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """Post-processing with the noise's known bias taken out of ν̂: update μ̂ / √max(ν̂ − b_t, eps²).
 
-    The rule's eps is the floor and must be positive; the paper's best is 1e-4, the default here.
+    The rule's eps is the floor and must be positive. rule=None is Adam with eps at the noise's standard deviation
+    (the paper's best, 1e-4, lies near it), so that no coordinate moves by more than about g̃/noise·lr.
     """
+    if rule is None:
+        rule = Adam(eps=noise_level(plan, Gradient()))
     if not rule.eps > 0:
-        raise ValueError(f"rule has eps={rule.eps}; bias correction needs a positive floor (try 1e-4)")
+        raise ValueError(f"rule has eps={rule.eps}; bias correction needs a positive floor: try the noise's level")
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=NoiseCorrected(), **common,
@@ -81,17 +100,20 @@ def independent_moments(
     plan: PrivacyPlan,
     lr: float = 1e-3,
     *,
-    rule: UpdateRule = FLOORED_ADAM,
+    rule: UpdateRule | None = None,
     balance: float | Literal["equal", "mse"] = "equal",
     squares: Literal["of_average", "average_of"] = "of_average",
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """IME: g and g² are released with noise of their own, at one joint sensitivity; update μ̂ / (√max(ν̂, 0) + eps).
 
-    balance: how the budget is split; "equal" is the paper's, "mse" the least total error, a number c noises (g, c·g²) alike.
-    squares: the square of the average gradient (the paper), or the average of the examples' squares.
+    rule=None is Adam with eps at the noise's standard deviation: ν̂ is negative for many coordinates, and eps is all
+    they divide by. balance: how the budget is split; "equal" is the paper's, "mse" the least total error, a number c
+    noises (g, c·g²) alike. squares: the square of the average gradient (the paper), or the average of the examples'
+    squares.
     """
     release = IndependentMoments(balance=balance, squares=squares)
+    rule = Adam(eps=noise_level(plan, release)) if rule is None else rule
     return PrivateOptimizer(
         model, plan, release=release, lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfReleasedSquare(), **common,
@@ -103,7 +125,7 @@ def joint_moments(
     plan: PrivacyPlan,
     lr: float = 1e-3,
     *,
-    rule: UpdateRule = FLOORED_ADAM,
+    rule: UpdateRule | None = None,
     square_weight: float | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
@@ -111,8 +133,10 @@ def joint_moments(
 
     square_weight: λ; None is 1/(2·clip_norm²), up to which the square comes free under replace adjacency.
     """
+    release = JointMoments(square_weight=square_weight)
+    rule = Adam(eps=noise_level(plan, release)) if rule is None else rule
     return PrivateOptimizer(
-        model, plan, release=JointMoments(square_weight=square_weight), lr=lr, rule=_adaptive(rule),
+        model, plan, release=release, lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfReleasedSquare(), **common,
     )  # fmt: skip
 
@@ -123,7 +147,7 @@ def scale_then_privatize(
     lr: float = 1e-3,
     *,
     rule: UpdateRule = ADAM,
-    eps_scale: float = 1e-3,
+    eps_scale: float | None = None,
     exponent: float = 0.5,
     normalise: bool = True,
     debias: bool = True,
@@ -132,9 +156,13 @@ def scale_then_privatize(
 ) -> PrivateOptimizer:
     """Gradients are scaled by s_t = ε/(√ν̂ + ε) before clipping and the noise is divided by it; ν of g̃².
 
-    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ and s_t ≤ 1: it is the raw gradient norm while ν̂ is small, and the paper's ζ·eps_scale.
+    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ and s_t ≤ 1: it is the raw gradient norm while ν̂ is small, and the paper's
+    ζ·eps_scale. eps_scale: ε. Below the noise's standard deviation the noise feeds on itself through ν̂ and training
+    diverges; None is twice the
+        least stable value. Large values approach post-processing.
     normalise=False is the paper's own parametrisation. exponent, debias, start: see `InverseRoot`.
     """
+    eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
     geometry = InverseRoot(eps_scale=eps_scale, exponent=exponent, normalise=normalise, debias=debias, start=start)
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
@@ -151,7 +179,9 @@ def side_information(
     rule: UpdateRule = ADAM,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """ν of the gradient of PUBLIC data, taken at every step by `public_gradients()`, for example a `PublicGradients`."""
+    """ν of the gradient of PUBLIC data, taken at every step by `public_gradients()`, for example a
+    `PublicGradients`.
+    """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfPublicGradient(public_gradients), **common,
@@ -165,7 +195,7 @@ def noiseless_preconditioner(
     *,
     rule: UpdateRule = ADAM,
     scale_then_privatize: bool = False,
-    eps_scale: float = 1e-3,
+    eps_scale: float | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """NOT PRIVATE, a baseline: ν of the un-noised average gradient's square, optionally also as the geometry.
@@ -181,7 +211,9 @@ def noiseless_preconditioner(
         "noiseless_preconditioner is NOT PRIVATE: it trains on un-noised squares and is a baseline for comparison only",
         stacklevel=2,
     )
-    geometry = InverseRoot(eps_scale=eps_scale) if scale_then_privatize else Flat()
+    geometry: Geometry = Flat()
+    if scale_then_privatize:
+        geometry = InverseRoot(eps_scale=2 * noise_level(plan, Gradient()) if eps_scale is None else eps_scale)
     return PrivateOptimizer(
         model, plan, release=NoiselessSquare(), lr=lr, rule=_adaptive(rule),
         geometry=geometry, second_moment=OfReleasedSquare(), **common,
@@ -201,7 +233,8 @@ def delayed_preconditioner(
     momentum: float = 0.0,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """DP²: plain private steps average their releases into a preconditioner, then as many steps clip and move in its space.
+    """DP²: plain private steps average their releases into a preconditioner, then as many steps clip and move in its
+    space.
 
     `scaled_steps` defaults to `plain_steps`, `scaled_clip_norm` (of g/(√A + eps)) to `plan.clip_norm`.
     decay=None sums the squares (AdaGrad); a number averages them (RMSProp).
@@ -241,7 +274,50 @@ def adadps(
     )  # fmt: skip
 
 
+def noise_level(plan: PrivacyPlan, release: Release) -> float:
+    """Standard deviation of the noise on one coordinate of the averaged gradient, at the noisiest step.
+
+    >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, clip_norm=2.0, noise_multiplier=0.5)
+    >>> noise_level(plan, Gradient())
+    0.01
+    """
+    if plan.noise_multiplier is None:
+        raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
+    if plan.noise_multiplier == 0:
+        return ADAM.eps
+    stddev = plan.releasing(release).noise_stddevs().gradient_sum
+    return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
+
+
+def _stable_eps_scale(
+    plan: PrivacyPlan, rule: UpdateRule, eps_scale: float | None, exponent: float, normalise: bool
+) -> float:
+    """Twice the least ε at which the noise does not feed on itself, or the given one, with a warning below that.
+
+    Noise on g̃ has variance φ/s² = φ(√ν̂/ε + 1)², which returns into ν̂: an average contracts while φ < ε², a sum
+    over T steps while T·φ < ε². (Not normalised, φ is ε² times larger and only the clip norm decides.)
+    """
+    least = noise_level(plan, Gradient()) * (math.sqrt(plan.steps) if isinstance(rule, AdaGrad) else 1.0)
+    if eps_scale is None:
+        if not normalise:
+            raise ValueError("eps_scale must be given with normalise=False: there the clip norm is in its units")
+        return 2 * least
+    unstable = least > (eps_scale if normalise else 1.0)
+    if exponent >= 0.5 and unstable and plan.noise_multiplier:
+        warnings.warn(
+            f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: the noise feeds "
+            "on itself and the "
+            f"second moment diverges; use eps_scale > {least:.3g}" if normalise else
+            f"clip_norm={plan.clip_norm} lies outside the stable window: the second moment diverges; divide it by "
+            f"{least:.3g} or more",
+            stacklevel=3,
+        )  # fmt: skip
+    return eps_scale
+
+
 def _adaptive(rule: UpdateRule) -> UpdateRule:
     if not rule.adaptive:
-        raise ValueError(f"rule={rule} keeps no second moment; use Adam(), AdamW(), AdaGrad() or RMSProp(), or the variant dp_sgd")
+        raise ValueError(
+            f"rule={rule} keeps no second moment; use Adam(), AdamW(), AdaGrad() or RMSProp(), or the variant dp_sgd"
+        )
     return rule

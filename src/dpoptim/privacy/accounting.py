@@ -83,14 +83,10 @@ def _check(noise_multiplier: float, delta: float) -> None:
     if not (noise_multiplier >= 0.0 and math.isfinite(noise_multiplier)):
         raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier!r}")
     if not 0.0 < delta < 1.0:
-        raise ValueError(
-            f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less"
-        )
+        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
 
 
-def epsilon(
-    run: Run, *, noise_multiplier: float, delta: float, resolution: float = DEFAULT_RESOLUTION
-) -> float:
+def epsilon(run: Run, *, noise_multiplier: float, delta: float, resolution: float = DEFAULT_RESOLUTION) -> float:
     """The ε of a run at a given δ, an upper bound that is exact for `GaussianRun`.
 
     `GaussianRun` is in closed form (Balle and Wang 2018). Poisson runs compose privacy loss distributions,
@@ -129,9 +125,7 @@ def _pld_epsilon(
     return float(step.self_compose(run.steps).get_epsilon_for_delta(delta))
 
 
-def _truncated_step(
-    run: TruncatedPoissonRun, noise_multiplier: float, interval: float
-) -> PrivacyLossDistribution:
+def _truncated_step(run: TruncatedPoissonRun, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
     rate = run.sampling_prob
     cut_prob = float(binom.sf(run.max_batch_size - 1, run.num_examples - 1, rate))
     if cut_prob == 0.0:
@@ -193,9 +187,7 @@ def has_second_opinion(run: Run) -> bool:
     >>> has_second_opinion(PoissonRun(sampling_prob=0.1, steps=1, adjacency=Adjacency.REPLACE))
     False
     """
-    return isinstance(run, GaussianRun) or (
-        isinstance(run, PoissonRun) and run.adjacency is not Adjacency.REPLACE
-    )
+    return isinstance(run, GaussianRun) or (isinstance(run, PoissonRun) and run.adjacency is not Adjacency.REPLACE)
 
 
 def describe_accountant(run: Run) -> str:

@@ -40,14 +40,11 @@ class Adjacency(enum.Enum):
 
 _WORDS = {
     Adjacency.ZERO_OUT: (
-        "zero-out: one example is replaced by a blank whose gradient is zero; the number of examples is "
-        "public"
+        "zero-out: one example is replaced by a blank whose gradient is zero; the number of examples is public"
     ),
     Adjacency.ADD_REMOVE: (
         "add/remove: one example is added or removed; the number of examples is private, "
         "and the plan's num_examples is a declared constant"
     ),
-    Adjacency.REPLACE: (
-        "replace: one example is replaced by any other example; the number of examples is public"
-    ),
+    Adjacency.REPLACE: ("replace: one example is replaced by any other example; the number of examples is public"),
 }

@@ -48,9 +48,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
     if not epsilon > 0.0:
         raise ValueError(f"epsilon must be positive, got {epsilon!r}")
     if not 0.0 < delta < 1.0:
-        raise ValueError(
-            f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less"
-        )
+        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
     if epsilon == math.inf:
         return 0.0
     if isinstance(run, GaussianRun):
@@ -64,9 +62,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
         return stored
 
     def coarse(multiplier: float) -> float:
-        return accounting.epsilon(
-            run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION
-        )
+        return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION)
 
     multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
     if use_cache:
@@ -135,9 +131,7 @@ def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> fl
         else:
             step = (target - height) / slope
             point += max(-0.5, min(0.5, step)) * (1.0 if below is None else 1.05)
-    raise ValueError(
-        f"calibration to epsilon={epsilon!r} did not settle; ask for a slightly different epsilon"
-    )
+    raise ValueError(f"calibration to epsilon={epsilon!r} did not settle; ask for a slightly different epsilon")
 
 
 def _inputs(run: Run, epsilon: float, delta: float) -> dict[str, object]:

@@ -114,9 +114,7 @@ class PrivateLoader:
         if not indices:
             yield (
                 [0],
-                Ticket(
-                    step=step, physical_examples=1, is_placeholder=True, opens_batch=True, closes_batch=True
-                ),
+                Ticket(step=step, physical_examples=1, is_placeholder=True, opens_batch=True, closes_batch=True),
             )
             return
         size = self.micro_batch_size or len(indices)

@@ -60,28 +60,21 @@ class PrivacyPlan:
                 raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
         if self.batch_size > self.num_examples:
             raise ValueError(
-                f"batch_size={self.batch_size} exceeds num_examples={self.num_examples}; a batch holds no "
-                "example twice"
+                f"batch_size={self.batch_size} exceeds num_examples={self.num_examples}; a batch holds no example twice"
             )
         _check_number("clip_norm", self.clip_norm, low=0.0, low_allowed=False, infinity_allowed=True)
         if self.noise_multiplier is not None:
             _check_number("noise_multiplier", self.noise_multiplier, low=0.0, low_allowed=True)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
-            raise ValueError(
-                "clip_norm=inf is unbounded sensitivity; use a finite one, or noise_multiplier=0 to debug"
-            )
+            raise ValueError("clip_norm=inf is unbounded sensitivity; use a finite one, or noise_multiplier=0 to debug")
         if self.delta is not None:
             _check_delta(self.delta)
         if not isinstance(self.adjacency, Adjacency):
-            raise ValueError(
-                f"adjacency must be an Adjacency, got {self.adjacency!r}; use Adjacency.ZERO_OUT"
-            )
+            raise ValueError(f"adjacency must be an Adjacency, got {self.adjacency!r}; use Adjacency.ZERO_OUT")
         if not isinstance(self.sampling, (Shuffled, Poisson)):
             raise ValueError(f"sampling must be Shuffled() or Poisson(), got {self.sampling!r}")
         if not isinstance(self.release, Release):
-            raise ValueError(
-                f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}"
-            )
+            raise ValueError(f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}")
         if isinstance(self.noise, type) or not hasattr(self.noise, "optimize"):
             raise ValueError(f"noise must be a noise specification such as Independent(), got {self.noise!r}")
         self._refuse_unproved()
@@ -149,9 +142,7 @@ class PrivacyPlan:
                     max_batch_size=limit,
                 )
             if self.batch_size < self.num_examples:
-                return PoissonRun(
-                    sampling_prob=self.sampling_prob, steps=self.steps, adjacency=self.adjacency
-                )
+                return PoissonRun(sampling_prob=self.sampling_prob, steps=self.steps, adjacency=self.adjacency)
         sensitivity = self.strategy.sensitivity(
             max_participations=self.max_participations, min_separation=self.min_separation
         )
@@ -253,8 +244,7 @@ class PrivacyPlan:
     def _known_multiplier(self) -> float:
         if self.noise_multiplier is None:
             raise ValueError(
-                "noise_multiplier is not set; call plan.calibrate(epsilon=..., delta=...) or pass "
-                "noise_multiplier"
+                "noise_multiplier is not set; call plan.calibrate(epsilon=..., delta=...) or pass noise_multiplier"
             )
         return float(self.noise_multiplier)
 
@@ -273,9 +263,7 @@ def _part(name: str, values: Mapping[str, Any], module: object) -> Any:
     return kind(**{key: value for key, value in values.items() if key != "kind"})
 
 
-def _check_number(
-    name: str, value: object, *, low: float, low_allowed: bool, infinity_allowed: bool = False
-) -> None:
+def _check_number(name: str, value: object, *, low: float, low_allowed: bool, infinity_allowed: bool = False) -> None:
     fits = (
         isinstance(value, numbers.Real)
         and not isinstance(value, bool)
@@ -290,6 +278,4 @@ def _check_number(
 
 def _check_delta(delta: object) -> None:
     if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not 0.0 < float(delta) < 1.0:
-        raise ValueError(
-            f"delta must be a number strictly between 0 and 1, got {delta!r}; try 1/num_examples or less"
-        )
+        raise ValueError(f"delta must be a number strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")

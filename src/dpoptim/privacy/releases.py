@@ -82,9 +82,7 @@ class JointMoments:
             _check_positive("square_weight", self.square_weight)
 
     def describe(self) -> str:
-        return (
-            "the sum over examples of the clipped gradient joined with its weighted square, under one noise"
-        )
+        return "the sum over examples of the clipped gradient joined with its weighted square, under one noise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +166,7 @@ def square_sensitivity(
     return adjacency.sensitivity_factor * one_side * squared_norm
 
 
-def joint_sensitivity(
-    *, square_weight: float, sampling: Sampling, adjacency: Adjacency, clip_norm: float
-) -> float:
+def joint_sensitivity(*, square_weight: float, sampling: Sampling, adjacency: Adjacency, clip_norm: float) -> float:
     """The largest change of Σ(g, √λ·g²), in units of the sum.
 
     Zero-out and add/remove: ‖g‖² + λ‖g²‖² ≤ ζ² + λζ⁴, attained by one coordinate. `REPLACE` with every

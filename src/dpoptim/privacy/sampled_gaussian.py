@@ -47,9 +47,7 @@ def _log_mix(loss: Floats, sampling_prob: float) -> Floats:
     return np.where(loss > 40.0, loss - math.log(sampling_prob), exact)
 
 
-def hockey_stick(
-    epsilons: Floats, noise_multiplier: float, sampling_prob: float, direction: Direction
-) -> Floats:
+def hockey_stick(epsilons: Floats, noise_multiplier: float, sampling_prob: float, direction: Direction) -> Floats:
     """δ(ε) of one Poisson-sampled Gaussian step, for an array of ε of either sign.
 
     The privacy loss falls as x grows, so δ(ε) = U(x*) − e^ε L(x*), where U and L are the two distribution
@@ -111,9 +109,7 @@ def _loss_range(noise_multiplier: float, sampling_prob: float, direction: Direct
     return removed(reach) - removed(-reach), removed(-reach - 1) - removed(reach + 1)
 
 
-def _pmf(
-    noise_multiplier: float, sampling_prob: float, direction: Direction, interval: float
-) -> pld_pmf.PLDPmf:
+def _pmf(noise_multiplier: float, sampling_prob: float, direction: Direction, interval: float) -> pld_pmf.PLDPmf:
     low, high = _loss_range(noise_multiplier, sampling_prob, direction)
     first, last = math.floor(low / interval), math.ceil(high / interval)
     grid: Floats = np.arange(first, last + 1).astype(np.float64) * interval

@@ -54,9 +54,7 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
             break_on_hyphens=False,
         )
     for assumption in _assumptions(plan):
-        lines += textwrap.wrap(
-            f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False
-        )
+        lines += textwrap.wrap(f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -67,9 +65,7 @@ def _headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
         reason = "noise_multiplier is 0" if plan.noise_multiplier == 0 else "too little noise to account for"
         return f"NOT PRIVATE: epsilon = inf ({reason})"
     # Rounded up, so that the page never claims more than the accountant does.
-    return (
-        f"Differentially private: epsilon = {math.ceil(epsilon * 1e4 - 1e-9) / 1e4:.4f} at delta = {delta:g}"
-    )
+    return f"Differentially private: epsilon = {math.ceil(epsilon * 1e4 - 1e-9) / 1e4:.4f} at delta = {delta:g}"
 
 
 def _sampling(plan: PrivacyPlan) -> str:
@@ -153,8 +149,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         "an example whose gradient is not finite has weight 0",
         f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader",
         key,
-        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at "
-        "the data",
+        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data",
         "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the "
         "training "
         "examples, and the choice of hyperparameters by several runs",

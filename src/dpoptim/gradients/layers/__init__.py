@@ -9,7 +9,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dpoptim.gradients.layers.affine import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.gradients.layers.affine import (
+    batch_norm_in_eval,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+)
 from dpoptim.gradients.layers.attention import attention
 from dpoptim.gradients.layers.convolution import convolution
 from dpoptim.gradients.layers.embedding import embedding
@@ -51,9 +57,9 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     """The layer of every module that must run through the engine.
 
-    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that is only
-    another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the module uses it by
-    itself after all, the engine's tripwire raises.
+    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that
+    is only another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the
+    module uses it by itself after all, the engine's tripwire raises.
     """
     ruled = {
         id(parameter)
@@ -75,7 +81,8 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
             inside_generic.update(module.modules())
         if _forward_was_replaced(module):
             raise ValueError(
-                f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before whatever replaces it"
+                f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "
+                "whatever replaces it"
             )
         layers[module] = Layer(name or type(module).__name__, rule)
     return layers

@@ -1,4 +1,6 @@
-"""Normalisation layers: normalise without parameters, then y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙ x̂ and b."""
+"""Normalisation layers: normalise without parameters, then y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙
+x̂ and b.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,7 @@ def instance_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...],
     return _apply(F.instance_norm(inputs, eps=module.eps), module, 1, name, keeper)
 
 
-def batch_norm_in_eval(
-    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def batch_norm_in_eval(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """BatchNorm with frozen statistics is an affine map; in training mode it is refused before it comes here."""
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
     normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)

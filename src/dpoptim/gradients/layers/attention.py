@@ -1,4 +1,6 @@
-"""`nn.MultiheadAttention`: its projections are linear maps and run through the linear rule; attention itself has no parameters."""
+"""`nn.MultiheadAttention`: its projections are linear maps and run through the linear rule; attention itself has no
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,23 @@ def attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
     options = given.arguments
     query, key, value = (options[role] for role in ("query", "key", "value"))
     if query.ndim != 3:
-        raise ValueError(f"layer '{name}' got a query of shape {tuple(query.shape)}; it needs three axes, the batch among them")
+        raise ValueError(
+            f"layer '{name}' got a query of shape {tuple(query.shape)}; it needs three axes, the batch among them"
+        )
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     query, key, value = (keeper.agree_on_batch(tensor, name) for tensor in (query, key, value))
     same = options["query"] is options["key"] is options["value"]
-    heads = [_split_heads(part, module.num_heads) for part in _project(keeper, module, query, key, value, same)]
-    mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], heads[0], heads[1])
+    projected = _project(keeper, module, query, key, value, same)
+    queries, keys, values = (_split_heads(part, module.num_heads) for part in projected)
+    mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], queries, keys)
     dropout = module.dropout if module.training else 0.0
     if options["need_weights"]:
-        weights = _weights(heads[0], heads[1], mask)
-        attended = F.dropout(weights, dropout) @ heads[2]
+        weights = _weights(queries, keys, mask)
+        attended = F.dropout(weights, dropout) @ values
         shown = weights.mean(1) if options["average_attn_weights"] else weights
     else:
-        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
         shown = None
     output = apply_linear(keeper, attended.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return (output if module.batch_first else output.transpose(0, 1)), shown

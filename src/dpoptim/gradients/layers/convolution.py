@@ -1,4 +1,6 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: the examples become groups of one convolution, whose weight gradient keeps them apart."""
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: the examples become groups of one convolution, whose weight gradient keeps
+them apart.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         if trainable(ctx.weight):
-            ctx.keeper.keep(ctx.weight, Dense(_weight_gradients(wide(grad), wide(inputs), weight, ctx.settings)), ctx.use)
+            ctx.keeper.keep(
+                ctx.weight, Dense(_weight_gradients(wide(grad), wide(inputs), weight, ctx.settings)), ctx.use
+            )
         if trainable(ctx.bias):
             ctx.keeper.keep(ctx.bias, Dense(wide(grad).flatten(2).sum(2)), ctx.use)
         to_inputs = None
@@ -70,7 +74,9 @@ def convolution(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], k
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front")
+        raise ValueError(
+            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
+        )
     inputs = keeper.agree_on_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))

@@ -1,7 +1,9 @@
-"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the parameters.
+"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the
+parameters.
 
-The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module is compared
-with the module's own forward, so a module that cannot be run one example at a time is refused and never silently wrong.
+The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module
+is compared with the module's own forward, so a module that cannot be run one example at a time is refused and never
+silently wrong.
 """
 
 from __future__ import annotations
@@ -114,7 +116,12 @@ def _plain(keeper: Keeper) -> Iterator[None]:
 
 
 def _check(
-    run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
+    run: Callable[[dict[str, Tensor]], Any],
+    module: nn.Module,
+    name: str,
+    examples: int,
+    args: Any,
+    kwargs: Any,
 ) -> None:
     """Refuse a module whose result changes when its examples are run one at a time."""
     modes = [(part, part.training) for part in module.modules()]
@@ -125,7 +132,8 @@ def _check(
             got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time by "
+            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a "
+            "time by "
             f"torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
         ) from error
     finally:
@@ -134,7 +142,8 @@ def _check(
     for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
-                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a time, so it "
+                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a "
+                "time, so it "
                 "mixes examples or takes an argument whose first axis only looks like the batch; freeze or replace it"
             )
 

@@ -1,6 +1,7 @@
 """Linear maps: `nn.Linear` (weight [outputs, inputs]) and Hugging Face's `Conv1D` (weight [inputs, outputs]).
 
-With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t and the bias's Σ_t b_t.
+With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t and the
+bias's Σ_t b_t.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         by_position = grad.reshape(len(grad), -1, grad.shape[-1])
         if trainable(ctx.weight):
-            outputs_side, inputs_side = by_position, inputs.reshape(len(grad), -1, inputs.shape[-1]).to(grad.dtype)
+            outputs_side, inputs_side = (
+                by_position,
+                inputs.reshape(len(grad), -1, inputs.shape[-1]).to(grad.dtype),
+            )
             form = Outer(inputs_side, outputs_side) if ctx.inputs_first else Outer(outputs_side, inputs_side)
             ctx.keeper.keep(ctx.weight, form, ctx.use)
         if trainable(ctx.bias):
@@ -73,5 +77,7 @@ def conv1d_of_transformers(
 
 def _with_batch(keeper: Keeper, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front")
+        raise ValueError(
+            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
+        )
     return keeper.agree_on_batch(inputs, name)

@@ -25,7 +25,9 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
             raise ValueError(f"{label} keeps running statistics of private data; set track_running_stats=False")
         if isinstance(module, nn.Embedding) and module.weight.requires_grad:
             if module.max_norm is not None:
-                raise ValueError(f"{label} has max_norm={module.max_norm}, which rewrites rows the batch looks up; set it to None")
+                raise ValueError(
+                    f"{label} has max_norm={module.max_norm}, which rewrites rows the batch looks up; set it to None"
+                )
             if module.scale_grad_by_freq:
                 raise ValueError(f"{label} has scale_grad_by_freq=True, which mixes examples; set it to False")
         if isinstance(module, nn.EmbeddingBag) and module.weight.requires_grad:

@@ -1,4 +1,5 @@
-"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence written out over the linear rule, one use of the recurrent weight a step.
+"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence written out over the linear rule, one use of the recurrent weight a
+step.
 
 vmap has no rule for PyTorch's fused recurrences; as linear maps at T positions their gradients stay unmaterialised.
 """
@@ -19,12 +20,16 @@ State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size
 
 
 def recurrent(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of the three recurrent layers: any number of layers, both directions, projections, dropout between layers."""
+    """The rule of the three recurrent layers: any number of layers, both directions, projections, dropout between
+    layers.
+    """
     inputs, states = _bind(*args, **kwargs)
     if isinstance(inputs, PackedSequence):
         raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples; give it a padded tensor")
     if inputs.ndim != 3:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them")
+        raise ValueError(
+            f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them"
+        )
     inputs = keeper.agree_on_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)
@@ -33,7 +38,9 @@ def recurrent(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
         outputs = []
         for direction in range(directions):
             suffix = f"_l{layer}" + ("_reverse" if direction else "")
-            output, last = _one_direction(keeper, module, suffix, inputs, initial[len(final)], backwards=bool(direction))
+            output, last = _one_direction(
+                keeper, module, suffix, inputs, initial[len(final)], backwards=bool(direction)
+            )
             outputs.append(output)
             final.append(last)
         inputs = torch.cat(outputs, dim=-1)

@@ -117,10 +117,7 @@ def delayed_preconditioner(
         place = t % (plain_steps + scaled_steps)
         if place == plain_steps:
             square = (gathered / plain_steps) ** 2
-            if decay is None:
-                second_moment = second_moment + square
-            else:
-                second_moment = decay * second_moment + (1 - decay) * square
+            second_moment = second_moment + square if decay is None else decay * second_moment + (1 - decay) * square
             gathered = torch.zeros_like(theta)
         if place < plain_steps:
             clipped = clip(gradients(theta, t), clip_norm)

@@ -1,0 +1,248 @@
+"""A private optimizer is a `torch.optim.Optimizer`: schedulers, groups, checkpoints, Accelerate."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import dpoptim
+from tests.optim.table import LR, ROWS, RULES, VARIANTS, task
+
+KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+
+
+def plan(**changes) -> dpoptim.PrivacyPlan:
+    settings = dict(num_examples=40, batch_size=4, steps=30, clip_norm=0.9, noise_multiplier=0.7)
+    return dpoptim.PrivacyPlan(**{**settings, **changes})
+
+
+def advance(made, optimizer, steps: range) -> None:
+    for t in steps:
+        made.losses(made.model, made.batches[t]).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "noise", [dpoptim.Independent(), dpoptim.BandedToeplitz(bands=4)], ids=["independent", "banded"]
+)
+@pytest.mark.parametrize(("variant", "rule"), ROWS)
+def test_state_dict_continues_bitwise(variant, rule, noise):
+    the_plan = plan(noise=noise, steps=20)
+    unbroken = task(the_plan, torch.float32)
+    optimizer = VARIANTS[variant].make(unbroken.model, the_plan, RULES[rule][0], unbroken, key=KEY)
+    advance(unbroken, optimizer, range(12))
+    file = io.BytesIO()
+    torch.save({"model": unbroken.model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    advance(unbroken, optimizer, range(12, 20))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = task(the_plan, torch.float32)
+    resumed.model.load_state_dict(saved["model"])
+    again = VARIANTS[variant].make(resumed.model, the_plan, RULES[rule][0], resumed, key=KEY)
+    again.load_state_dict(saved["optimizer"])
+    advance(resumed, again, range(12, 20))
+    assert torch.equal(resumed.theta(), unbroken.theta())
+
+
+class TestStateDict:
+    def test_holds_no_secret(self):
+        made = task(plan(), torch.float32)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        advance(made, optimizer, range(3))
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        assert KEY.subkey("x", "y") is not None
+        assert bytes(range(32)) not in file.getvalue()
+
+    def test_refuses_another_key_plan_or_optimizer(self):
+        made = task(plan(), torch.float32)
+        state = dpoptim.post_processing(made.model, plan(), LR, key=KEY).state_dict()
+        with pytest.raises(ValueError, match="another noise key"):
+            dpoptim.post_processing(made.model, plan(), LR).load_state_dict(state)
+        with pytest.raises(ValueError, match="another privacy plan"):
+            dpoptim.post_processing(made.model, plan(steps=31), LR, key=KEY).load_state_dict(state)
+        ordinary = torch.optim.Adam(made.model.parameters()).state_dict()
+        with pytest.raises(ValueError, match="no 'privacy' entry"):
+            dpoptim.post_processing(made.model, plan(), LR, key=KEY).load_state_dict(ordinary)
+
+    def test_moments_of_bf16_parameters_stay_fp32(self):
+        made = task(plan(), torch.bfloat16)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        advance(made, optimizer, range(3))
+        again = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        again.load_state_dict(optimizer.state_dict())
+        for ours, theirs in zip(again.state.values(), optimizer.state.values(), strict=True):
+            for name, value in theirs.items():
+                assert ours[name].dtype == value.dtype == torch.float32
+                assert torch.equal(ours[name], value)
+
+
+class TestGroups:
+    def groups(self, model: nn.Sequential):
+        return [
+            {"params": model[0].parameters(), "lr": 0.5},
+            {"params": model[2].parameters(), "weight_decay": 0.3},
+        ]
+
+    def test_lr_and_decay_of_a_group(self):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.post_processing(
+            made.model, plan(), LR, rule=dpoptim.AdamW(), param_groups=self.groups(made.model), key=KEY
+        )
+        assert [g["lr"] for g in optimizer.param_groups] == [0.5, LR]
+        reference = task(plan(), torch.float64)
+        plain = dpoptim.post_processing(reference.model, plan(), LR, rule=dpoptim.AdamW(), key=KEY)
+        start = reference.theta()
+        advance(made, optimizer, range(1))
+        advance(reference, plain, range(1))
+        first = sum(p.numel() for p in made.model[0].parameters())
+        decayed = start * (1 - LR * 0.01)
+        step = reference.theta() - decayed
+        expected_first = start[:first] * (1 - 0.5 * 0.01) + step[:first] * (0.5 / LR)
+        expected_second = start[first:] * (1 - LR * 0.3) + step[first:]
+        torch.testing.assert_close(made.theta(), torch.cat([expected_first, expected_second]))
+
+    def test_frozen_group_stays(self):
+        made = task(plan(), torch.float64)
+        made.model[0].requires_grad_(False)
+        before = [p.detach().clone() for p in made.model[0].parameters()]
+        groups = [{"params": made.model[0].parameters()}, {"params": made.model[2].parameters()}]
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, param_groups=groups)
+        advance(made, optimizer, range(3))
+        for p, old in zip(made.model[0].parameters(), before, strict=True):
+            assert torch.equal(p, old)
+
+    def test_missing_or_foreign_parameter(self):
+        made = task(plan(), torch.float64)
+        with pytest.raises(ValueError, match=r"param_groups lacks the trainable parameter '2.weight'"):
+            dpoptim.post_processing(made.model, plan(), LR, param_groups=[{"params": made.model[0].parameters()}])
+        with pytest.raises(ValueError, match="not the model's"):
+            dpoptim.post_processing(made.model, plan(), LR, param_groups=[{"params": [nn.Parameter(torch.ones(2))]}])
+
+
+class TestSchedulers:
+    def test_cosine(self):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.dp_sgd(made.model, plan(), 1.0)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+        for t in range(10):
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (1 + math.cos(math.pi * t / 10)))
+            advance(made, optimizer, range(t, t + 1))
+            scheduler.step()
+
+    def test_one_cycle_turns_the_betas_too(self):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
+        betas = set()
+        for t in range(10):
+            betas.add(optimizer.param_groups[0]["betas"][0])
+            advance(made, optimizer, range(t, t + 1))
+            scheduler.step()
+        assert len(betas) > 5
+        assert made.theta().isfinite().all()
+
+
+def test_gradients_are_never_left_on_parameters():
+    made = task(plan(), torch.float64)
+    optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR)
+    made.losses(made.model, made.batches[0]).sum().backward()
+    assert all(p.grad is None for p in made.model.parameters())
+    optimizer.step()
+    assert all(p.grad is None for p in made.model.parameters())
+
+
+def test_zero_grad_of_a_stock_loop_is_harmless():
+    paths = []
+    for stock in (False, True):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.post_processing(made.model, plan(), LR, key=KEY)
+        for t in range(5):
+            if stock:
+                optimizer.zero_grad()
+            advance(made, optimizer, range(t, t + 1))
+        paths.append(made.theta())
+    assert torch.equal(*paths)
+
+
+def test_closure():
+    made = task(plan(), torch.float64)
+    optimizer = dpoptim.post_processing(made.model, plan(), LR, key=KEY)
+
+    def closure():
+        loss = made.losses(made.model, made.batches[0]).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    reference = task(plan(), torch.float64)
+    other = dpoptim.post_processing(reference.model, plan(), LR, key=KEY)
+    advance(reference, other, range(1))
+    assert float(loss.detach()) > 0
+    assert torch.equal(made.theta(), reference.theta())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: dpoptim.post_processing(m, plan(), -1.0), "lr=-1.0"),
+        (lambda m: dpoptim.post_processing(m, plan(), rule=dpoptim.SGD()), "dp_sgd"),
+        (lambda m: dpoptim.post_processing(m, plan(), loss_reduction=cast(Any, "none")), "loss_reduction='none'"),
+        (lambda m: dpoptim.bias_correction(m, plan(), rule=dpoptim.Adam(eps=0.0)), "eps=0.0"),
+        (lambda m: dpoptim.scale_then_privatize(m, plan(), eps_scale=0.0), "eps_scale=0.0"),
+        (lambda m: dpoptim.scale_then_privatize(m, plan(), exponent=-1.0), "exponent=-1.0"),
+        (lambda m: dpoptim.scale_then_privatize(m, plan(), start=-1.0), "start=-1.0"),
+        (lambda m: dpoptim.delayed_preconditioner(m, plan(), LR, plain_steps=0), "plain_steps=0"),
+        (
+            lambda m: dpoptim.delayed_preconditioner(m, plan(), LR, plain_steps=1, scaled_clip_norm=0.0),
+            "scaled_clip_norm",
+        ),
+        (lambda m: dpoptim.adadps(m, plan(), LR, public_gradients=dict, renew_every=0), "renew_every=0"),
+        (lambda m: dpoptim.noiseless_preconditioner(m, plan()), "NoiselessSquare"),
+        (lambda m: dpoptim.post_processing(m, plan(noise_multiplier=None)), "calibrate"),
+        (
+            lambda m: dpoptim.post_processing(m, plan(), rule=dpoptim.Adam(betas=(0.9, 1.0))),
+            r"betas\[1\]=1.0",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(nn.Linear(3, 2))
+
+
+def test_the_non_private_baseline_says_so():
+    quiet = plan().releasing(dpoptim.NoiselessSquare())
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        optimizer = dpoptim.noiseless_preconditioner(nn.Linear(3, 2), quiet)
+    assert "NOT PRIVATE" in quiet.statement(delta=1e-6).splitlines()[0]
+    assert "NOT PRIVATE" in optimizer.plan.statement(delta=1e-6)
+    assert optimizer.plan.epsilon(delta=1e-6) == math.inf
+
+
+def test_accelerate():
+    from accelerate import Accelerator
+
+    made = task(plan(), torch.float32)
+    reference = task(plan(), torch.float32)
+    accelerator = Accelerator(cpu=True)
+    optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    model, optimizer, scheduler = accelerator.prepare(made.model, optimizer, scheduler)
+    other = dpoptim.scale_then_privatize(reference.model, plan(), LR, key=KEY)
+    other_scheduler = torch.optim.lr_scheduler.LinearLR(other)
+    for t in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(made.losses(model, made.batches[t]).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        advance(reference, other, range(t, t + 1))
+        other_scheduler.step()
+    assert torch.equal(made.theta(), reference.theta())

@@ -1,0 +1,217 @@
+"""Limits in which a variant must become something simpler, over the one table of variants."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpoptim
+from dpoptim.optim import NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer, rules
+from tests.optim.table import EPS_SCALE, LR, ROWS, RULES, VARIANTS, task
+
+KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
+STEPS = 60
+
+
+def plan(**changes) -> dpoptim.PrivacyPlan:
+    settings = dict(num_examples=40, batch_size=4, steps=STEPS, clip_norm=0.9, noise_multiplier=0.7)
+    return dpoptim.PrivacyPlan(**{**settings, **changes})
+
+
+def train(make, plan: dpoptim.PrivacyPlan, dtype: torch.dtype = torch.float64) -> Tensor:
+    made = task(plan, dtype)
+    optimizer = make(made)
+    path = []
+    for batch in made.batches:
+        made.losses(made.model, batch).sum().backward()
+        optimizer.step()
+        path.append(made.theta())
+    return torch.stack(path)
+
+
+TORCH = {
+    "adam": lambda p: torch.optim.Adam(p, LR, eps=0.1),
+    "adam with decay": lambda p: torch.optim.Adam(p, LR, eps=0.1, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, LR, eps=0.1, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, LR, eps=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, LR, eps=0.1),
+    "rmsprop with momentum": lambda p: torch.optim.RMSprop(p, LR, eps=0.1, momentum=0.8),
+}
+
+BECOME_TORCH = [
+    "post_processing",
+    "independent_moments",
+    "scale_then_privatize",
+    "scale_then_privatize, exponent 1/4",
+    "scale_then_privatize, as printed",
+    "noiseless_preconditioner",
+    "noiseless_preconditioner, scaled",
+]
+
+
+def train_with_torch(make, plan: dpoptim.PrivacyPlan) -> Tensor:
+    made = task(plan, torch.float64)
+    optimizer = make(made.model.parameters())
+    path = []
+    for batch in made.batches:
+        optimizer.zero_grad()
+        (made.losses(made.model, batch).sum() / plan.batch_size).backward()
+        optimizer.step()
+        path.append(made.theta())
+    return torch.stack(path)
+
+
+OF_A_SECOND_RELEASE = ("independent_moments", "noiseless_preconditioner", "noiseless_preconditioner, scaled")
+"""Their second moment does not see L2 decay, which joins the gradient after the release."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "rule"),
+    [(v, r) for v in BECOME_TORCH for r in TORCH if not (r == "adam with decay" and v in OF_A_SECOND_RELEASE)],
+)
+def test_no_noise_and_no_clipping_is_torch_optim(variant, rule):
+    quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
+    ours = train(lambda t: VARIANTS[variant].make(t.model, quiet, RULES[rule][0], t, key=KEY), quiet)
+    torch.testing.assert_close(ours, train_with_torch(TORCH[rule], quiet), rtol=1e-11, atol=1e-12)
+
+
+def test_sgd_is_torch_sgd():
+    quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
+    ours = train(lambda t: dpoptim.dp_sgd(t.model, quiet, LR, momentum=0.9, weight_decay=0.1), quiet)
+    theirs = train_with_torch(lambda p: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=0.1), quiet)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exponent_zero_is_post_processing(rule):
+    """s = ε/(1 + ε) is constant: post-processing with clip norm ζ/s, step for step."""
+    constant = EPS_SCALE / (1 + EPS_SCALE)
+    scaled, flat = plan(), plan(clip_norm=0.9 / constant)
+    ours = train(
+        lambda t: dpoptim.scale_then_privatize(
+            t.model, scaled, LR, rule=RULES[rule][0], exponent=0.0, eps_scale=EPS_SCALE, key=KEY
+        ),
+        scaled,
+    )
+    theirs = train(lambda t: dpoptim.post_processing(t.model, flat, LR, rule=RULES[rule][0], key=KEY), flat)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_large_stability_constant_is_post_processing(rule):
+    """Where ε_s1 dwarfs √ν̂, the normalised scale is 1 and the clip norm is the raw gradient norm."""
+    scaled = plan()
+    ours = train(
+        lambda t: dpoptim.scale_then_privatize(t.model, scaled, LR, rule=RULES[rule][0], eps_scale=1e9, key=KEY),
+        scaled,
+    )
+    theirs = train(lambda t: dpoptim.post_processing(t.model, scaled, LR, rule=RULES[rule][0], key=KEY), scaled)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_normalised_scale_is_the_printed_algorithm(rule):
+    """s and ζ scaled together change nothing: clip norm ζ·ε_s1 against ζ."""
+    printed = plan(clip_norm=3.0)
+    normal = plan(clip_norm=3.0 * EPS_SCALE)
+    ours = train(lambda t: VARIANTS["scale_then_privatize"].make(t.model, normal, RULES[rule][0], t, key=KEY), normal)
+    theirs = train(
+        lambda t: VARIANTS["scale_then_privatize, as printed"].make(t.model, printed, RULES[rule][0], t, key=KEY),
+        printed,
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("variant", "rule"), ROWS)
+def test_one_band_is_independent_noise(variant, rule):
+    banded = plan(noise=dpoptim.BandedToeplitz(bands=1), steps=15)
+    independent = plan(steps=15)
+    paths = [
+        train(lambda t, p=p: VARIANTS[variant].make(t.model, p, RULES[rule][0], t, key=KEY), p)
+        for p in (banded, independent)
+    ]
+    assert torch.equal(*paths)
+
+
+def test_decay_is_not_in_a_released_square():
+    """L2 decay joins the noisy gradient after the release, so a second release, which is a function of data, lacks
+    it.
+    """
+    quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
+    rule = RULES["adam with decay"][0]
+    ours = train(lambda t: dpoptim.independent_moments(t.model, quiet, LR, rule=rule), quiet)
+    theirs = train_with_torch(TORCH["adam with decay"], quiet)
+    assert float((ours - theirs).abs().max()) > 1e-4
+
+
+def test_mean_loss_is_sum_loss():
+    settings = plan()
+    by_sum = train(lambda t: dpoptim.scale_then_privatize(t.model, settings, LR, key=KEY), settings)
+    made = task(settings, torch.float64)
+    optimizer = dpoptim.scale_then_privatize(made.model, settings, LR, key=KEY, loss_reduction="mean")
+    for batch in made.batches:
+        made.losses(made.model, batch).mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(made.theta(), by_sum[-1], rtol=1e-11, atol=1e-12)
+
+
+class OneNumber(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, 1, dtype=torch.float64))
+
+
+def on_pure_noise(second_moment, release, steps: int, rule, count: int = 4000, lr: float = 0.0) -> PrivateOptimizer:
+    pure = dpoptim.PrivacyPlan(num_examples=10, batch_size=5, steps=steps, clip_norm=1.0, noise_multiplier=1.0)
+    return PrivateOptimizer(
+        OneNumber(count), pure, release=release, lr=lr, rule=rule, geometry=dpoptim.optim.Flat(),
+        second_moment=second_moment, key=KEY,
+    )  # fmt: skip
+
+
+def test_bias_correction_on_pure_noise_is_negative_two_thirds_of_the_time_at_first():
+    """P(z² < 1) = .68269 at t = 1, near one half at last."""
+    optimizer = on_pure_noise(NoiseCorrected(), dpoptim.Gradient(), 400, rules.Adam(eps=1e-12))
+    fractions = []
+    for _ in range(400):
+        optimizer.step()
+        (state,) = optimizer.state.values()
+        t = optimizer.release.step
+        nu_hat = state["second_moment"] / (1 - 0.999**t)
+        bias = float(state["noise_moment"]) / (1 - 0.999**t)
+        fractions.append(float((nu_hat < bias).double().mean()))
+    assert abs(fractions[0] - 0.68269) < 4 * math.sqrt(0.68269 * 0.31731 / 4000)
+    assert abs(fractions[-1] - 0.51) < 0.04
+
+
+def test_post_processing_on_pure_noise_moves_by_the_root_of_the_averaging():
+    """steady update RMS ≈ √((1−β₁)/(1+β₁)) = .22942, in units of lr."""
+    optimizer = on_pure_noise(OfNoisyGradient(), dpoptim.Gradient(), 300, rules.Adam(eps=1e-12), lr=1.0)
+    (weight,) = optimizer.param_groups[0]["params"]
+    squares = []
+    for t in range(300):
+        before = weight.detach().clone()
+        optimizer.step()
+        if t >= 200:
+            squares.append(float((weight.detach() - before).square().mean()))
+    assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(0.22942, rel=0.03)
+
+
+def test_adagrad_where_nothing_has_come_yet_steps_by_zero():
+    quiet = plan(noise_multiplier=0.0, steps=3)
+    model = nn.Linear(3, 2).double()
+    optimizer = dpoptim.post_processing(model, quiet, LR, rule=dpoptim.AdaGrad(eps=0.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
+def test_noise_moment_of_the_released_square_is_not_needed():
+    optimizer = on_pure_noise(OfReleasedSquare(), dpoptim.IndependentMoments(), 3, rules.Adam(eps=1e-3))
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert "noise_moment" not in state

@@ -1,0 +1,203 @@
+"""The loop of the contract: plan, loader, optimizer, statement; micro-batches, empty batches, restarts, real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dpoptim
+
+KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+
+
+def dataset(examples: int = 60) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(examples, 5, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] > 0).long()
+    return TensorDataset(x, y)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)).double()
+
+
+def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def plan(**changes) -> dpoptim.PrivacyPlan:
+    settings = dict(num_examples=60, batch_size=6, steps=12, clip_norm=0.5, noise_multiplier=0.8)
+    return dpoptim.PrivacyPlan(**{**settings, **changes})
+
+
+def train(the_plan: dpoptim.PrivacyPlan, make=dpoptim.scale_then_privatize, **loader_options) -> Tensor:
+    model = mlp()
+    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **loader_options)
+    optimizer = make(model, the_plan, lr=1e-2, key=KEY)
+    for batch in loader:
+        losses(model, batch).sum().backward()
+        optimizer.step()
+    assert optimizer.release.step == the_plan.steps
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+MAKERS = {
+    "scale_then_privatize": dpoptim.scale_then_privatize,
+    "independent_moments": dpoptim.independent_moments,
+    "joint_moments": dpoptim.joint_moments,
+    "dp_sgd": dpoptim.dp_sgd,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("sampling", [dpoptim.Shuffled(), dpoptim.Poisson()], ids=["shuffled", "poisson"])
+@pytest.mark.parametrize("size", [1, 2, 4, 100])
+def test_micro_batches_of_any_size_take_the_same_steps(sampling, size, make):
+    whole = train(plan(sampling=sampling), MAKERS[make])
+    parts = train(plan(sampling=sampling), MAKERS[make], micro_batch_size=size)
+    assert float((whole - parts).norm() / whole.norm()) <= 1e-12
+
+
+def test_empty_batches_take_noise_steps():
+    """At a rate of 1/60 most batches are empty: what arrives for them is a stand-in that must not count."""
+    sparse = plan(sampling=dpoptim.Poisson(), batch_size=1, steps=40)
+    drawn = [len(sparse.sampling.indices(KEY, t, num_examples=60, batch_size=1)) for t in range(40)]
+    assert 0 in drawn
+    found = train(sparse)
+    model = mlp()
+    optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, key=KEY)
+    x, y = dataset().tensors
+    for t in range(40):
+        chosen = sparse.sampling.indices(KEY, t, num_examples=60, batch_size=1)
+        if len(chosen):
+            losses(model, [x[chosen], y[chosen]]).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_two_runs_with_one_key_are_the_same_run_and_two_keys_are_not():
+    assert torch.equal(train(plan()), train(plan()))
+    model = mlp()
+    optimizer = dpoptim.scale_then_privatize(model, plan(), lr=1e-2)
+    other = dpoptim.scale_then_privatize(mlp(), plan(), lr=1e-2)
+    assert optimizer.key != other.key
+
+
+def test_a_broken_off_run_continues_bitwise():
+    the_plan = plan(noise=dpoptim.BandedToeplitz(bands=3))
+    whole = train(the_plan)
+    model = mlp()
+    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
+    optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, key=KEY)
+    for t, batch in enumerate(loader):
+        losses(model, batch).sum().backward()
+        optimizer.step()
+        if t == 6:
+            break
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+    del loader, optimizer
+    fresh = mlp()
+    fresh.load_state_dict(saved["model"])
+    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
+    loader.load_state_dict(saved["loader"])
+    optimizer = dpoptim.scale_then_privatize(fresh, the_plan, lr=1e-2, key=KEY)
+    optimizer.load_state_dict(saved["optimizer"])
+    for batch in loader:
+        losses(fresh, batch).sum().backward()
+        optimizer.step()
+    assert torch.equal(torch.cat([p.detach().flatten() for p in fresh.parameters()]), whole)
+
+
+class TestMisuseIsCaught:
+    def run(self, misuse, **options) -> None:
+        the_plan = plan()
+        model = mlp()
+        loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **options)
+        optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, key=KEY)
+        misuse(model, loader, optimizer)
+
+    def test_a_batch_used_twice(self):
+        def misuse(model, loader, optimizer):
+            batch = next(iter(loader))
+            losses(model, batch).sum().backward()
+            losses(model, batch).sum().backward()
+            with pytest.raises(ValueError, match="12 examples were differentiated for a batch of 6"):
+                optimizer.step()
+
+        self.run(misuse)
+
+    def test_a_batch_that_was_never_stepped(self):
+        def misuse(model, loader, optimizer):
+            batches = iter(loader)
+            losses(model, next(batches)).sum().backward()
+            losses(model, next(batches)).sum().backward()
+            with pytest.raises(ValueError, match="12 examples were differentiated for a batch of 6"):
+                optimizer.step()
+
+        self.run(misuse)
+
+    def test_loader_and_optimizer_at_different_steps(self):
+        def misuse(model, loader, optimizer):
+            losses(model, next(iter(loader))).sum().backward()
+            with pytest.raises(ValueError, match="the loader is at step 3 and the optimizer at step 0"):
+                optimizer.step()
+
+        self.run(misuse, start_step=3)
+
+    def test_a_logical_batch_broken_off_does_not_count(self):
+        def misuse(model, loader, optimizer):
+            losses(model, next(iter(loader))).sum().backward()
+            optimizer.step()  # two of six examples
+            for batch in loader:
+                losses(model, batch).sum().backward()
+                optimizer.step()
+            whole = train(plan())
+            found = torch.cat([p.detach().flatten() for p in model.parameters()])
+            torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+
+        self.run(misuse, micro_batch_size=2)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("make", [dpoptim.scale_then_privatize, dpoptim.joint_moments], ids=["scaled", "joint"])
+def test_stock_language_models_train_in_four_changed_lines(kind, make):
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    if kind == "bert":
+        config = BertConfig(
+            vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            max_position_embeddings=12,
+        )  # fmt: skip
+        model: nn.Module = BertForMaskedLM(config)
+    else:
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=12, bos_token_id=0, eos_token_id=0)
+        )
+    model.train()
+    texts = torch.randint(0, 4, (400, 10), generator=torch.Generator().manual_seed(1))
+
+    def loss_per_example(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(input_ids=ids).logits
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+
+    before = float(loss_per_example(model.eval(), texts).mean().detach())
+    model.train()
+    the_plan = dpoptim.PrivacyPlan(
+        num_examples=400, batch_size=100, steps=40, clip_norm=1.0, sampling=dpoptim.Poisson()
+    ).calibrate(epsilon=8.0, delta=1e-4)
+    loader = dpoptim.private_loader(TensorDataset(texts), the_plan, key=KEY)
+    optimizer = make(model, the_plan, lr=2e-2, key=KEY)
+    for (batch,) in loader:
+        loss_per_example(model, batch).sum().backward()
+        optimizer.step()
+    optimizer.detach()
+    after = float(loss_per_example(model.eval(), texts).mean().detach())
+    assert after < before - 0.5
+    statement = the_plan.statement()
+    assert "8" in statement
+    assert "zero-out" in statement.lower()
