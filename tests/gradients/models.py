@@ -25,7 +25,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     """A loss an example that is not linear in the outputs."""
     output = model(batch)
     output = output if isinstance(output, Tensor) else output[0]
-    weights = torch.linspace(0.5, 1.5, output[0].numel(), dtype=output.dtype).view_as(output[0])
+    weights = torch.linspace(0.5, 1.5, output[0].numel(), dtype=output.dtype, device=output.device).view_as(output[0])
     return (weights * output.tanh()).flatten(1).sum(1) + 0.1 * output.flatten(1).square().sum(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import check_examples_do_not_mix, clipped_sum, public_data
 from dpoptim.gradients.clipping import ClippedSums
+from dpoptim.gradients.forms import ExampleGradients
 from tests.gradients.models import Checkpointed, Tied, case, squares
 
 
@@ -270,6 +272,39 @@ class TestExamplesDoNotMix:
     def test_loss_normalised_over_the_batch(self, mlp, x):
         with pytest.raises(ValueError, match="examples mix"):
             check_examples_do_not_mix(mlp, lambda m, x: m(x).square().sum(1) / m(x).square().sum(), x)
+
+    def test_inputs_mixed_before_any_layer(self, mlp, x):
+        """No layer lies before the mean, so only the loss of the example alone shows it."""
+        with pytest.raises(ValueError, match="examples mix: example 0 has loss"):
+            check_examples_do_not_mix(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
+
+
+def test_compiled_model_gives_the_same_sums(mlp, x):
+    expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+    compiled = cast(nn.Module, torch.compile(mlp, backend="eager"))
+    sums = attached(mlp)
+    for part in x.split(6):
+        squares(compiled, part).sum().backward()
+    assert_same(sums.take()[0], expected)
+
+
+def test_an_error_in_the_middle_leaves_nothing_to_release(mlp, x, monkeypatch):
+    sums = attached(mlp)
+    squares(mlp, x).sum().backward()
+    whole = ExampleGradients.weighted_sum
+    calls = []
+
+    def fails_late(self, weights):
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no memory")
+        return whole(self, weights)
+
+    monkeypatch.setattr(ExampleGradients, "weighted_sum", fails_late)
+    with pytest.raises(MemoryError):
+        sums.take()
+    monkeypatch.undo()
+    assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
 
 
 class TestCopies:

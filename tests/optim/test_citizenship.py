@@ -125,6 +125,12 @@ class TestGroups:
         with pytest.raises(ValueError, match="not the model's"):
             dpoptim.post_processing(made.model, plan(), LR, param_groups=[{"params": [nn.Parameter(torch.ones(2))]}])
 
+    def test_no_group_comes_later(self):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.post_processing(made.model, plan(), LR)
+        with pytest.raises(ValueError, match="param_group cannot be added"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
 
 class TestSchedulers:
     def test_cosine(self):

@@ -200,6 +200,31 @@ def test_post_processing_on_pure_noise_moves_by_the_root_of_the_averaging():
     assert math.sqrt(sum(squares) / len(squares)) == pytest.approx(0.22942, rel=0.03)
 
 
+@pytest.mark.parametrize("rule", [dpoptim.Adam(betas=(0.9, 0.9)), dpoptim.AdaGrad()], ids=["adam", "adagrad"])
+def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(rule):
+    """On pure noise the second moment explodes at half the least stable constant, with a warning, and stays put by default."""
+    noisy = plan(steps=200)
+    largest = {}
+    for eps_scale in (None, 0.5):
+        least = 0.9 * 0.7 / 4 * (math.sqrt(200) if isinstance(rule, dpoptim.AdaGrad) else 1.0)
+        model = OneNumber(50)
+        if eps_scale is None:
+            optimizer = dpoptim.scale_then_privatize(model, noisy, LR, rule=rule, key=KEY)
+        else:
+            with pytest.warns(UserWarning, match="outside the stable window"):
+                optimizer = dpoptim.scale_then_privatize(
+                    model, noisy, LR, rule=rule, key=KEY, eps_scale=eps_scale * least
+                )
+        for _ in range(200):
+            optimizer.step()
+        (state,) = optimizer.state.values()
+        largest[eps_scale] = float(state["second_moment"].mean())
+    total = 200 if isinstance(rule, dpoptim.AdaGrad) else 1
+    variance = (0.9 * 0.7 / 4) ** 2 * total
+    assert largest[None] < 5 * variance
+    assert largest[0.5] > 20 * variance
+
+
 def test_adagrad_where_nothing_has_come_yet_steps_by_zero():
     quiet = plan(noise_multiplier=0.0, steps=3)
     model = nn.Linear(3, 2).double()

@@ -33,7 +33,7 @@ class ClippedSums:
 
     `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
     function of released values alone and stays fixed from one `take` to the next.
-    `loss_factor` multiplies every gradient: the number of examples where the loss is a mean, 1 where it is a sum.
+    `mean_loss` says that the loop reduces the losses of a physical batch by their mean, which is undone here.
     """
 
     def __init__(self, model: nn.Module, *, clip_norm: float, squares: bool = False, mean_loss: bool = False) -> None:
@@ -69,6 +69,13 @@ class ClippedSums:
         self.norms = []
 
     def _add(self, batch: PhysicalBatch) -> None:
+        try:
+            self._clip_and_sum(batch)
+        except BaseException:  # out of memory, an interrupt: half a batch must never be released
+            self.clear_sums()
+            raise
+
+    def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
         squared: Tensor | None = None
         for name, gradients in batch.gradients.items():

@@ -239,6 +239,7 @@ class _PrivateForward:
     def __init__(self, engine: Engine, module: nn.Module, layer: Layer) -> None:
         self.engine, self.module, self.layer = engine, module, layer
 
+    @torch.compiler.disable  # a compiled backward would not call `keep`; under torch.compile the layers stay eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine.capturing:
             return self.layer.run(self.engine, self.module, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.engine import Engine, PhysicalBatch
@@ -57,9 +58,10 @@ def clipped_sum(
 def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
     """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
 
-    One backward of losses[0] must leave no gradient at any other example of any layer. It catches what no list of
-    layer names can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the batch,
-    statistics shared by examples.
+    Two looks: one backward of losses[0] must leave no gradient at any other example of any layer, and in eval mode
+    an example must have the same loss alone as in the batch (where the batch is made of tensors with the examples
+    first). They catch what no list of layer names can: a batch axis in the wrong place, in-batch negatives, a loss
+    normalised over the batch.
     """
     found: list[PhysicalBatch] = []
     engine = Engine(model, found.append)
@@ -72,14 +74,35 @@ def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: An
         engine.flush()
     for physical in found:
         for name, gradients in physical.gradients.items():
-            others = gradients.squared_norms()[1:]
-            if bool((others != 0).any()):
+            if bool((gradients.squared_norms()[1:] != 0).any()):
                 raise ValueError(
                     f"examples mix: the loss of example 0 has a gradient at another example in parameter '{name}'. "
-                    "Look for a batch axis "
-                    "that is not first (batch_first=True), a loss averaged over the batch, or a layer that looks "
+                    "Look for "
+                    "a batch axis that is not first (batch_first=True), a loss averaged over the batch, or a layer "
+                    "that looks "
                     "across examples"
                 )
+    leaves = pytree.tree_leaves(batch)
+    if all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(losses) for leaf in leaves):
+        _check_losses_alone(model, loss_fn, batch)
+
+
+def _check_losses_alone(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            together = loss_fn(model, batch)
+            alone = loss_fn(model, pytree.tree_map(lambda leaf: leaf[:1], batch))[0]
+    finally:
+        for module, training in modes:
+            module.training = training
+    if not torch.allclose(together[0], alone, rtol=1e-2, atol=1e-4):
+        raise ValueError(
+            f"examples mix: example 0 has loss {float(together[0]):.6g} in its batch and {float(alone):.6g} alone. "
+            "Look for "
+            "sums or means over the first axis, in the model or in the loss"
+        )
 
 
 def _check_losses(losses: Tensor) -> None:

@@ -57,6 +57,12 @@ class PrivateRelease:
             raise ValueError("plan is declared not private (NoiselessSquare); give this optimizer a private plan")
         if plan.noise_multiplier is None:
             raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
+        if (
+            torch.distributed.is_available()
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
+            raise ValueError("private training runs in one process for now; start it without torch.distributed")
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.releasing(release)
         self.key = NoiseKey.generate() if key is None else key

@@ -14,6 +14,7 @@ _SINE = tuple(float((-1) ** k * (_PI / 4) ** (2 * k + 1) / factorial(2 * k + 1))
 # -2·ln((1+s)/(1-s)) = s·Σ _LOG[k]·s^2k on |s| ≤ 0.172: the series of atanh, cut where a term is below 2^-53.
 _LOG = tuple(-4.0 / (2 * k + 1) for k in range(10))
 _MINUS_2_LN2 = float(-2 * _LN2)
+_LOW_HALF = 0xFFFFFFFF
 _ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
 
 SCRATCH_ROWS = 4
@@ -47,7 +48,13 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a_bits, b_bits = a.view(xp.int64), b.view(xp.int64)
 
     # u = 2^e·m with √½ ≤ m < √2, so that ln u has no cancellation near u = 1.
-    a[...] = words.view(xp.uint64)[0::2]
+    # The word goes over in halves: libraries differ in how they round a whole unsigned one.
+    xp.bitwise_and(words[0::2] >> 32, _LOW_HALF, out=b_bits)
+    a[...] = b_bits
+    a *= 2.0**32
+    xp.bitwise_and(words[0::2], _LOW_HALF, out=b_bits)
+    c[...] = b_bits
+    a += c
     a += 0.5
     a *= 2.0**-64
     xp.subtract(a_bits, _ROOT_HALF_BITS, out=b_bits)

@@ -96,6 +96,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._set_scale()
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: the guarantee is over a fixed set of parameters."""
+        if hasattr(self, "release"):
+            raise ValueError("param_group cannot be added to a private optimizer; make a new one with all groups")
+        super().add_param_group(param_group)
+
     def detach(self) -> None:
         """Give the model back its own forward; the optimizer cannot be used afterwards."""
         self.release.detach()

@@ -1,0 +1,72 @@
+"""The same on a CUDA device: clipped sums, noise, whole steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import dpoptim
+from dpoptim.gradients import clipped_sum
+from tests.gradients.models import CASES, case
+from tests.gradients.one_at_a_time import random_scale
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("name", [n for n in CASES if "attention" not in n and n != "shared positions"])
+def test_clipped_sums_are_those_of_the_cpu(name, scaled):
+    made = case(name)
+    scale = random_scale(made.model) if scaled else None
+    expected, norms = clipped_sum(made.model, made.loss_fn, made.batch, clip_norm=0.8, scale=scale)
+    model = made.model.cuda()
+    batch = pytree.tree_map(lambda t: t.cuda(), made.batch)
+    scale = None if scale is None else {n: s.cuda() for n, s in scale.items()}
+    with torch.device("cuda"):
+        sums, found = clipped_sum(model, made.loss_fn, batch, clip_norm=0.8, scale=scale)
+    torch.testing.assert_close(found.cpu(), norms, rtol=1e-9, atol=1e-11)
+    for n, total in expected.items():
+        torch.testing.assert_close(sums[n].cpu(), total, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "noise", [dpoptim.Independent(), dpoptim.BandedToeplitz(bands=4)], ids=["independent", "banded"]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_steps_are_those_of_the_cpu(noise, dtype):
+    key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+    plan = dpoptim.PrivacyPlan(
+        num_examples=50, batch_size=5, steps=10, clip_norm=0.8, noise_multiplier=1.0, noise=noise
+    )
+    paths = []
+    for device in ("cpu", "cuda"):
+        made = case("mlp with in-place activations", dtype)
+        model, batch = made.model.to(device), made.batch.to(device)
+        with torch.device(device):
+            optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key)
+            for _ in range(10):
+                made.loss_fn(model, batch).sum().backward()
+                optimizer.step()
+        paths.append(torch.cat([p.detach().flatten().cpu().double() for p in model.parameters()]))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert float((paths[0] - paths[1]).norm() / paths[0].norm()) <= tolerance
+
+
+def test_bf16_autocast_on_bert():
+    made = case("BertForMaskedLM", torch.float32)
+    expected, norms = clipped_sum(made.model, made.loss_fn, made.batch, clip_norm=0.8)
+    model = made.model.cuda()
+    batch = pytree.tree_map(lambda t: t.cuda(), made.batch)
+
+    def loss_fn(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return made.loss_fn(model, batch)
+
+    sums, found = clipped_sum(model, loss_fn, batch, clip_norm=0.8)
+    torch.testing.assert_close(found.cpu(), norms, rtol=0.05, atol=0)
+    off = sum(float((sums[n].cpu() - total).square().sum()) for n, total in expected.items()) ** 0.5
+    assert off <= 0.1 * sum(float(total.square().sum()) for total in expected.values()) ** 0.5
