@@ -202,7 +202,9 @@ def test_post_processing_on_pure_noise_moves_by_the_root_of_the_averaging():
 
 @pytest.mark.parametrize("rule", [dpoptim.Adam(betas=(0.9, 0.9)), dpoptim.AdaGrad()], ids=["adam", "adagrad"])
 def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(rule):
-    """On pure noise the second moment explodes at half the least stable constant, with a warning, and stays put by default."""
+    """On pure noise the second moment explodes at half the least stable constant, with a warning, and stays put by
+    default.
+    """
     noisy = plan(steps=200)
     largest = {}
     for eps_scale in (None, 0.5):
