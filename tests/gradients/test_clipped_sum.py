@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dpoptim.gradients import clipped_sum
+from dpoptim.gradients.clipping import ClippedSums
 from tests.gradients.models import CASES, EXAMPLES, case
 from tests.gradients.one_at_a_time import clipped_sum_one_at_a_time, gradients_one_at_a_time, random_scale
 
@@ -144,3 +145,11 @@ def test_example_that_is_not_finite_has_weight_zero(name, bad):
     assert not norms[2].isfinite()
     for n, total in expected.items():
         torch.testing.assert_close(sums[n], total, rtol=1e-10, atol=1e-12)
+
+
+def test_every_parameter_of_bert_tiny_is_covered_once():
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+    sums = ClippedSums(BertForMaskedLM(config), clip_norm=1.0)
+    assert sum(p.numel() for p in sums.parameters.values()) == 4_416_698

@@ -46,8 +46,14 @@ def rows_of(plan: dpoptim.PrivacyPlan, dtype: torch.dtype, stream: str) -> Tenso
     return torch.cat(columns, dim=1) * plan.strategy.column_norm
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "fp32"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        ("independent noise, Poisson", torch.float64),
+        ("banded noise, shuffled", torch.float64),
+        ("banded noise, shuffled", torch.float32),
+    ],
+)
 @pytest.mark.parametrize(("variant", "rule"), ROWS)
 def test_fast_path_equals_twin(variant, rule, plan, dtype):
     plan = PLANS[plan]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.optim import NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer, rules
-from tests.optim.table import EPS_SCALE, LR, ROWS, RULES, VARIANTS, task
+from tests.optim.table import EPS_SCALE, LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
 STEPS = 60
@@ -125,12 +125,12 @@ def test_normalised_scale_is_the_printed_algorithm(rule):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("variant", "rule"), ROWS)
-def test_one_band_is_independent_noise(variant, rule):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_band_is_independent_noise(variant):
     banded = plan(noise=dpoptim.BandedToeplitz(bands=1), steps=15)
     independent = plan(steps=15)
     paths = [
-        train(lambda t, p=p: VARIANTS[variant].make(t.model, p, RULES[rule][0], t, key=KEY), p)
+        train(lambda t, p=p: VARIANTS[variant].make(t.model, p, RULES["adam"][0], t, key=KEY), p)
         for p in (banded, independent)
     ]
     assert torch.equal(*paths)
