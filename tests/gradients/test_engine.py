@@ -191,8 +191,40 @@ class TestRefusals:
             def forward(self, x):
                 return self.leave(self.enter(x).flatten(0, 1)).view_as(x)
 
-        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(15, 4\) while the batch has 5"):
+        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(12, 4\) while the batch has 4"):
             clipped_sum(Flattens(), squares, torch.randn(5, 3, 4))
+
+    def test_axis_that_only_has_the_length_of_the_batch(self):
+        """A table looked up with [positions, positions] ids, with as many positions as examples: a silent leak
+        elsewhere.
+        """
+
+        class RelativePositions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.enter, self.table = nn.Linear(4, 4), nn.Embedding(9, 1)
+
+            def forward(self, x):
+                where = torch.arange(x.shape[1])
+                bias = self.table(where[:, None] - where[None] + 4)[..., 0]
+                return torch.softmax(bias, -1) @ self.enter(x)
+
+        model = RelativePositions()
+        with pytest.raises(ValueError, match=r"layer 'table' got an input of shape \(5, 5\) while the batch has 4"):
+            clipped_sum(model, squares, torch.randn(5, 5, 4))
+        with pytest.raises(ValueError, match=r"layer 'table' got an input of shape \(4, 4\) while the batch has 5"):
+            clipped_sum(model, squares, torch.randn(5, 4, 4))
+        model.table.requires_grad_(False)
+        clipped_sum(model, squares, torch.randn(5, 5, 4))
+
+    def test_the_probe_leaves_randomness_alone(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        x = torch.randn(6, 4)
+        torch.manual_seed(0)
+        expected = model(x).detach()
+        attached(model)
+        torch.manual_seed(0)
+        assert torch.equal(model(x).detach(), expected)
 
     def test_scalar_loss_of_the_model(self):
         made = case("BertForMaskedLM")
@@ -257,17 +289,19 @@ class TestExamplesDoNotMix:
         made = case("BertForMaskedLM")
         check_examples_do_not_mix(made.model, made.loss_fn, made.batch)
 
-    def test_positions_taken_for_examples(self):
+    def test_positions_taken_for_examples(self, mlp):
         """As many positions as examples: only the gradients show that the axes are swapped."""
-        model = nn.LSTM(4, 3, batch_first=False)
 
         def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-            return model(x)[0].square().sum((0, 2))
+            return model(x.transpose(0, 1)).square().sum((0, 2))
 
         with pytest.raises(ValueError, match="examples mix"):
-            check_examples_do_not_mix(
-                nn.Sequential(nn.Linear(4, 4), model), lambda m, x: loss_fn(m, x), torch.randn(5, 5, 4)
-            )
+            check_examples_do_not_mix(mlp, loss_fn, torch.randn(5, 5, 4, dtype=torch.float64))
+
+    def test_layer_that_knows_its_batch_axis(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=False))
+        with pytest.raises(ValueError, match=r"layer '1' got an input of shape \(4, 5, 4\) while the batch has 4"):
+            clipped_sum(model, lambda m, x: m(x)[0].square().sum((0, 2)), torch.randn(5, 5, 4))
 
     def test_loss_normalised_over_the_batch(self, mlp, x):
         with pytest.raises(ValueError, match="examples mix"):

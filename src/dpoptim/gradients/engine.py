@@ -27,6 +27,7 @@ from dpoptim.gradients.forms import ExampleGradients, Form
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
+from dpoptim.gradients.probe import BatchAxisError, BatchAxisProbe
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
@@ -69,6 +70,7 @@ class Engine:
         self.call: int | None = None  # which call of the model is running; None outside of it
         self._calls = 0
         self.inside_generic = False
+        self.probe = BatchAxisProbe()
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
 
@@ -132,6 +134,8 @@ class Engine:
         self.call = self._calls
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         self.examples = tensors[0].shape[0] if tensors else None
+        if self.examples is not None and not self.probe.done:
+            self.probe.run(self.model, self.examples, args, kwargs)
 
     def end_call(self, output: Any) -> None:
         self.call = None
@@ -157,12 +161,7 @@ class Engine:
             return tensor
         if tensor.shape[0] == 1:
             return tensor.expand(self.examples, *tensor.shape[1:])
-        raise ValueError(
-            f"layer '{layer}' got an input of shape {tuple(tensor.shape)} while the batch has {self.examples} "
-            "examples (the first axis "
-            "of the model's first tensor argument): keep the examples as the first axis of every layer's input "
-            "(batch_first=True; no flattening of examples with positions) so that each gradient belongs to one example"
-        )
+        raise BatchAxisError(layer, tensor.shape, self.examples)
 
     def use(self) -> Use:
         """Where a layer call stands, to be handed to `keep` when its gradient arrives."""
@@ -243,6 +242,8 @@ class _PrivateForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine.capturing:
             return self.layer.run(self.engine, self.module, args, kwargs)
+        if self.engine.probe.running:
+            self.engine.probe.see(self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

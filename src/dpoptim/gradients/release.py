@@ -128,7 +128,7 @@ class PrivateRelease:
                 "step "
                 "(private_loader(..., start_step=...) after a restart) and call step() once for each batch"
             )
-        if arrived > ticket.physical_examples:
+        if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
                 f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of "
                 "the loader must go "

@@ -1,0 +1,125 @@
+"""The demo runs from end to end, says what it guarantees, and refuses bad input in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "which_library.py"
+PRIVATE = ["dp_sgd", "post_processing", "bias_correction", "scale_then_privatize"]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script as a person runs it, on one core."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("which_library", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quick_run_gives_one_json_object():
+    finished = run_demo("--quick", "--json", "--steps", "4", "--epsilon", "2.5", "--delta", "1e-5")
+    assert finished.returncode == 0, finished.stderr
+    answer = json.loads(finished.stdout)
+    assert answer["delta"] == 1e-5
+    assert answer["steps"] == 4
+    assert answer["noise_multiplier"] > 0
+    assert 2.4 < answer["epsilon"] <= 2.5
+    assert answer["num_examples"] + answer["held_out"] == sum(answer["libraries"].values())
+    assert {"python", "torch", "scipy", "numpy"} <= set(answer["libraries"])
+    first_line = answer["statement"].splitlines()[0]
+    assert first_line == "Differentially private: epsilon = 2.5000 at delta = 1e-05"
+
+    results = answer["results"]
+    assert [row["name"] for row in results] == ["no training", *PRIVATE, "Adam, not private"]
+    assert [row["name"] for row in results if row["private"]] == PRIVATE
+    for row in results:
+        assert 0.0 <= row["accuracy"] <= 1.0
+        # Accuracies are counts of the held-out records, not typed-in figures.
+        count = row["accuracy"] * answer["held_out"]
+        assert math.isclose(count, round(count), abs_tol=1e-3)
+        assert row["seconds"] > 0 or row["name"] == "no training"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--epsilon", "-1"], "epsilon"),
+        (["--epsilon", "nan"], "epsilon"),
+        (["--epsilon", "inf"], "epsilon"),
+        (["--delta", "2"], "delta"),
+        (["--steps", "0"], "steps"),
+        (["--steps", "many"], "steps"),
+        (["--seed", "-3"], "seed"),
+        (["--colour", "red"], "colour"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(demo, monkeypatch, capsys, arguments, named):
+    monkeypatch.setattr(sys, "argv", ["which_library.py", "--quick", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        demo.main()
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+
+
+def test_bad_input_ends_the_process_with_exit_code_2():
+    finished = run_demo("--epsilon", "0")
+    assert finished.returncode == 2
+    assert finished.stderr.count("\n") == 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_words_are_hashed_without_the_names_of_the_libraries(demo):
+    assert demo.word_ids("Return a NumPy array") == demo.word_ids("return a array")
+    assert demo.word_ids("torch.numpy np sympy") == []
+    ids = demo.word_ids("word " * 1000)
+    assert len(ids) == demo.WORDS
+    assert 0 < ids[0] < demo.BUCKETS
+    assert demo.word_ids("gradient") == [5977], "the hash must be the same on every machine"
+
+
+def test_only_documentation_strings_are_read(demo, tmp_path):
+    source = tmp_path / "module.py"
+    source.write_text('"""Of the module."""\nx = "no documentation"\n\ndef f():\n    """Of a function."""\n')
+    assert list(demo.docstrings(source)) == ["Of the module.", "Of a function."]
+    source.write_text("this is not Python")
+    assert list(demo.docstrings(source)) == []
+    assert list(demo.docstrings(tmp_path / "absent.py")) == []
+
+
+def test_padding_does_not_reach_the_model(demo):
+    torch = demo.torch
+    model = demo.WordAverage(3)
+    words = torch.tensor([[5, 6, 7, 0, 0]])
+    before = model(words)
+    with torch.no_grad():
+        model.embedding.weight[0] += 100.0  # the padding row is noised like every other parameter
+    assert torch.equal(model(words), before)
+    assert torch.allclose(model(words[:, :3]), before, atol=1e-6)
