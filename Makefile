@@ -1,0 +1,63 @@
+# make demo | test | lint | types | clean | help: each sets up what it needs in .venv, and does so again
+# when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train a text classifier privately with four optimizers, in about a minute"
+	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
+	@echo "make lint    ruff: lint and format"
+	@echo "make types   mypy over package and tests"
+	@echo "make clean   remove .venv and caches"
+	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
+
+demo: $(VENV)/.runtime
+	@$(BIN)/python examples/which_library.py $(ARGS)
+
+# One thread a process: xdist already keeps the cores busy.
+test: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	@$(BIN)/mypy
+
+clean:
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || \
+		{ echo "make: '$(PYTHON)' was not found; choose an interpreter with PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: dpoptim needs Python 3.11 or later and '$(PYTHON)' is" \
+			"$$($(PYTHON) -V 2>&1); choose another with PYTHON=python3.11" >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) -V) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# torch comes first and alone: with its version settled, nothing after it can pull in another build.
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing torch (the large one) ..."
+	@$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	@echo "Installing dpoptim and what it runs on ..."
+	@$(INSTALL) --editable .
+	@touch $@
+
+# Read with tomllib, so that a pip without --group will do.
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the tools that check it ..."
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")' \
+		> $(VENV)/dev-requirements.txt
+	@$(INSTALL) --requirement $(VENV)/dev-requirements.txt
+	@touch $@
