@@ -153,3 +153,72 @@ def test_every_parameter_of_bert_tiny_is_covered_once():
     config = BertConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
     sums = ClippedSums(BertForMaskedLM(config), clip_norm=1.0)
     assert sum(p.numel() for p in sums.parameters.values()) == 4_416_698
+
+
+class TestWhatRoundingCouldHide:
+    """Inputs made so that fp32 arithmetic sees a smaller norm than the one it would release."""
+
+    def released(self, model: nn.Module, loss_fn, x: torch.Tensor, clip_norm: float, scale=None) -> float:
+        sums, _ = clipped_sum(model, loss_fn, x, clip_norm=clip_norm, scale=scale)
+        return (
+            sum(float((s if scale is None else s * scale[n]).double().square().sum()) for n, s in sums.items()) ** 0.5
+        )
+
+    @pytest.mark.parametrize("positions", [1, 2])
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_squares_of_factors_that_underflow(self, positions, scaled):
+        model = nn.Linear(64, 64, bias=False)
+        x = torch.full((1, positions, 64), 1e18)
+        scale = {"weight": torch.full((64, 64), 1e7)} if scaled else None
+        clip_norm = 1.0 if scaled else 1e-6
+        found = self.released(model, lambda m, x: 2.6e-23 * m(x).flatten(1).sum(1), x, clip_norm, scale)
+        assert found == pytest.approx(clip_norm, rel=1e-4)
+
+    @pytest.mark.parametrize("size", [1e4, 1e6, 1e9])
+    def test_positions_that_cancel(self, size):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False)
+        a, b = size * torch.randn(8), size * torch.randn(8)
+        x = torch.stack([a, b, -(a + b)] * 4)[None]
+        bound = self.released(model, lambda m, x: m(x).flatten(1).sum(1), x, 1.0)
+        assert bound <= 1 + 1e-4
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_flush_inside_autocast(self, dtype):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 8, bias=False)
+        sums = ClippedSums(model, clip_norm=1.0)
+        sums.scale = {"weight": torch.full((8, 64), 1e-3)}
+        sums.engine.attach()
+        x = 1e4 * torch.randn(1, 64)
+        with torch.autocast("cpu", dtype):
+            (1e-4 * model(x).float()).sum(1).sum().backward()
+            (total, _) = sums.take()
+        assert float((total["weight"] * 1e-3).norm()) <= 1 + 1e-4
+
+
+def test_one_row_that_is_not_shared_is_refused():
+    class Unsqueezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x.unsqueeze(0))[0]
+
+    with pytest.raises(ValueError, match=r"layer 'layer' got an input of shape \(1, 5, 4\) while the batch has 5"):
+        clipped_sum(Unsqueezes(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
+
+
+def test_a_model_that_cannot_be_probed_says_so():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            assert len(x) == 5, "only batches of five"
+            return self.layer(x)
+
+    with pytest.warns(UserWarning, match="check_examples_do_not_mix"):
+        clipped_sum(Counts(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))

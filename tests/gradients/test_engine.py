@@ -155,6 +155,8 @@ class TestRefusals:
         model.train()
         with pytest.raises(ValueError, match=r"BatchNorm2d.*mixes examples"):
             model(torch.randn(2, 1, 5, 5))
+        with torch.no_grad(), pytest.raises(ValueError, match=r"BatchNorm2d.*mixes examples"):
+            model(torch.randn(2, 1, 5, 5))  # would take the private batch into its running mean
 
     @pytest.mark.parametrize(
         ("layer", "words"),
@@ -191,7 +193,7 @@ class TestRefusals:
             def forward(self, x):
                 return self.leave(self.enter(x).flatten(0, 1)).view_as(x)
 
-        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(12, 4\) while the batch has 4"):
+        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(15, 4\) while the batch has 5"):
             clipped_sum(Flattens(), squares, torch.randn(5, 3, 4))
 
     def test_axis_that_only_has_the_length_of_the_batch(self):

@@ -35,7 +35,7 @@ def plan(**changes) -> dpoptim.PrivacyPlan:
 def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.privacy.Release, key=KEY):
     """The first release for a batch whose examples have these gradients."""
     model = Vector(gradients.shape[1])
-    source = PrivateRelease(model, the_plan, what, key=key)
+    source = PrivateRelease(model, the_plan, what, key=key, run_id="", own_batches=True)
     if len(gradients):
         model(gradients).sum().backward()
     assert source.batch_is_complete()
@@ -63,7 +63,9 @@ class TestLevel:
 
     def test_an_empty_batch_is_noise_alone(self):
         released = release_of(torch.zeros(0, self.WIDTH, dtype=torch.float64), plan(), dpoptim.Gradient())
-        normals = dpoptim.noise.normals(KEY, stream="gradient", name="inner.weight", step=0, count=self.WIDTH)
+        normals = dpoptim.noise.normals(
+            KEY.for_run(""), stream="gradient", name="inner.weight", step=0, count=self.WIDTH
+        )
         assert torch.equal(released.gradient["inner.weight"][0], normals / 4)
 
     def test_correlated_noise_has_the_level_of_its_row(self):
@@ -202,6 +204,14 @@ class TestRefusals:
     def test_a_plan_that_is_not_private_stays_so(self):
         with pytest.raises(ValueError, match="not private"):
             PrivateRelease(Vector(3), plan(release=dpoptim.NoiselessSquare()), dpoptim.Gradient())
+        with pytest.raises(ValueError, match="not private"):
+            PrivateRelease(Vector(3), plan(), dpoptim.NoiselessSquare())
+
+    @pytest.mark.parametrize("what", [dpoptim.IndependentMoments(), dpoptim.JointMoments()])
+    def test_second_releases_are_not_scaled(self, what):
+        source = PrivateRelease(Vector(3), plan(), what)
+        with pytest.raises(ValueError, match="no proof for scaled clipping"):
+            source.scale = {"inner.weight": torch.full((1, 3), 0.1, dtype=torch.float64)}
 
     def test_two_optimizers_for_one_model(self):
         model = Vector(3)
@@ -214,7 +224,7 @@ class TestRefusals:
 def test_example_that_is_not_finite_is_counted_and_reported():
     batch = torch.randn(4, 3, dtype=torch.float64)
     batch[1, 2] = math.nan
-    with pytest.warns(RuntimeWarning, match=r"1 examples so far .* not private"):
+    with pytest.warns(RuntimeWarning, match=r"not finite and was left out"):
         released = release_of(batch, plan(), dpoptim.Gradient())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -228,6 +238,6 @@ def test_noise_is_the_same_however_the_model_is_laid_out():
     """
     first = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}).double()
     second = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(5, 5), "a": nn.Linear(3, 2)}).double()
-    one, other = (PrivateRelease(m, plan(), dpoptim.Gradient(), key=KEY).release() for m in (first, second))
+    one, other = (PrivateRelease(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").release() for m in (first, second))
     for name, noise in one.gradient.items():
         assert torch.equal(noise, other.gradient[name])

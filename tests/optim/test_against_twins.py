@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dpoptim.optim import PrivateOptimizer
 from tests.optim.table import ROWS, RULES, VARIANTS, Task, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(100, 132)))
+RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
 STEPS = 100
 
 PLANS = {
@@ -41,7 +43,7 @@ def rows_of(plan: dpoptim.PrivacyPlan, dtype: torch.dtype, stream: str) -> Tenso
     """[steps, coordinates]: column_norm·C⁻¹z as the optimizer's key gives it."""
     columns = []
     for name, p in task(plan, dtype).model.named_parameters():
-        source = plan.strategy.stream(KEY, stream=stream, name=name, numel=p.numel(), dtype=p.dtype)
+        source = plan.strategy.stream(KEY.for_run("the run"), stream=stream, name=name, numel=p.numel(), dtype=p.dtype)
         columns.append(torch.stack([source.row(t).clone() for t in range(plan.steps)]))
     return torch.cat(columns, dim=1) * plan.strategy.column_norm
 
@@ -60,7 +62,7 @@ def test_fast_path_equals_twin(variant, rule, plan, dtype):
     made = task(plan, dtype)
     fast_rule, slow_rule = RULES[rule]
     reference = task(plan, dtype)
-    optimizer = VARIANTS[variant].make(made.model, plan, fast_rule, made, key=KEY)
+    optimizer = VARIANTS[variant].make(made.model, plan, fast_rule, made, **RUN)
     noise, square_noise = rows_of(plan, dtype, "gradient"), rows_of(plan, dtype, "square")
     slow = VARIANTS[variant].twin(reference, noise, square_noise, slow_rule, optimizer.plan)
     fast = run_fast(made, optimizer)

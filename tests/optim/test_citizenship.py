@@ -14,6 +14,7 @@ import dpoptim
 from tests.optim.table import LR, ROWS, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
 
 
 def plan(**changes) -> dpoptim.PrivacyPlan:
@@ -31,7 +32,7 @@ def advance(made, optimizer, steps: range) -> None:
 def test_state_dict_continues_bitwise(variant, rule):
     the_plan = plan(noise=dpoptim.BandedToeplitz(bands=4), steps=20)
     unbroken = task(the_plan, torch.float32)
-    optimizer = VARIANTS[variant].make(unbroken.model, the_plan, RULES[rule][0], unbroken, key=KEY)
+    optimizer = VARIANTS[variant].make(unbroken.model, the_plan, RULES[rule][0], unbroken, **RUN)
     advance(unbroken, optimizer, range(12))
     file = io.BytesIO()
     torch.save({"model": unbroken.model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -41,7 +42,7 @@ def test_state_dict_continues_bitwise(variant, rule):
     saved = torch.load(file, weights_only=True)
     resumed = task(the_plan, torch.float32)
     resumed.model.load_state_dict(saved["model"])
-    again = VARIANTS[variant].make(resumed.model, the_plan, RULES[rule][0], resumed, key=KEY)
+    again = VARIANTS[variant].make(resumed.model, the_plan, RULES[rule][0], resumed, **RUN)
     again.load_state_dict(saved["optimizer"])
     advance(resumed, again, range(12, 20))
     assert torch.equal(resumed.theta(), unbroken.theta())
@@ -50,29 +51,59 @@ def test_state_dict_continues_bitwise(variant, rule):
 class TestStateDict:
     def test_holds_no_secret(self):
         made = task(plan(), torch.float32)
-        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
         advance(made, optimizer, range(3))
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         assert KEY.subkey("x", "y") is not None
         assert bytes(range(32)) not in file.getvalue()
 
+    def test_a_sweep_with_one_key_never_repeats_noise(self):
+        """Every optimizer has a run of its own; only a restored one makes the old noise again."""
+        made = task(plan(), torch.float64)
+        starts = []
+        for _ in range(2):
+            optimizer = dpoptim.dp_sgd(made.model, plan(), 0.0, key=KEY)
+            starts.append(optimizer.release.release().gradient["0.weight"])
+        assert float((starts[0] - starts[1]).abs().min()) > 0
+        again = dpoptim.dp_sgd(made.model, plan(), 0.0, key=KEY)
+        again.load_state_dict({**optimizer.state_dict(), "privacy": {**optimizer.state_dict()["privacy"], "step": 0}})
+        assert torch.equal(again.release.release().gradient["0.weight"], starts[1])
+
+    def test_refuses_to_go_back(self):
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.post_processing(made.model, plan(), LR, **RUN)
+        early = optimizer.state_dict()
+        advance(made, optimizer, range(2))
+        with pytest.raises(ValueError, match="spend the same noise twice"):
+            optimizer.load_state_dict(early)
+
+    def test_forgets_what_was_accumulated(self):
+        """Clipped at one scale and noised at another, a gradient would pass its bound."""
+        made = task(plan(), torch.float64)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
+        made.losses(made.model, made.batches[0]).sum().backward()
+        optimizer.load_state_dict(optimizer.state_dict())
+        noise = optimizer.release.release().gradient["0.bias"]
+        fresh = dpoptim.scale_then_privatize(task(plan(), torch.float64).model, plan(), LR, **RUN)
+        assert torch.equal(noise, fresh.release.release().gradient["0.bias"])
+
     def test_refuses_another_key_plan_or_optimizer(self):
         made = task(plan(), torch.float32)
-        state = dpoptim.post_processing(made.model, plan(), LR, key=KEY).state_dict()
+        state = dpoptim.post_processing(made.model, plan(), LR, **RUN).state_dict()
         with pytest.raises(ValueError, match="another noise key"):
             dpoptim.post_processing(made.model, plan(), LR).load_state_dict(state)
         with pytest.raises(ValueError, match="another privacy plan"):
-            dpoptim.post_processing(made.model, plan(steps=31), LR, key=KEY).load_state_dict(state)
+            dpoptim.post_processing(made.model, plan(steps=31), LR, **RUN).load_state_dict(state)
         ordinary = torch.optim.Adam(made.model.parameters()).state_dict()
         with pytest.raises(ValueError, match="no 'privacy' entry"):
-            dpoptim.post_processing(made.model, plan(), LR, key=KEY).load_state_dict(ordinary)
+            dpoptim.post_processing(made.model, plan(), LR, **RUN).load_state_dict(ordinary)
 
     def test_moments_of_bf16_parameters_stay_fp32(self):
         made = task(plan(), torch.bfloat16)
-        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
         advance(made, optimizer, range(3))
-        again = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+        again = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
         again.load_state_dict(optimizer.state_dict())
         for ours, theirs in zip(again.state.values(), optimizer.state.values(), strict=True):
             for name, value in theirs.items():
@@ -90,11 +121,11 @@ class TestGroups:
     def test_lr_and_decay_of_a_group(self):
         made = task(plan(), torch.float64)
         optimizer = dpoptim.post_processing(
-            made.model, plan(), LR, rule=dpoptim.AdamW(), param_groups=self.groups(made.model), key=KEY
+            made.model, plan(), LR, rule=dpoptim.AdamW(), param_groups=self.groups(made.model), **RUN
         )
         assert [g["lr"] for g in optimizer.param_groups] == [0.5, LR]
         reference = task(plan(), torch.float64)
-        plain = dpoptim.post_processing(reference.model, plan(), LR, rule=dpoptim.AdamW(), key=KEY)
+        plain = dpoptim.post_processing(reference.model, plan(), LR, rule=dpoptim.AdamW(), **RUN)
         start = reference.theta()
         advance(made, optimizer, range(1))
         advance(reference, plain, range(1))
@@ -165,7 +196,7 @@ def test_zero_grad_of_a_stock_loop_is_harmless():
     paths = []
     for stock in (False, True):
         made = task(plan(), torch.float64)
-        optimizer = dpoptim.post_processing(made.model, plan(), LR, key=KEY)
+        optimizer = dpoptim.post_processing(made.model, plan(), LR, **RUN)
         for t in range(5):
             if stock:
                 optimizer.zero_grad()
@@ -176,7 +207,7 @@ def test_zero_grad_of_a_stock_loop_is_harmless():
 
 def test_closure():
     made = task(plan(), torch.float64)
-    optimizer = dpoptim.post_processing(made.model, plan(), LR, key=KEY)
+    optimizer = dpoptim.post_processing(made.model, plan(), LR, **RUN)
 
     def closure():
         loss = made.losses(made.model, made.batches[0]).sum()
@@ -185,7 +216,7 @@ def test_closure():
 
     loss = optimizer.step(closure)
     reference = task(plan(), torch.float64)
-    other = dpoptim.post_processing(reference.model, plan(), LR, key=KEY)
+    other = dpoptim.post_processing(reference.model, plan(), LR, **RUN)
     advance(reference, other, range(1))
     assert float(loss.detach()) > 0
     assert torch.equal(made.theta(), reference.theta())
@@ -235,10 +266,10 @@ def test_accelerate():
     made = task(plan(), torch.float32)
     reference = task(plan(), torch.float32)
     accelerator = Accelerator(cpu=True)
-    optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY)
+    optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     model, optimizer, scheduler = accelerator.prepare(made.model, optimizer, scheduler)
-    other = dpoptim.scale_then_privatize(reference.model, plan(), LR, key=KEY)
+    other = dpoptim.scale_then_privatize(reference.model, plan(), LR, **RUN)
     other_scheduler = torch.optim.lr_scheduler.LinearLR(other)
     for t in range(4):
         with accelerator.accumulate(model):

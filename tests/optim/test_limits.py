@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dpoptim.optim import NoiseCorrected, OfNoisyGradient, OfReleasedSquare, Pri
 from tests.optim.table import EPS_SCALE, LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
+RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
 STEPS = 60
 
 
@@ -74,7 +76,7 @@ OF_A_SECOND_RELEASE = ("independent_moments", "noiseless_preconditioner", "noise
 )
 def test_no_noise_and_no_clipping_is_torch_optim(variant, rule):
     quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
-    ours = train(lambda t: VARIANTS[variant].make(t.model, quiet, RULES[rule][0], t, key=KEY), quiet)
+    ours = train(lambda t: VARIANTS[variant].make(t.model, quiet, RULES[rule][0], t, **RUN), quiet)
     torch.testing.assert_close(ours, train_with_torch(TORCH[rule], quiet), rtol=1e-11, atol=1e-12)
 
 
@@ -92,11 +94,11 @@ def test_exponent_zero_is_post_processing(rule):
     scaled, flat = plan(), plan(clip_norm=0.9 / constant)
     ours = train(
         lambda t: dpoptim.scale_then_privatize(
-            t.model, scaled, LR, rule=RULES[rule][0], exponent=0.0, eps_scale=EPS_SCALE, key=KEY
+            t.model, scaled, LR, rule=RULES[rule][0], exponent=0.0, eps_scale=EPS_SCALE, **RUN
         ),
         scaled,
     )
-    theirs = train(lambda t: dpoptim.post_processing(t.model, flat, LR, rule=RULES[rule][0], key=KEY), flat)
+    theirs = train(lambda t: dpoptim.post_processing(t.model, flat, LR, rule=RULES[rule][0], **RUN), flat)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
@@ -105,10 +107,10 @@ def test_a_large_stability_constant_is_post_processing(rule):
     """Where ε_s1 dwarfs √ν̂, the normalised scale is 1 and the clip norm is the raw gradient norm."""
     scaled = plan()
     ours = train(
-        lambda t: dpoptim.scale_then_privatize(t.model, scaled, LR, rule=RULES[rule][0], eps_scale=1e9, key=KEY),
+        lambda t: dpoptim.scale_then_privatize(t.model, scaled, LR, rule=RULES[rule][0], eps_scale=1e9, **RUN),
         scaled,
     )
-    theirs = train(lambda t: dpoptim.post_processing(t.model, scaled, LR, rule=RULES[rule][0], key=KEY), scaled)
+    theirs = train(lambda t: dpoptim.post_processing(t.model, scaled, LR, rule=RULES[rule][0], **RUN), scaled)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -117,9 +119,9 @@ def test_normalised_scale_is_the_printed_algorithm(rule):
     """s and ζ scaled together change nothing: clip norm ζ·ε_s1 against ζ."""
     printed = plan(clip_norm=3.0)
     normal = plan(clip_norm=3.0 * EPS_SCALE)
-    ours = train(lambda t: VARIANTS["scale_then_privatize"].make(t.model, normal, RULES[rule][0], t, key=KEY), normal)
+    ours = train(lambda t: VARIANTS["scale_then_privatize"].make(t.model, normal, RULES[rule][0], t, **RUN), normal)
     theirs = train(
-        lambda t: VARIANTS["scale_then_privatize, as printed"].make(t.model, printed, RULES[rule][0], t, key=KEY),
+        lambda t: VARIANTS["scale_then_privatize, as printed"].make(t.model, printed, RULES[rule][0], t, **RUN),
         printed,
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
@@ -130,7 +132,7 @@ def test_one_band_is_independent_noise(variant):
     banded = plan(noise=dpoptim.BandedToeplitz(bands=1), steps=15)
     independent = plan(steps=15)
     paths = [
-        train(lambda t, p=p: VARIANTS[variant].make(t.model, p, RULES["adam"][0], t, key=KEY), p)
+        train(lambda t, p=p: VARIANTS[variant].make(t.model, p, RULES["adam"][0], t, **RUN), p)
         for p in (banded, independent)
     ]
     assert torch.equal(*paths)
@@ -149,9 +151,9 @@ def test_decay_is_not_in_a_released_square():
 
 def test_mean_loss_is_sum_loss():
     settings = plan()
-    by_sum = train(lambda t: dpoptim.scale_then_privatize(t.model, settings, LR, key=KEY), settings)
+    by_sum = train(lambda t: dpoptim.scale_then_privatize(t.model, settings, LR, **RUN), settings)
     made = task(settings, torch.float64)
-    optimizer = dpoptim.scale_then_privatize(made.model, settings, LR, key=KEY, loss_reduction="mean")
+    optimizer = dpoptim.scale_then_privatize(made.model, settings, LR, **RUN, loss_reduction="mean")
     for batch in made.batches:
         made.losses(made.model, batch).mean().backward()
         optimizer.step()
@@ -168,7 +170,7 @@ def on_pure_noise(second_moment, release, steps: int, rule, count: int = 4000, l
     pure = dpoptim.PrivacyPlan(num_examples=10, batch_size=5, steps=steps, clip_norm=1.0, noise_multiplier=1.0)
     return PrivateOptimizer(
         OneNumber(count), pure, release=release, lr=lr, rule=rule, geometry=dpoptim.optim.Flat(),
-        second_moment=second_moment, key=KEY,
+        second_moment=second_moment, **RUN,
     )  # fmt: skip
 
 
@@ -211,11 +213,11 @@ def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(ru
         least = 0.9 * 0.7 / 4 * (math.sqrt(200) if isinstance(rule, dpoptim.AdaGrad) else 1.0)
         model = OneNumber(50)
         if eps_scale is None:
-            optimizer = dpoptim.scale_then_privatize(model, noisy, LR, rule=rule, key=KEY)
+            optimizer = dpoptim.scale_then_privatize(model, noisy, LR, rule=rule, **RUN)
         else:
             with pytest.warns(UserWarning, match="outside the stable window"):
                 optimizer = dpoptim.scale_then_privatize(
-                    model, noisy, LR, rule=rule, key=KEY, eps_scale=eps_scale * least
+                    model, noisy, LR, rule=rule, **RUN, eps_scale=eps_scale * least
                 )
         for _ in range(200):
             optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch.utils.data import TensorDataset
 import dpoptim
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+RUN: Any = {"key": KEY, "run_id": "the run"}
 
 
 def dataset(examples: int = 60) -> TensorDataset:
@@ -37,7 +40,7 @@ def plan(**changes) -> dpoptim.PrivacyPlan:
 def train(the_plan: dpoptim.PrivacyPlan, make=dpoptim.scale_then_privatize, **loader_options) -> Tensor:
     model = mlp()
     loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **loader_options)
-    optimizer = make(model, the_plan, lr=1e-2, key=KEY)
+    optimizer = make(model, the_plan, lr=1e-2, **RUN)
     for batch in loader:
         losses(model, batch).sum().backward()
         optimizer.step()
@@ -69,7 +72,7 @@ def test_empty_batches_take_noise_steps():
     assert 0 in drawn
     found = train(sparse)
     model = mlp()
-    optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, key=KEY)
+    optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, own_batches=True, **RUN)
     x, y = dataset().tensors
     for t in range(40):
         chosen = sparse.sampling.indices(KEY, t, num_examples=60, batch_size=1)
@@ -92,7 +95,7 @@ def test_a_broken_off_run_continues_bitwise():
     whole = train(the_plan)
     model = mlp()
     loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
-    optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, key=KEY)
+    optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, **RUN)
     for t, batch in enumerate(loader):
         losses(model, batch).sum().backward()
         optimizer.step()
@@ -104,7 +107,7 @@ def test_a_broken_off_run_continues_bitwise():
     fresh.load_state_dict(saved["model"])
     loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
     loader.load_state_dict(saved["loader"])
-    optimizer = dpoptim.scale_then_privatize(fresh, the_plan, lr=1e-2, key=KEY)
+    optimizer = dpoptim.scale_then_privatize(fresh, the_plan, lr=1e-2, **RUN)
     optimizer.load_state_dict(saved["optimizer"])
     for batch in loader:
         losses(fresh, batch).sum().backward()
@@ -117,7 +120,7 @@ class TestMisuseIsCaught:
         the_plan = plan()
         model = mlp()
         loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **options)
-        optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, key=KEY)
+        optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, **RUN)
         misuse(model, loader, optimizer)
 
     def test_a_batch_used_twice(self):
@@ -134,11 +137,56 @@ class TestMisuseIsCaught:
         def misuse(model, loader, optimizer):
             batches = iter(loader)
             losses(model, next(batches)).sum().backward()
-            losses(model, next(batches)).sum().backward()
-            with pytest.raises(ValueError, match="12 examples were differentiated for a batch of 6"):
+            with pytest.raises(ValueError, match=r"before optimizer.step\(\) was called"):
+                next(batches)
+
+        self.run(misuse)
+
+    def test_two_steps_for_one_batch(self):
+        def misuse(model, loader, optimizer):
+            losses(model, next(iter(loader))).sum().backward()
+            optimizer.step()
+            with pytest.raises(ValueError, match="called twice for one batch"):
                 optimizer.step()
 
         self.run(misuse)
+
+    def test_a_loader_of_another_plan_object(self):
+        """Made before calibration, say: its stand-in for an empty batch would count as an example."""
+        model, other = mlp(), plan(noise_multiplier=None)
+        loader = dpoptim.private_loader(dataset(), other, key=KEY)
+        optimizer = dpoptim.scale_then_privatize(model, other.replace(noise_multiplier=0.8), lr=1e-2)
+        losses(model, next(iter(loader))).sum().backward()
+        with pytest.raises(ValueError, match="another plan object"):
+            optimizer.step()
+
+    def test_no_loader_is_said_once(self):
+        model = mlp()
+        optimizer = dpoptim.scale_then_privatize(model, plan(), lr=1e-2)
+        with pytest.warns(UserWarning, match="own_batches=True"):
+            optimizer.step()
+
+    def test_two_optimizers_with_one_plan_and_one_loader(self):
+        def misuse(model, loader, optimizer):
+            second = mlp()
+            newer = dpoptim.dp_sgd(second, loader.plan, lr=1e-2)
+            batch = next(iter(loader))
+            losses(second, batch).sum().backward()
+            newer.step()
+            losses(model, batch).sum().backward()
+            with pytest.raises(ValueError, match="another optimizer was made with this plan object"):
+                optimizer.step()
+
+        self.run(misuse)
+
+    def test_input_buffer_overwritten_before_the_step(self):
+        the_plan, model = plan(), mlp()
+        optimizer = dpoptim.dp_sgd(model, the_plan, lr=1e-2, own_batches=True)
+        x, y = (tensor[:6].clone() for tensor in dataset().tensors)
+        losses(model, [x, y]).sum().backward()
+        x.copy_(dataset().tensors[0][6:12])
+        with pytest.raises(ValueError, match="changed in place after backward"):
+            optimizer.step()
 
     def test_loader_and_optimizer_at_different_steps(self):
         def misuse(model, loader, optimizer):
@@ -191,7 +239,7 @@ def test_stock_language_models_train_in_four_changed_lines(kind, make):
         num_examples=400, batch_size=100, steps=40, clip_norm=1.0, sampling=dpoptim.Poisson()
     ).calibrate(epsilon=8.0, delta=1e-4)
     loader = dpoptim.private_loader(TensorDataset(texts), the_plan, key=KEY)
-    optimizer = make(model, the_plan, lr=2e-2, key=KEY)
+    optimizer = make(model, the_plan, lr=2e-2, **RUN)
     for (batch,) in loader:
         loss_per_example(model, batch).sum().backward()
         optimizer.step()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, forget, private_loader, take, tickets
+from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, bind, private_loader, take, tickets
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 
@@ -129,14 +129,15 @@ def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
     next(iterator)
     assert take(twin) is None
     next(iterator)
-    forget(plan)
+    optimizer = Numbers(1)
+    bind(plan, optimizer)
     assert take(plan) is None
     next(iterator)
     identity = id(plan)
-    assert identity in tickets._queues
+    assert identity in tickets._channels
     del plan, loader, iterator
     gc.collect()
-    assert identity not in tickets._queues
+    assert identity not in tickets._channels
 
 
 def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
@@ -196,8 +197,8 @@ def test_resuming_from_a_state_gives_the_rest_of_the_run():
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="next_step"):
         resumed.load_state_dict({**state, "next_step": 9})
-    with pytest.raises(ValueError, match="dataset_size"):
-        resumed.load_state_dict({**state, "dataset_size": 21})
+    with pytest.raises(ValueError, match="dataset of another size"):
+        resumed.load_state_dict({**state, "dataset": "0" * 16})
 
 
 def test_a_state_saved_amid_micro_batches_draws_the_whole_step_again():

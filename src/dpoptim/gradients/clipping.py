@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.engine import Engine, PhysicalBatch
+from dpoptim.gradients.forms import ExampleGradients
+
+CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
+"""Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
 
 
 @dataclass
@@ -77,31 +81,55 @@ class ClippedSums:
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared: Tensor | None = None
+        squared: Tensor | float = 0.0
+        bounds: Tensor | float = 0.0
         for name, gradients in batch.gradients.items():
             scale = None if self.scale is None else self.scale[name]
-            part = gradients.squared_norms(scale)
-            squared = part if squared is None else squared + part
-        assert squared is not None
+            squared = squared + gradients.squared_norms(scale)
+            bounds = bounds + gradients.cancellation_bounds(scale)
+        assert isinstance(squared, Tensor)
         norms = squared.sqrt() * factor
+        precision = next(iter(self.parameters.values())).dtype
+        cancelling = (
+            bounds * factor > CANCELLATION[torch.float64 if precision == torch.float64 else torch.float32] * norms
+        )
         finite = norms.isfinite()
-        weights = (self.clip_norm / norms).clamp(max=1.0)  # a norm of 0 gives inf, clamped to 1
-        weights = weights.masked_fill(~finite, 0) * factor
         self.counts.examples += batch.examples
         self.counts.clipped += int((norms > self.clip_norm).sum())
         self.counts.nonfinite += batch.examples - int(finite.sum())
-        self.norms.append(norms)
-        everything_finite = bool(finite.all())
+        self.norms.append(norms.to(torch.float64 if precision == torch.float64 else torch.float32))
+        plain = finite & ~cancelling
+        weights = self._weights(norms) * factor
+        everything = bool(plain.all())  # 0 · NaN is NaN: examples are left out, not weighted by 0
         for name, gradients in batch.gradients.items():
-            kept, kept_weights = gradients, weights
-            if not everything_finite:  # 0 · NaN is NaN: leave the examples out instead
-                kept, kept_weights = gradients.select(finite), weights[finite]
-            _accumulate(self.sums, name, kept.weighted_sum(kept_weights))
-            if self.square_sums is not None:
-                _accumulate(self.square_sums, name, kept.weighted_square_sum(kept_weights))
+            kept, kept_weights = (gradients, weights) if everything else (gradients.select(plain), weights[plain])
+            self._accumulate(name, kept, kept_weights)
+        for j in torch.nonzero(finite & cancelling).flatten().tolist():
+            self._clip_and_sum_one(batch, j, factor)
+
+    def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
+        """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
+        own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
+        scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
+        norm = torch.stack([g.double().square().sum() for g in scaled.values()]).sum().sqrt() * factor
+        weight = self._weights(norm[None]) * factor
+        for name, g in own.items():
+            alone = ExampleGradients(g.shape, dense=g[None])
+            self._accumulate(name, alone, weight)
+
+    def _weights(self, norms: Tensor) -> Tensor:
+        """min(1, clip_norm/norm); a norm of 0 gives 1."""
+        return (self.clip_norm / norms).clamp(max=1.0)
+
+    def _accumulate(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
+        dtype = torch.float64 if self.parameters[name].dtype == torch.float64 else torch.float32
+        weights = weights.to(dtype)
+        _add_to(self.sums, name, gradients.weighted_sum(weights))
+        if self.square_sums is not None:
+            _add_to(self.square_sums, name, gradients.weighted_square_sum(weights))
 
 
-def _accumulate(into: dict[str, Tensor], name: str, value: Tensor) -> None:
+def _add_to(into: dict[str, Tensor], name: str, value: Tensor) -> None:
     if name in into:
         into[name] += value
     else:

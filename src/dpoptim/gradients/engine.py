@@ -159,7 +159,8 @@ class Engine:
             self.examples = tensor.shape[0]
         if tensor.shape[0] == self.examples:
             return tensor
-        if tensor.shape[0] == 1:
+        shared = self.probe.passed or (self.call is None and not tensor.is_floating_point())
+        if tensor.shape[0] == 1 and shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
 
@@ -203,7 +204,14 @@ class Engine:
         """Close the physical batch: what was kept goes to `on_batch`."""
         batch, self.batch = self.batch, PhysicalBatch()
         if batch.gradients:
-            with torch.no_grad():
+            for name, gradients in batch.gradients.items():
+                if gradients.was_overwritten:
+                    raise ValueError(
+                        f"an input that the gradient of '{name}' is made of was changed in place after backward (a "
+                        "reused buffer?); "
+                        "call optimizer.step() before the next batch is written, or copy the batch"
+                    )
+            with torch.no_grad(), _full_precision(next(self.model.parameters()).device.type):
                 self.on_batch(batch)
         if self.call is None:
             self.examples = None
@@ -212,6 +220,18 @@ class Engine:
         """Forget what was kept of the open physical batch."""
         self.batch = PhysicalBatch()
         self.examples = None
+
+
+@contextlib.contextmanager
+def _full_precision(device: str) -> Iterator[None]:
+    """Norms and sums are never taken in a reduced precision that the loop has set for its forward."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _Tripwire:

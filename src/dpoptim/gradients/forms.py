@@ -13,6 +13,7 @@ Everything here is un-noised: nothing outside `dpoptim.gradients` may import thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,24 @@ GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in the precision that norms are taken in: float64 stays, everything else becomes fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Sum of squares of everything behind the first axis, in float64."""
+    return rows.square().reshape(len(rows), -1).sum(1, dtype=torch.float64)
+
+
+def _lengths(vectors: Tensor) -> Tensor:
+    """Norms along the last axis; never 0 for a vector that is not, though its squares underflow."""
+    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1)
+    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1), largest).double()
+
+
+def _to_size_one(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """(factors over their largest entry, that entry), example by example."""
+    size = factors.abs().flatten(1).amax(1)
+    size = torch.where(size > 0, size, 1.0)
+    return factors / size[:, None, None], size.double()
 
 
 @dataclass(frozen=True)
@@ -74,15 +93,17 @@ class ExampleGradients:
     >>> g.add(Outer(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
     >>> g.add(Rows(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
     >>> g.squared_norms()        # three entries of 2 and three of 1
-    tensor([15., 15., 15., 15.])
+    tensor([15., 15., 15., 15.], dtype=torch.float64)
     """
 
     shape: torch.Size
     outers: list[Outer] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
     dense: Tensor | None = None
+    kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
 
     def add(self, form: Form) -> None:
+        self.kept += [(part, part._version) for part in vars(form).values()]
         if isinstance(form, Outer):
             self.outers.append(form)
         elif isinstance(form, Rows):
@@ -90,6 +111,11 @@ class ExampleGradients:
         else:
             grads = wide(form.grads)
             self.dense = grads if self.dense is None else self.dense + grads
+
+    @property
+    def was_overwritten(self) -> bool:
+        """Whether something that is held has been changed in place since: a reused input buffer, say."""
+        return any(part._version != version for part, version in self.kept)
 
     @property
     def examples(self) -> int:
@@ -104,18 +130,44 @@ class ExampleGradients:
             outers=[form.select(keep) for form in self.outers],
             rows=[form.select(keep) for form in self.rows],
             dense=None if self.dense is None else self.dense[keep],
+            kept=[],
         )
 
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
-        """‖scale ⊙ g_j‖² for each example j, in fp32 (float64 where the model is)."""
+        """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32)."""
         if self.dense is not None and not self.outers and not self.rows:
-            scaled = self.dense if scale is None else self.dense * scale
-            return scaled.square().reshape(len(scaled), -1).sum(1)
+            return _squares(self.dense if scale is None else self.dense * scale)
         if self.rows and not self.outers and self.dense is None:
             return self._rows_squared_norms(scale)
         if self.outers and not self.rows and self.dense is None:
             return self._outer_squared_norms(scale)
         return self._squared_norms_by_blocks(scale)
+
+    def cancellation_bounds(self, scale: Tensor | None = None) -> Tensor:
+        """What the norms could be if nothing cancelled, Σ_t ‖scale ⊙ (part of g_j at position t)‖ or more, in float64.
+
+        Where it far exceeds the norm, rounding of the sum over positions is no longer small beside the norm.
+        """
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        for outer in self.outers:
+            left = wide(outer.left) if scale is None else wide(outer.left) * scale.amax(1)
+            total += (_lengths(left) * _lengths(wide(outer.right))).sum(1)
+        for use in self.rows:
+            values = wide(use.values) if scale is None else wide(use.values) * scale[use.ids]
+            total += _lengths(values).sum(1)
+        return total
+
+    def example(self, j: int) -> Tensor:
+        """g_j itself, of the parameter's shape."""
+        if self.dense is not None and not self.outers and not self.rows:
+            return self.dense[j]
+        own = self.select(torch.tensor([j], device=self._device()))
+        return torch.cat([block[0] for _, block in own._blocks()])
+
+    def _device(self) -> torch.device:
+        if self.dense is not None:
+            return self.dense.device
+        return (self.outers[0].left if self.outers else self.rows[0].ids).device
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_j weights[j]·g_j, of the parameter's shape."""
@@ -141,28 +193,35 @@ class ExampleGradients:
         return total
 
     def _outer_squared_norms(self, scale: Tensor | None) -> Tensor:
-        left = torch.cat([wide(form.left) for form in self.outers], dim=1)
-        right = torch.cat([wide(form.right) for form in self.outers], dim=1)
-        positions = left.shape[1]
-        if positions == 1:
-            left_squares, right_squares = left[:, 0].square(), right[:, 0].square()
-            if scale is None:
-                return left_squares.sum(1) * right_squares.sum(1)
-            return ((left_squares @ scale.square()) * right_squares).sum(1)
         rows, cols = self.shape
-        if scale is None and positions * (rows + cols) < rows * cols:
-            return self._gram_squared_norms(left, right)
-        return self._squared_norms_by_blocks(scale)
+        positions = sum(form.left.shape[1] for form in self.outers)
+        by_gram = scale is None and positions * (rows + cols) < rows * cols
+        if positions > 1 and not by_gram:
+            return self._squared_norms_by_blocks(scale)
+        # Squares of the factors: each example's are brought to size 1 first, or they could underflow.
+        left, left_size = _to_size_one(torch.cat([wide(form.left) for form in self.outers], dim=1))
+        right, right_size = _to_size_one(torch.cat([wide(form.right) for form in self.outers], dim=1))
+        if positions > 1:
+            norms = self._gram_squared_norms(left, right)
+        elif scale is None:
+            norms = _squares(left) * _squares(right)
+        else:
+            norms = ((left[:, 0].square() @ scale.square()) * right[:, 0].square()).double().sum(1)
+        doubtful = norms < 0
+        norms *= (left_size * right_size).square()
+        if doubtful.any():
+            norms[doubtful] = self.select(doubtful)._squared_norms_by_blocks(scale)
+        return norms
 
     def _gram_squared_norms(self, left: Tensor, right: Tensor) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), checked against cancellation."""
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u); −1 where positions cancel and the product cannot be
+        trusted.
+        """
         left_gram, right_gram = left @ left.mT, right @ right.mT
-        norms = (left_gram * right_gram).sum((1, 2))
-        bound = (left_gram.diagonal(dim1=1, dim2=2) * right_gram.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt()
-        doubtful = norms < GRAM_TRUST[norms.dtype] * bound.sum(1).square()
-        if doubtful.any():
-            norms[doubtful] = self.select(doubtful)._squared_norms_by_blocks(None)
-        return norms
+        norms = (left_gram * right_gram).sum((1, 2)).double()
+        diagonals = left_gram.diagonal(dim1=1, dim2=2) * right_gram.diagonal(dim1=1, dim2=2)
+        bound = diagonals.clamp(min=0).sqrt().sum(1).square()
+        return norms.masked_fill(norms <= GRAM_TRUST[left.dtype] * bound, -1.0)
 
     def _rows_squared_norms(self, scale: Tensor | None) -> Tensor:
         """Values of equal ids of one example are summed before they are squared."""
@@ -175,14 +234,14 @@ class ExampleGradients:
         sums.index_add_(0, where.flatten(), values.flatten(0, 1))
         if scale is not None:
             sums *= scale[distinct % num_rows]
-        return values.new_zeros(examples).index_add_(0, distinct // num_rows, sums.square().sum(1))
+        total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
+        return total.index_add_(0, distinct // num_rows, _squares(sums))
 
     def _squared_norms_by_blocks(self, scale: Tensor | None) -> Tensor:
         total: Tensor | None = None
         for rows, block in self._blocks():
             scaled = block if scale is None else block * scale[rows]
-            squares = scaled.square().flatten(1).sum(1)
-            total = squares if total is None else total + squares
+            total = _squares(scaled) if total is None else total + _squares(scaled)
         assert total is not None
         return total
 

@@ -11,6 +11,7 @@ provided the batches are drawn as the plan says, the key is secret, and `scale` 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,17 +52,20 @@ class PrivateRelease:
         release: Release,
         *,
         key: NoiseKey | None = None,
+        run_id: str | None = None,
         mean_loss: bool = False,
+        own_batches: bool = False,
     ) -> None:
-        if isinstance(plan.release, NoiselessSquare) and not isinstance(release, NoiselessSquare):
-            raise ValueError("plan is declared not private (NoiselessSquare); give this optimizer a private plan")
+        if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
+            raise ValueError(
+                f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so "
+                "plan and "
+                "optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
+            )
         if plan.noise_multiplier is None:
             raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
-        if (
-            torch.distributed.is_available()
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_world_size() > 1
-        ):
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.releasing(release)
@@ -74,22 +78,42 @@ class PrivateRelease:
         self._sums = ClippedSums(model, clip_norm=plan.clip_norm, squares=averages_squares, mean_loss=mean_loss)
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
-        self._report_nonfinite_at = 1
-        self._batch_is_open = False
-        streams = ["gradient", "square"] if self._square_stddev else ["gradient"]
+        self._nonfinite_reported = self._batch_is_open = False
+        self._own_batches = own_batches
+        self._has_loader = self._warned = False
+        self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
+        tickets.bind(plan, self)
+
+    def _begin_run(self, run_id: str) -> None:
+        """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
+        self.run_id = run_id
+        key = self.key.for_run(run_id)
         self._noise = {
-            (stream, name): plan.strategy.stream(
-                self.key,
+            (stream, name): self.plan.strategy.stream(
+                key,
                 stream=stream,
                 name=name,
                 numel=p.numel(),
                 dtype=torch.float64 if p.dtype == torch.float64 else torch.float32,
                 device=p.device,
             )
-            for stream in streams
+            for stream in (["gradient", "square"] if self._square_stddev else ["gradient"])
             for name, p in self._sums.parameters.items()
         }
-        tickets.forget(self._drawn_for)
+
+    def resume(self, *, run_id: str, step: int) -> None:
+        """Continue the run `run_id` at `step`; whatever had been accumulated is forgotten."""
+        if run_id == self.run_id and step < self.step:
+            raise ValueError(
+                f"step={step} lies behind step {self.step}, which has been released: going back would spend the "
+                "same noise twice; "
+                "make a new optimizer for a new run"
+            )
+        self._drop(everything=True)
+        self._batch_is_open = self._has_loader = False
+        tickets.bind(self._drawn_for, self)
+        self._begin_run(run_id)
+        self.step = step
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -102,6 +126,10 @@ class PrivateRelease:
 
     @scale.setter
     def scale(self, scale: Mapping[str, Tensor] | None) -> None:
+        if scale is not None and isinstance(self.plan.release, IndependentMoments | JointMoments):
+            raise ValueError(
+                f"scale: {self.plan.release} has no proof for scaled clipping; use the Flat() geometry with it"
+            )
         self._sums.scale = scale
 
     @property
@@ -114,7 +142,11 @@ class PrivateRelease:
 
     def batch_is_complete(self) -> bool:
         """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
-        ticket = tickets.take(self._drawn_for)
+        ticket = None if self._own_batches else tickets.take(self._drawn_for, self)
+        if ticket is None:
+            self._refuse_without_ticket()
+        else:
+            self._has_loader = True
         if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
             self._drop(everything=ticket.is_placeholder)
         self._sums.engine.flush()
@@ -126,7 +158,9 @@ class PrivateRelease:
             self._refuse_batch(
                 f"the loader is at step {ticket.step} and the optimizer at step {self.step}: start both at the same "
                 "step "
-                "(private_loader(..., start_step=...) after a restart) and call step() once for each batch"
+                "(loader.load_state_dict after a restart; a batch that was only looked at counts as drawn, so make "
+                "the loader again) and "
+                "call step() once for each batch"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
@@ -154,13 +188,13 @@ class PrivateRelease:
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         self._at_last_release = counts.examples
-        if counts.nonfinite >= self._report_nonfinite_at:
-            self._report_nonfinite_at = 2 * counts.nonfinite
+        if counts.nonfinite and not self._nonfinite_reported:
+            self._nonfinite_reported = True
             warnings.warn(
-                f"{counts.nonfinite} examples so far had a gradient that is not finite and were left out (this "
-                "count is not private)",
+                "an example's gradient was not finite and was left out; release.counts_not_private counts such "
+                "examples",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         sums, square_sums = self._sums.take()
         gradient = {
@@ -171,6 +205,27 @@ class PrivateRelease:
         square = self._second_release(sums, square_sums)
         self.step += 1
         return Released(step=self.step - 1, gradient=gradient, square=square)
+
+    def _refuse_without_ticket(self) -> None:
+        """No batch of a private_loader stands behind this step: is that meant?"""
+        if self._own_batches:
+            return
+        if self._has_loader:
+            self._refuse_batch("step() was called twice for one batch of the loader; call it once for each")
+        if tickets.pending_elsewhere(self._drawn_for):
+            self._refuse_batch(
+                "the batches come from a private_loader that was made with another plan object; give the loader and "
+                "the "
+                "optimizer the same (calibrated) plan"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are "
+                "drawn as the plan "
+                f"says ({self.plan.sampling}); pass own_batches=True if they are",
+                stacklevel=6,
+            )
 
     def _was_abandoned(self, ticket: tickets.Ticket) -> bool:
         """Whether what has been summed so far belongs to a logical batch that the loop broke off."""

@@ -85,6 +85,15 @@ class NoiseKey:
                 f"path={str(path)!r} already exists; load it with NoiseKey.load(path), or choose another path"
             ) from error
 
+    def for_run(self, run_id: str) -> NoiseKey:
+        """The key of one run: distinct public `run_id`s give independent noise, though they share this key.
+
+        >>> key = NoiseKey.from_bytes(bytes(32))
+        >>> key.for_run("a") == key.for_run("a"), key.for_run("a") == key.for_run("b")
+        (True, False)
+        """
+        return NoiseKey.from_bytes(self.subkey("run", run_id))
+
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that name the key and do not reveal it; may stand in checkpoints."""
         return blake2b(b"fingerprint", digest_size=8, key=self._secret, person=b"dpoptim/finger").hexdigest()

@@ -43,6 +43,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         param_groups: Iterable[dict[str, Any]] | None = None,
         loss_reduction: str = "sum",
         key: NoiseKey | None = None,
+        run_id: str | None = None,
+        own_batches: bool = False,
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"lr={lr} must be 0 or more")
@@ -54,7 +56,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
         super().__init__(groups, {"lr": lr, **rule.defaults()})
-        self.release = PrivateRelease(model, plan, release, key=key, mean_loss=loss_reduction == "mean")
+        self.release = PrivateRelease(
+            model,
+            plan,
+            release,
+            key=key,
+            run_id=run_id,
+            mean_loss=loss_reduction == "mean",
+            own_batches=own_batches,
+        )
         self.plan = plan = self.release.plan
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self._names = names
@@ -112,6 +122,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         state["privacy"] = {
             "step": self.release.step,
             "plan": self.plan.to_dict(),
+            "run_id": self.release.run_id,
             "key_fingerprint": self.key.fingerprint(),
         }
         return state
@@ -131,9 +142,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "it as key=. "
                 "Continuing with a new key would break the correlation of the noise and the sampling"
             )
+        self.release.resume(run_id=str(privacy["run_id"]), step=int(privacy["step"]))
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._restore_precision(state_dict)
-        self.release.step = int(privacy["step"])
         self._set_scale()
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@ update rule.
 
 Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
 `rule` (Adam(), AdamW(), AdaGrad(), RMSProp()), `param_groups` (dicts as for torch.optim), `loss_reduction` ("sum" or
-"mean", how the loop reduces the loss vector before backward) and `key` (a NoiseKey, to continue a run).
+"mean", how the loop reduces the loss vector before backward), `key` (a NoiseKey, to continue a run), `run_id`
+(public; new for every optimizer, restored by load_state_dict, and to be given only to make the same noise again) and
+`own_batches` (True says that the caller draws batches as the plan says, without a private_loader).
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Common(TypedDict, total=False):
     param_groups: Iterable[dict[str, Any]] | None
     loss_reduction: Literal["sum", "mean"]
     key: NoiseKey | None
+    run_id: str | None
+    own_batches: bool
 
 
 ADAM = Adam()

@@ -18,7 +18,7 @@ from dpoptim.privacy.releases import (
 )
 from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
-from dpoptim.privacy.tickets import Ticket, forget, issue, take
+from dpoptim.privacy.tickets import Ticket, bind, issue, take
 
 __all__ = [
     "Adjacency",
@@ -37,7 +37,7 @@ __all__ = [
     "Shuffled",
     "Ticket",
     "TruncatedPoissonRun",
-    "forget",
+    "bind",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",

@@ -37,12 +37,14 @@ class PrivateLoader:
         num_workers: int,
         pin_memory: bool,
         start_step: int,
+        look_ahead: int,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
         self.key = key
         self.micro_batch_size = micro_batch_size
         self.generation = 0
+        self.look_ahead = look_ahead
         self._dataset_size = len(cast(Sized, dataset))
         self._next_step = start_step
         self._loader_options: dict[str, Any] = {
@@ -96,9 +98,9 @@ class PrivateLoader:
             if generation != self.generation:
                 raise RuntimeError("this iteration was abandoned when a newer one began; use the newer one")
             ticket = pending.popleft()
+            tickets.issue(self.plan, self, ticket)
             if ticket.closes_batch:
                 self._next_step = ticket.step + 1
-            tickets.issue(self.plan, self, ticket)
             yield batch
 
     def physical_batches(self, step: int) -> Iterator[tuple[list[int], Ticket]]:
@@ -136,8 +138,12 @@ class PrivateLoader:
         return {
             "next_step": self._next_step,
             "key_fingerprint": self.key.fingerprint(),
-            "dataset_size": self._dataset_size,
+            "dataset": self._dataset_fingerprint(),
         }
+
+    def _dataset_fingerprint(self) -> str:
+        """The size, hidden by the key: under add-remove adjacency it is itself private."""
+        return self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; refuses another key or another number of examples."""
@@ -146,10 +152,11 @@ class PrivateLoader:
                 f"the state was saved with key {state['key_fingerprint']} and this loader has key "
                 f"{self.key.fingerprint()}; pass the run's own key to private_loader(key=...)"
             )
-        if state["dataset_size"] != self._dataset_size:
+        if state["dataset"] != self._dataset_fingerprint():
             raise ValueError(
-                f"the state was saved with dataset_size={state['dataset_size']} and this dataset has "
-                f"{self._dataset_size}; load the dataset of the original run"
+                f"the state was saved with a dataset of another size than this one's {self._dataset_size}; load the "
+                "dataset of "
+                "the original run"
             )
         next_step = state["next_step"]
         if isinstance(next_step, bool) or not isinstance(next_step, int) or not 0 <= next_step <= self.steps:
@@ -182,6 +189,7 @@ def private_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     start_step: int = 0,
+    look_ahead: int = 0,
 ) -> PrivateLoader:
     """A loader that draws each step's examples as `plan.sampling` says, for all `plan.steps` steps.
 
@@ -191,7 +199,8 @@ def private_loader(
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset must have exactly `plan.num_examples` examples;
     under `ADD_REMOVE` that number is a declared constant, and sampling goes over the data at hand at the
     plan's rate.
-    Edge cases: without a `key` a new one is made; keep `loader.key` to resume.
+    Edge cases: without a `key` a new one is made; keep `loader.key` to resume. `look_ahead` is how many batches a
+    wrapper may fetch before the optimizer has stepped on them; by default none.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
     >>> loader = private_loader(list(range(6)), plan)
@@ -221,6 +230,14 @@ def private_loader(
         raise ValueError(f"micro_batch_size must be a whole number ≥ 1 or None, got {micro_batch_size!r}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or not 0 <= start_step <= plan.steps:
         raise ValueError(f"start_step must be a whole number from 0 to {plan.steps}, got {start_step!r}")
+    if start_step > 0 and key is None:
+        raise ValueError(
+            f"start_step={start_step} continues a run, which needs the run's own key: a new one would draw other "
+            "batches; pass "
+            "key=NoiseKey.load(path)"
+        )
+    if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
+        raise ValueError(f"look_ahead must be a whole number ≥ 0, got {look_ahead!r}")
     if key is not None and not isinstance(key, NoiseKey):
         raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.generate()")
     return PrivateLoader(
@@ -232,4 +249,5 @@ def private_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         start_step=start_step,
+        look_ahead=look_ahead,
     )

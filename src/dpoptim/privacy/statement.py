@@ -137,7 +137,7 @@ def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
     second = plan.rdp_epsilon(delta=delta)
     if second is None:
         return "none is implemented for this sampling and adjacency"
-    return f"epsilon <= {second:.4f} by Rényi divergences (a looser bound; the statement is the first line)"
+    return f"epsilon <= {second:.4f} by Rényi divergences (also an upper bound; the statement is the first line)"
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
@@ -145,9 +145,13 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
     if isinstance(plan.sampling, Poisson):
         key += "; nobody learns which examples were in which batch"
     return [
-        "each example's loss depends on that example and the parameters alone (no batch statistics)",
+        "each example's loss depends on that example and the parameters alone (no batch statistics), and losses are "
+        "summed "
+        "before the backward, or averaged where the optimizer was told so",
         "an example whose gradient is not finite has weight 0",
-        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader",
+        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader, and none "
+        "twice: going "
+        "back to an older checkpoint repeats noise",
         key,
         "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data",
         "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -32,10 +32,15 @@ class Ticket:
 
 
 class Issuer(Protocol):
-    """A loader: its generation rises with each new iteration, which makes the tickets of older ones void."""
+    """A loader: its generation rises with each new iteration, which makes the tickets of older ones void.
+
+    `look_ahead` is how many batches a wrapper around it may fetch before the optimizer has stepped on them.
+    """
 
     @property
     def generation(self) -> int: ...
+    @property
+    def look_ahead(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -44,55 +49,103 @@ class _Entry:
     issuer: weakref.ref[Issuer]
     generation: int
 
+    @property
+    def is_valid(self) -> bool:
+        issuer = self.issuer()
+        return issuer is not None and issuer.generation == self.generation
 
-_queues: dict[int, tuple[weakref.ref[object], deque[_Entry]]] = {}
+
+@dataclass
+class _Channel:
+    """What passes between the loader and the optimizer of one plan object."""
+
+    plan: weakref.ref[object]
+    entries: deque[_Entry] = field(default_factory=deque)
+    consumer: weakref.ref[object] | None = None
+    was_used: bool = False
+
+    def live_consumer(self) -> object | None:
+        return None if self.consumer is None else self.consumer()
 
 
-def _queue(plan: object, *, create: bool) -> deque[_Entry]:
+_channels: dict[int, _Channel] = {}
+
+
+def _channel(plan: object) -> _Channel:
     identity = id(plan)
-    found = _queues.get(identity)
-    if found is not None and found[0]() is plan:
-        return found[1]
-    queue: deque[_Entry] = deque()
-    if create:
+    found = _channels.get(identity)
+    if found is not None and found.plan() is plan:
+        return found
 
-        def drop(reference: weakref.ref[object]) -> None:
-            # The identity may already belong to a newer plan.
-            if identity in _queues and _queues[identity][0] is reference:
-                del _queues[identity]
+    def drop(reference: weakref.ref[object]) -> None:
+        # The identity may already belong to a newer plan.
+        if identity in _channels and _channels[identity].plan is reference:
+            del _channels[identity]
 
-        _queues[identity] = (weakref.ref(plan, drop), queue)
-    return queue
+    _channels[identity] = _Channel(weakref.ref(plan, drop))
+    return _channels[identity]
 
 
 def issue(plan: object, loader: Issuer, ticket: Ticket) -> None:
-    """Queue a ticket for whoever optimizes under this plan object."""
-    _queue(plan, create=True).append(_Entry(ticket, weakref.ref(loader), loader.generation))
+    """Queue a ticket for whoever optimizes under this plan object.
+
+    Refused where an optimizer is bound and has not stepped on an earlier batch: a skipped batch would shift all
+    later ones.
+    """
+    channel = _channel(plan)
+    waiting = [entry for entry in channel.entries if entry.is_valid]
+    if channel.live_consumer() is not None and len(waiting) > loader.look_ahead:
+        raise ValueError(
+            "the loader was asked for another batch before optimizer.step() was called for the last one; call "
+            "step() once for each "
+            "batch, also for one you would rather skip (a wrapper that fetches ahead needs private_loader(..., "
+            "look_ahead=1))"
+        )
+    channel.was_used = True
+    channel.entries.append(_Entry(ticket, weakref.ref(loader), loader.generation))
 
 
-def take(plan: object) -> Ticket | None:
+def take(plan: object, consumer: object | None = None) -> Ticket | None:
     """The oldest ticket that is still valid, or None; void tickets before it are thrown away.
 
-    First in, first out, so that a wrapper which fetches batches ahead still gets the right ticket for each.
+    First in, first out, so that a wrapper which fetches batches ahead still gets the right ticket for each. Refused
+    to a `consumer` other than the one that was bound last: two optimizers under one plan would release twice what it
+    covers.
 
-    >>> class Loader: generation = 0
+    >>> class Loader: generation, look_ahead = 0, 0
     >>> class Plan: pass
     >>> plan, loader = Plan(), Loader()
-    >>> flags = dict(is_placeholder=False, opens_batch=True, closes_batch=True)
-    >>> ticket = Ticket(step=0, physical_examples=4, **flags)
+    >>> ticket = Ticket(step=0, physical_examples=4, is_placeholder=False, opens_batch=True, closes_batch=True)
     >>> issue(plan, loader, ticket)
     >>> take(plan) == ticket, take(plan)
     (True, None)
     """
-    queue = _queue(plan, create=False)
-    while queue:
-        entry = queue.popleft()
-        issuer = entry.issuer()
-        if issuer is not None and issuer.generation == entry.generation:
+    channel = _channel(plan)
+    if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:
+        raise ValueError(
+            "another optimizer was made with this plan object since, and its loader feeds that one; make a plan "
+            "object for each "
+            "run (plan.replace() copies it)"
+        )
+    while channel.entries:
+        entry = channel.entries.popleft()
+        if entry.is_valid:
             return entry.ticket
     return None
 
 
-def forget(plan: object) -> None:
-    """Throw away all tickets of this plan object."""
-    _queue(plan, create=False).clear()
+def bind(plan: object, consumer: object) -> None:
+    """From now on `consumer` takes the tickets of this plan object; those that wait are void."""
+    channel = _channel(plan)
+    channel.entries.clear()
+    channel.consumer = weakref.ref(consumer)
+    channel.was_used = False
+
+
+def pending_elsewhere(plan: object) -> bool:
+    """Whether a loader waits for an optimizer under another plan object that no optimizer was made with."""
+    return any(
+        channel.live_consumer() is None and any(entry.is_valid for entry in channel.entries)
+        for channel in _channels.values()
+        if channel.plan() is not plan
+    )

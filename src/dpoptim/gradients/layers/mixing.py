@@ -41,13 +41,15 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
 
 
 class _BatchNormWatch:
-    """Raises when a BatchNorm is in training mode, now or at any later forward with gradients."""
+    """Raises when a BatchNorm is in training mode, now or at any later forward: it would mix examples and keep their
+    mean.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label
 
     def __call__(self, module: Any, args: Any) -> None:
-        if (module.training or module.running_mean is None) and torch.is_grad_enabled():
+        if module.training or (module.running_mean is None and torch.is_grad_enabled()):
             raise ValueError(
                 f"{self.label} normalises over the batch and so mixes examples; replace it by nn.GroupNorm, "
                 "or freeze its statistics with .eval()"
