@@ -14,7 +14,6 @@ _SINE = tuple(float((-1) ** k * (_PI / 4) ** (2 * k + 1) / factorial(2 * k + 1))
 # -2·ln((1+s)/(1-s)) = s·Σ _LOG[k]·s^2k on |s| ≤ 0.172: the series of atanh, cut where a term is below 2^-53.
 _LOG = tuple(-4.0 / (2 * k + 1) for k in range(10))
 _MINUS_2_LN2 = float(-2 * _LN2)
-_LOW_HALF = 0xFFFFFFFF
 _ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
 
 SCRATCH_ROWS = 4
@@ -31,7 +30,7 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
 
     Guarantee: only +, -, ×, ÷, √ and conversions are used, one operation a call, each rounded correctly under
     IEEE 754. So an element's bits depend on its two words alone: not on its position, the vector width, the
-    number of threads, the mathematical library, or the device. Values are
+    number of threads, or the device (on a CPU with numpy: torch's √ there may not round correctly). Values are
     within 1e-14 of those of exact arithmetic on u rounded to float64.
 
     Edge cases: w = 0 gives the largest radius, √(130·ln 2) = 9.493; u rounds to 1 for the largest words:
@@ -48,13 +47,7 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a_bits, b_bits = a.view(xp.int64), b.view(xp.int64)
 
     # u = 2^e·m with √½ ≤ m < √2, so that ln u has no cancellation near u = 1.
-    # The word goes over in halves: libraries differ in how they round a whole unsigned one.
-    xp.bitwise_and(words[0::2] >> 32, _LOW_HALF, out=b_bits)
-    a[...] = b_bits
-    a *= 2.0**32
-    xp.bitwise_and(words[0::2], _LOW_HALF, out=b_bits)
-    c[...] = b_bits
-    a += c
+    a[...] = words.view(xp.uint64)[0::2]
     a += 0.5
     a *= 2.0**-64
     xp.subtract(a_bits, _ROOT_HALF_BITS, out=b_bits)
