@@ -10,8 +10,8 @@ fixed hash: a vocabulary that was counted on the records would itself tell somet
     python examples/which_library.py --quick --json
 
 The settings were chosen by trial on parts of the same records, which a real project would not do: ε does not cover the
-choice, and the held-out records are not untouched by it. Scale-then-privatize had more trials (16) than the others (6 or
-7 each), so a lead of a point is no proof. ε holds for each model by itself, not for all of them at once.
+choice, and the held-out records are not untouched by it. Scale-then-privatize had more trials (16) than the others (6
+or 7 each), so a lead of a point is no proof. ε holds for each model by itself, not for all of them at once.
 """
 
 from __future__ import annotations
