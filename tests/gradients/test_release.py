@@ -38,7 +38,7 @@ def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.p
     source = PrivateRelease(model, the_plan, what, key=key, run_id="", own_batches=True)
     if len(gradients):
         model(gradients).sum().backward()
-    assert source.batch_is_complete()
+    assert source.close_physical_batch()
     return source.release()
 
 

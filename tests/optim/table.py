@@ -163,7 +163,7 @@ def _make_noiseless(scaled):
             warnings.simplefilter("ignore")
             return dpoptim.noiseless_preconditioner(
                 model, plan.releasing(dpoptim.NoiselessSquare()), LR, rule=rule,
-                scale_then_privatize=scaled, eps_scale=EPS_SCALE, **common,
+                scaled=scaled, eps_scale=EPS_SCALE, **common,
             )  # fmt: skip
 
     return make

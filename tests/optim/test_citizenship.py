@@ -55,8 +55,8 @@ class TestStateDict:
         advance(made, optimizer, range(3))
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
-        assert KEY.subkey("x", "y") is not None
         assert bytes(range(32)) not in file.getvalue()
+        assert KEY.subkey("run", "the run") not in file.getvalue()
 
     def test_a_sweep_with_one_key_never_repeats_noise(self):
         """Every optimizer has a run of its own; only a restored one makes the old noise again."""
@@ -95,6 +95,8 @@ class TestStateDict:
             dpoptim.post_processing(made.model, plan(), LR).load_state_dict(state)
         with pytest.raises(ValueError, match="another privacy plan"):
             dpoptim.post_processing(made.model, plan(steps=31), LR, **RUN).load_state_dict(state)
+        with pytest.raises(ValueError, match="state_dict is of Adam with Flat with OfNoisyGradient"):
+            dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY).load_state_dict(state)
         ordinary = torch.optim.Adam(made.model.parameters()).state_dict()
         with pytest.raises(ValueError, match="no 'privacy' entry"):
             dpoptim.post_processing(made.model, plan(), LR, **RUN).load_state_dict(ordinary)
@@ -226,6 +228,15 @@ def test_closure():
     ("make", "words"),
     [
         (lambda m: dpoptim.post_processing(m, plan(), -1.0), "lr=-1.0"),
+        (lambda m: dpoptim.post_processing(m.parameters(), plan()), r"not model.parameters\(\)"),
+        (
+            lambda m: dpoptim.scale_then_privatize(cast(Any, plan()), cast(Any, m)),
+            "plan must be a PrivacyPlan",
+        ),
+        (lambda m: dpoptim.post_processing(m, plan(), rule=cast(Any, dpoptim.Adam)), "must be an instance"),
+        (lambda m: dpoptim.post_processing(m, plan(), rule=cast(Any, "adam")), "must be an instance"),
+        (lambda m: dpoptim.post_processing(m, plan(), key=cast(Any, "secret")), "key must be a NoiseKey"),
+        (lambda m: dpoptim.bias_correction(m, plan(), rule=dpoptim.SGD()), "dp_sgd"),
         (lambda m: dpoptim.post_processing(m, plan(), rule=dpoptim.SGD()), "dp_sgd"),
         (lambda m: dpoptim.post_processing(m, plan(), loss_reduction=cast(Any, "none")), "loss_reduction='none'"),
         (lambda m: dpoptim.bias_correction(m, plan(), rule=dpoptim.Adam(eps=0.0)), "eps=0.0"),

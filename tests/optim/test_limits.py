@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dpoptim
-from dpoptim.optim import NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer, rules
+from dpoptim.optim import NoiseCorrected, OfNoisyGradient, PrivateOptimizer, rules
 from tests.optim.table import EPS_SCALE, LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
@@ -237,10 +237,3 @@ def test_adagrad_where_nothing_has_come_yet_steps_by_zero():
     optimizer.step()
     for p, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, old)
-
-
-def test_noise_moment_of_the_released_square_is_not_needed():
-    optimizer = on_pure_noise(OfReleasedSquare(), dpoptim.IndependentMoments(), 3, rules.Adam(eps=1e-3))
-    optimizer.step()
-    (state,) = optimizer.state.values()
-    assert "noise_moment" not in state

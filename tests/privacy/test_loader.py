@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, bind, private_loader, take, tickets
+from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, private_loader, tickets
+from dpoptim.privacy.tickets import bind, take
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 

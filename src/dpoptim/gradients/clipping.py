@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.engine import Engine, PhysicalBatch
-from dpoptim.gradients.forms import ExampleGradients
+from dpoptim.gradients.forms import ExampleGradients, wide_dtype
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 """Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
@@ -25,7 +25,7 @@ CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 
 @dataclass
 class ClippingCounts:
-    """What clipping did since the last release. NOT private: it depends on single examples and carries no noise."""
+    """What clipping did since the start. NOT private: it depends on single examples and carries no noise."""
 
     examples: int = 0
     clipped: int = 0
@@ -58,12 +58,12 @@ class ClippedSums:
         emptied.
         """
         self.engine.flush()
-        sums = {name: self.sums.get(name, _zeros(p)) for name, p in self.parameters.items()}
-        squares = None
-        if self.square_sums is not None:
-            squares = {name: self.square_sums.get(name, _zeros(p)) for name, p in self.parameters.items()}
+        taken = self._complete(self.sums), None if self.square_sums is None else self._complete(self.square_sums)
         self.clear_sums()
-        return sums, squares
+        return taken
+
+    def _complete(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: sums[name] if name in sums else _zeros(p) for name, p in self.parameters.items()}
 
     def clear_sums(self) -> None:
         """Forget every physical batch that has been summed since the last `take`."""
@@ -89,22 +89,23 @@ class ClippedSums:
             bounds = bounds + gradients.cancellation_bounds(scale)
         assert isinstance(squared, Tensor)
         norms = squared.sqrt() * factor
-        precision = next(iter(self.parameters.values())).dtype
-        cancelling = (
-            bounds * factor > CANCELLATION[torch.float64 if precision == torch.float64 else torch.float32] * norms
-        )
+        precision = wide_dtype(next(iter(self.parameters.values())).dtype)
         finite = norms.isfinite()
+        apart = finite & (bounds * factor > CANCELLATION[precision] * norms)
+        plain = finite & ~apart
+        # One transfer from the device for all that the host must know.
+        clipped, kept, alone = torch.stack([norms > self.clip_norm, plain, apart]).sum(1).tolist()
         self.counts.examples += batch.examples
-        self.counts.clipped += int((norms > self.clip_norm).sum())
-        self.counts.nonfinite += batch.examples - int(finite.sum())
-        self.norms.append(norms.to(torch.float64 if precision == torch.float64 else torch.float32))
-        plain = finite & ~cancelling
+        self.counts.clipped += clipped
+        self.counts.nonfinite += batch.examples - kept - alone
+        self.norms.append(norms.to(precision))
         weights = self._weights(norms) * factor
-        everything = bool(plain.all())  # 0 · NaN is NaN: examples are left out, not weighted by 0
         for name, gradients in batch.gradients.items():
-            kept, kept_weights = (gradients, weights) if everything else (gradients.select(plain), weights[plain])
-            self._accumulate(name, kept, kept_weights)
-        for j in torch.nonzero(finite & cancelling).flatten().tolist():
+            if kept == batch.examples:
+                self._accumulate(name, gradients, weights)
+            else:  # 0 · NaN is NaN: examples are left out, not weighted by 0
+                self._accumulate(name, gradients.select(plain), weights[plain])
+        for j in torch.nonzero(apart).flatten().tolist() if alone else []:
             self._clip_and_sum_one(batch, j, factor)
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
@@ -122,8 +123,7 @@ class ClippedSums:
         return (self.clip_norm / norms).clamp(max=1.0)
 
     def _accumulate(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
-        dtype = torch.float64 if self.parameters[name].dtype == torch.float64 else torch.float32
-        weights = weights.to(dtype)
+        weights = weights.to(wide_dtype(self.parameters[name].dtype))
         _add_to(self.sums, name, gradients.weighted_sum(weights))
         if self.square_sums is not None:
             _add_to(self.square_sums, name, gradients.weighted_square_sum(weights))
@@ -137,4 +137,4 @@ def _add_to(into: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=torch.float64 if parameter.dtype == torch.float64 else torch.float32)
+    return torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))

@@ -124,11 +124,10 @@ class Engine:
 
     def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self.names:
+            if parameter.requires_grad != (id(parameter) in self.names):
+                change = "unfrozen or replaced" if parameter.requires_grad else "frozen (and would get noise)"
                 raise ValueError(
-                    f"parameter '{name}' was unfrozen or replaced after the optimizer was made, so the guarantee "
-                    "does not cover it; "
-                    "make the optimizer last"
+                    f"parameter '{name}' was {change} after the optimizer was made; make the optimizer last"
                 )
         self._calls += 1
         self.call = self._calls
@@ -143,10 +142,8 @@ class Engine:
             if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
                 raise ValueError(
                     f"{type(self.model).__name__} returned a scalar that needs a gradient, as a Hugging Face model "
-                    "does when it is "
-                    "given `labels`: that loss is an average over the batch and mixes examples. Call the model "
-                    "without labels and "
-                    "compute one loss an example (shape [examples]) from its logits."
+                    "does when it is given `labels`: that loss is an average over the batch and mixes examples. Call "
+                    "the model without labels and compute one loss an example (shape [examples]) from its logits."
                 )
 
     def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor:
@@ -194,9 +191,8 @@ class Engine:
             examples = batch.examples
             self.discard()
             raise ValueError(
-                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in "
-                "the same backward; "
-                "run one backward for each call of the model"
+                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in the "
+                "same backward; run one backward for each call of the model"
             )
         batch.examples = gradients.examples
 
@@ -208,8 +204,7 @@ class Engine:
                 if gradients.was_overwritten:
                     raise ValueError(
                         f"an input that the gradient of '{name}' is made of was changed in place after backward (a "
-                        "reused buffer?); "
-                        "call optimizer.step() before the next batch is written, or copy the batch"
+                        "reused buffer?); call optimizer.step() before the next batch is written, or copy the batch"
                     )
             with torch.no_grad(), _full_precision(next(self.model.parameters()).device.type):
                 self.on_batch(batch)
@@ -245,10 +240,9 @@ class _Tripwire:
             return
         self.engine.discard()
         raise ValueError(
-            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, "
-            "layer.weight)), where its "
-            "per-example gradient cannot be seen; call the layer itself, or freeze the parameter. "
-            "Public data goes inside `with dpoptim.public_data():`"
+            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, layer.weight)), "
+            "where its per-example gradient cannot be seen; call the layer itself, or freeze the parameter. Public "
+            "data goes inside `with dpoptim.public_data():`"
         )
 
 
@@ -258,13 +252,16 @@ class _PrivateForward:
     def __init__(self, engine: Engine, module: nn.Module, layer: Layer) -> None:
         self.engine, self.module, self.layer = engine, module, layer
 
-    @torch.compiler.disable  # a compiled backward would not call `keep`; under torch.compile the layers stay eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine.capturing:
             return self.layer.run(self.engine, self.module, args, kwargs)
         if self.engine.probe.running:
             self.engine.probe.see(self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    # A compiled backward would not call `keep`: under torch.compile the layers stay eager. This is what
+    # torch.compiler.disable sets, without importing the compiler for everyone.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")

@@ -27,9 +27,13 @@ GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of norms, sums and noise: float64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in the precision that norms are taken in: float64 stays, everything else becomes fp32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 def _squares(rows: Tensor) -> Tensor:
@@ -103,14 +107,16 @@ class ExampleGradients:
     kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
 
     def add(self, form: Form) -> None:
+        if isinstance(form, Dense) and self.dense is not None:
+            self.dense = self.dense + wide(form.grads)  # a new tensor: the parts need not be held
+            return
         self.kept += [(part, part._version) for part in vars(form).values()]
         if isinstance(form, Outer):
             self.outers.append(form)
         elif isinstance(form, Rows):
             self.rows.append(form)
         else:
-            grads = wide(form.grads)
-            self.dense = grads if self.dense is None else self.dense + grads
+            self.dense = wide(form.grads)
 
     @property
     def was_overwritten(self) -> bool:

@@ -73,14 +73,17 @@ def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: An
         losses[0].backward()
         engine.flush()
     for physical in found:
+        if physical.examples != len(losses):
+            raise ValueError(
+                f"loss_fn returned {len(losses)} losses for a batch of {physical.examples} examples; return one "
+                "loss an example"
+            )
         for name, gradients in physical.gradients.items():
             if bool((gradients.squared_norms()[1:] != 0).any()):
                 raise ValueError(
                     f"examples mix: the loss of example 0 has a gradient at another example in parameter '{name}'. "
-                    "Look for "
-                    "a batch axis that is not first (batch_first=True), a loss averaged over the batch, or a layer "
-                    "that looks "
-                    "across examples"
+                    "Look for a batch axis that is not first (batch_first=True), a loss averaged over the batch, or a "
+                    "layer that looks across examples"
                 )
     leaves = pytree.tree_leaves(batch)
     if all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(losses) for leaf in leaves):
@@ -100,8 +103,7 @@ def _check_losses_alone(model: nn.Module, loss_fn: LossFunction, batch: Any) -> 
     if not torch.allclose(together[0], alone, rtol=1e-2, atol=1e-4):
         raise ValueError(
             f"examples mix: example 0 has loss {float(together[0]):.6g} in its batch and {float(alone):.6g} alone. "
-            "Look for "
-            "sums or means over the first axis, in the model or in the loss"
+            "Look for sums or means over the first axis, in the model or in the loss"
         )
 
 

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpoptim.gradients.layers.rule import batch_axis
+
 
 class BatchAxisError(ValueError):
     """A layer's input does not have the examples as its first axis."""
 
-    def __init__(self, layer: str, shape: torch.Size, examples: int) -> None:
+    def __init__(self, layer: str, shape: torch.Size, examples: int, axis: int = 0) -> None:
         super().__init__(
-            f"layer '{layer}' got an input of shape {tuple(shape)} while the batch has {examples} examples (the "
-            "first axis of "
-            "the model's first tensor argument): keep the examples as the first axis of every layer's input "
-            "(batch_first=True; no flattening of examples with positions), or freeze the layer, so that each gradient "
-            "belongs to one example"
+            f"layer '{layer}' got an input of shape {tuple(shape)} while the batch has {examples} examples (the first "
+            f"axis of the model's first tensor argument) and the layer reads them on axis {axis}: keep the examples "
+            "there (batch_first=True; no flattening of examples with positions), or freeze the layer, so that each "
+            "gradient belongs to one example"
         )
 
 
@@ -54,20 +55,19 @@ class BatchAxisProbe:
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
         as_long = [isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == examples for leaf in leaves]
         only_first = [leaf is first for leaf in leaves]
-        for shortened in (as_long, only_first):
+        plain = all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        whole = self._inputs(model, leaves, structure) if plain else None
+        for shortened in (as_long, only_first) if whole is not None else ():
             fewer = [leaf[:-1] if short else leaf for leaf, short in zip(leaves, shortened, strict=True)]
-            if all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves):
-                whole = self._inputs(model, leaves, structure)
-                part = self._inputs(model, fewer, structure)
-                if whole is not None and part is not None and [s[0] for s in whole] == [s[0] for s in part]:
-                    _compare(whole, part, examples)
-                    self.passed = True
-                    return
+            part = self._inputs(model, fewer, structure)
+            if whole is not None and part is not None and [s[0] for s in whole] == [s[0] for s in part]:
+                _compare(whole, part, examples)
+                self.passed = True
+                return
         warnings.warn(
             f"{type(model).__name__} could not be run on one example less, so nothing shows that the first axis of "
-            "every layer's "
-            "input is the batch; run dpoptim.check_examples_do_not_mix(model, loss_fn, batch) before you rely on "
-            "the guarantee",
+            "every layer's input is the batch; run dpoptim.check_examples_do_not_mix(model, loss_fn, batch) before you "
+            "rely on the guarantee",
             stacklevel=2,
         )
 
@@ -75,7 +75,7 @@ class BatchAxisProbe:
         """One layer call of a run."""
         first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         if first is not None and self._seen is not None:
-            self._seen.append((name, first.shape, 1 if getattr(module, "batch_first", True) is False else 0))
+            self._seen.append((name, first.shape, batch_axis(module)))
 
     def _inputs(self, model: nn.Module, leaves: list[Any], structure: Any) -> Seen | None:
         args, kwargs = pytree.tree_unflatten(leaves, structure)
@@ -95,9 +95,9 @@ def _compare(whole: Seen, part: Seen, examples: int) -> None:
         if len(shape) > 0 and shape[0] == 1 and shape == shorter:
             continue  # shared by all examples
         if len(shape) <= axis or shape[axis] != examples:
-            raise BatchAxisError(name, shape, examples)
+            raise BatchAxisError(name, shape, examples, axis)
         if shorter[axis] != examples - 1:
-            raise BatchAxisError(name, shorter, examples - 1)
+            raise BatchAxisError(name, shorter, examples - 1, axis)
 
 
 @contextlib.contextmanager

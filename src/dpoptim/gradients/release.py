@@ -10,7 +10,6 @@ provided the batches are drawn as the plan says, the key is secret, and `scale` 
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
+from dpoptim.gradients.forms import wide_dtype
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import (
     IndependentMoments,
     JointMoments,
     NoiselessSquare,
-    Poisson,
     PrivacyPlan,
     Release,
-    Shuffled,
     tickets,
 )
 
@@ -58,12 +56,9 @@ class PrivateRelease:
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
-                f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so "
-                "plan and "
-                "optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
+                f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so plan "
+                "and optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
             )
-        if plan.noise_multiplier is None:
-            raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
@@ -71,7 +66,9 @@ class PrivateRelease:
         self.plan = plan if plan.release == release else plan.releasing(release)
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
-        self._gradient_stddev, self._square_stddev = self.plan.noise_stddevs()
+        stddevs, column_norm = self.plan.noise_stddevs(), self.plan.strategy.column_norm
+        self._gradient_stddev = stddevs.gradient_sum * column_norm
+        self._square_stddev = (stddevs.square or 0.0) * column_norm
         averages_squares = isinstance(release, JointMoments) or (
             isinstance(release, IndependentMoments) and release.squares == "average_of"
         )
@@ -80,6 +77,7 @@ class PrivateRelease:
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self._nonfinite_reported = self._batch_is_open = False
         self._own_batches = own_batches
+        self.loader_key_fingerprint: str | None = None
         self._has_loader = self._warned = False
         self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
         tickets.bind(plan, self)
@@ -94,26 +92,26 @@ class PrivateRelease:
                 stream=stream,
                 name=name,
                 numel=p.numel(),
-                dtype=torch.float64 if p.dtype == torch.float64 else torch.float32,
+                dtype=wide_dtype(p.dtype),
                 device=p.device,
             )
             for stream in (["gradient", "square"] if self._square_stddev else ["gradient"])
             for name, p in self._sums.parameters.items()
         }
 
-    def resume(self, *, run_id: str, step: int) -> None:
+    def resume(self, *, run_id: str, step: int, loader_key_fingerprint: str | None) -> None:
         """Continue the run `run_id` at `step`; whatever had been accumulated is forgotten."""
         if run_id == self.run_id and step < self.step:
             raise ValueError(
-                f"step={step} lies behind step {self.step}, which has been released: going back would spend the "
-                "same noise twice; "
-                "make a new optimizer for a new run"
+                f"step={step} lies behind step {self.step}, which has been released: going back would spend the same "
+                "noise twice; make a new optimizer for a new run"
             )
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
         tickets.bind(self._drawn_for, self)
         self._begin_run(run_id)
         self.step = step
+        self.loader_key_fingerprint = loader_key_fingerprint
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -132,21 +130,17 @@ class PrivateRelease:
             )
         self._sums.scale = scale
 
-    @property
-    def names(self) -> list[str]:
-        """The parameters that are released."""
-        return list(self._sums.parameters)
-
     def detach(self) -> None:
         self._sums.engine.detach()
 
-    def batch_is_complete(self) -> bool:
+    def close_physical_batch(self) -> bool:
         """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
+        self._check_attached()
         ticket = None if self._own_batches else tickets.take(self._drawn_for, self)
         if ticket is None:
-            self._refuse_without_ticket()
+            self._check_without_ticket()
         else:
-            self._has_loader = True
+            self._check_loader(ticket)
         if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
             self._drop(everything=ticket.is_placeholder)
         self._sums.engine.flush()
@@ -156,57 +150,68 @@ class PrivateRelease:
             return True
         if ticket.step != self.step:
             self._refuse_batch(
-                f"the loader is at step {ticket.step} and the optimizer at step {self.step}: start both at the same "
-                "step "
-                "(loader.load_state_dict after a restart; a batch that was only looked at counts as drawn, so make "
-                "the loader again) and "
-                "call step() once for each batch"
+                f"the loader is at step {ticket.step} and the optimizer at step {self.step}; make the loader again "
+                f"with private_loader(dataset, plan, key=loader.key, start_step={self.step}). (A batch that was only "
+                "looked at counts as drawn; step() is called once for each batch.)"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
-                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of "
-                "the loader must go "
-                "through exactly one call of the model, one backward and one optimizer.step()"
+                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of the "
+                "loader must go through exactly one call of the model, one backward and one optimizer.step(); for "
+                "smaller batches in memory use private_loader(micro_batch_size=...), not gradient accumulation"
             )
         self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
 
+    def _check_attached(self) -> None:
+        if not self._sums.engine.attached:
+            raise ValueError(
+                "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
+            )
+
     def release(self) -> Released:
         """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
+        self._check_attached()
         if self.step >= self.plan.steps:
             raise ValueError(
                 f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan "
                 "with more steps"
             )
-        if not self._sums.engine.attached:
-            raise ValueError(
-                "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
-            )
         self._sums.engine.flush()
         counts = self._sums.counts
-        examples, most = counts.examples - self._at_last_release, _largest_batch(self.plan)
+        examples, most = (
+            counts.examples - self._at_last_release,
+            self.plan.sampling.largest_batch(batch_size=self.plan.batch_size),
+        )
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         self._at_last_release = counts.examples
         if counts.nonfinite and not self._nonfinite_reported:
             self._nonfinite_reported = True
             warnings.warn(
-                "an example's gradient was not finite and was left out; release.counts_not_private counts such "
-                "examples",
+                "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts "
+                "such examples",
                 RuntimeWarning,
                 stacklevel=5,
             )
         sums, square_sums = self._sums.take()
-        gradient = {
-            name: (total + self._noise_row("gradient", name, total, self._gradient_stddev, self.scale))
-            / self.plan.batch_size
-            for name, total in sums.items()
-        }
-        square = self._second_release(sums, square_sums)
+        square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
+        for name, total in sums.items():
+            self._add_noise("gradient", name, total, self._gradient_stddev, self.scale).div_(self.plan.batch_size)
         self.step += 1
-        return Released(step=self.step - 1, gradient=gradient, square=square)
+        return Released(step=self.step - 1, gradient=sums, square=square)
 
-    def _refuse_without_ticket(self) -> None:
+    def _check_loader(self, ticket: tickets.Ticket) -> None:
+        """All batches of a run come from one sampling key: another one would draw examples more often than planned."""
+        self._has_loader = True
+        if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
+            self._refuse_batch(
+                "the batches are drawn with another key than the run's; pass private_loader(key=...) the key that the "
+                "run's loader had (loader.key; it is not the optimizer's unless you gave both the same)"
+            )
+        self.loader_key_fingerprint = ticket.key_fingerprint
+
+    def _check_without_ticket(self) -> None:
         """No batch of a private_loader stands behind this step: is that meant?"""
         if self._own_batches:
             return
@@ -215,15 +220,13 @@ class PrivateRelease:
         if tickets.pending_elsewhere(self._drawn_for):
             self._refuse_batch(
                 "the batches come from a private_loader that was made with another plan object; give the loader and "
-                "the "
-                "optimizer the same (calibrated) plan"
+                "the optimizer the same (calibrated) plan"
             )
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are "
-                "drawn as the plan "
-                f"says ({self.plan.sampling}); pass own_batches=True if they are",
+                "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are drawn "
+                f"as the plan says ({self.plan.sampling}); pass own_batches=True if they are",
                 stacklevel=6,
             )
 
@@ -263,33 +266,23 @@ class PrivateRelease:
                 return {name: (total / batch_size).square() for name, total in sums.items()}
             case _:
                 return None
-        assert self._square_stddev is not None
         return {
-            name: average + self._noise_row("square", name, average, self._square_stddev, None)
+            name: self._add_noise("square", name, average, self._square_stddev, None)
             for name, average in squares.items()
         }
 
     def _bounded_averages(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The averaged gradient, brought to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
-        averages = {name: total / self.plan.batch_size for name, total in sums.items()}
-        norm = torch.stack([average.norm().double().cpu() for average in averages.values()]).norm()
-        factor = min(1.0, self.plan.clip_norm / float(norm)) if norm > 0 else 1.0
-        return {name: average * factor for name, average in averages.items()}
+        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums.values()]
+        norm = float(torch.stack(norms).norm()) / self.plan.batch_size
+        factor = min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
+        return {name: total * (factor / self.plan.batch_size) for name, total in sums.items()}
 
-    def _noise_row(
-        self, stream: str, name: str, like: Tensor, stddev: float, scale: Mapping[str, Tensor] | None
+    def _add_noise(
+        self, stream: str, name: str, to: Tensor, stddev: float, scale: Mapping[str, Tensor] | None
     ) -> Tensor:
+        """`to` + stddev·(row of this step) / scale, in place."""
         if stddev == 0:
-            return torch.zeros_like(like)
-        noise = self._noise[stream, name].row(self.step).view_as(like) * (stddev * self.plan.strategy.column_norm)
-        return noise if scale is None else noise / scale[name]
-
-
-def _largest_batch(plan: PrivacyPlan) -> float:
-    match plan.sampling:
-        case Shuffled():
-            return plan.batch_size
-        case Poisson(max_batch_size=int() as most):
-            return most
-        case _:
-            return math.inf
+            return to
+        noise = self._noise[stream, name].row(self.step).view_as(to).mul_(stddev)
+        return to.add_(noise if scale is None else noise.div_(scale[name]))

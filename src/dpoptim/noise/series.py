@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import fft, signal
+from scipy import fft
 
 Series = NDArray[np.float64]
 
@@ -46,7 +46,7 @@ def divide(numerator: ArrayLike, denominator: ArrayLike, n: int) -> Series:
     if bottom[0] == 0:
         raise ValueError("denominator[0]=0.0: such a series has no inverse; give a non-zero first coefficient")
     if n * len(bottom) <= 16 * _DIRECT_PRODUCTS:
-        return np.asarray(signal.lfilter([1.0], bottom, top), dtype=np.float64)
+        return _recursion(bottom, top)
     return multiply(top, _newton_inverse(bottom, n), n)
 
 
@@ -87,7 +87,7 @@ def inverse_sqrt_series(n: int) -> Series:
 
 def _newton_inverse(coefs: Series, n: int) -> Series:
     """1/coefs(x) by r ← r·(2 - coefs·r), which doubles the number of right coefficients."""
-    inverse = np.asarray(signal.lfilter([1.0], coefs[:64], np.eye(1, min(n, 64))[0]))
+    inverse = _recursion(coefs[:64], np.eye(1, min(n, 64))[0])
     while len(inverse) < n:
         length = min(2 * len(inverse), n)
         residual = -multiply(coefs, inverse, length)
@@ -110,3 +110,10 @@ def _padded(series: Series, n: int) -> Series:
 def _check_length(n: int) -> None:
     if n < 1:
         raise ValueError(f"n={n} coefficients; ask for at least 1")
+
+
+def _recursion(coefs: Series, series: Series) -> Series:
+    """series / coefs, term by term."""
+    from scipy.signal import lfilter  # slow to import, and only strategies need it
+
+    return np.asarray(lfilter([1.0], coefs, series), dtype=np.float64)

@@ -129,10 +129,10 @@ class Delayed:
                 preconditioner.lerp_(squares, 1 - self.decay)
             total.zero_()
 
-    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
+    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor | None:
         if slot.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
-            slot.state["divided_by"] = slot.zeros() + 1
-            return slot.state["divided_by"]
+            slot.state.pop("divided_by", None)
+            return None
         slot.state["divided_by"] = slot.get("preconditioner").sqrt() + self.eps
         return 1 / (self.clip_ratio * slot.state["divided_by"])
 

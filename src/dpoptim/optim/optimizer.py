@@ -46,6 +46,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         run_id: str | None = None,
         own_batches: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model must be an nn.Module, got {type(model).__name__}; pass the model itself, not model.parameters()"
+            )
+        if not isinstance(plan, PrivacyPlan):
+            raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}; the order is (model, plan, lr)")
+        if key is not None and not isinstance(key, NoiseKey):
+            raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.load(path)")
         if not lr >= 0:
             raise ValueError(f"lr={lr} must be 0 or more")
         if loss_reduction not in ("sum", "mean"):
@@ -67,8 +75,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
         self.plan = plan = self.release.plan
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
-        self._names = names
-        stddev = plan.noise_stddevs()[0] * plan.strategy.column_norm / plan.batch_size
+        self._names = {p: name for p, name in names.items() if p.requires_grad}
+        stddev = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size
         self._noise_variances = [float(variance) for variance in (stddev * plan.strategy.row_norms()) ** 2]
         for slot in self._slots():
             geometry.begin(slot)
@@ -86,21 +94,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.release.batch_is_complete():
+        if not self.release.close_physical_batch():
             return loss
         released = self.release.release()
         noise_variance = self._noise_variances[released.step]
         for slot in self._slots():
             gradient, group, parameter = released.gradient[slot.name], slot.group, slot.parameter
             decay = group["weight_decay"]
-            decoupled = self.rule.decoupled_decay()
-            if decay and not decoupled:
+            if decay and not self.rule.decoupled:
                 gradient = gradient.add(parameter.to(gradient.dtype), alpha=decay)
             denominator = self.second_moment.denominator(slot, self.rule, gradient, released, noise_variance)
             direction = self.rule.direction(gradient, denominator, slot)
-            if decay and decoupled:
+            if decay and self.rule.decoupled:
                 parameter.mul_(1 - group["lr"] * decay)
-            parameter.add_((direction * -group["lr"]).to(parameter.dtype))
+            parameter.add_(direction, alpha=-group["lr"])
         for slot in self._slots():
             self.geometry.observe(slot, released.gradient[slot.name])
         self._set_scale()
@@ -122,7 +129,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         state["privacy"] = {
             "step": self.release.step,
             "plan": self.plan.to_dict(),
+            "variant": self._variant(),
             "run_id": self.release.run_id,
+            "loader_key_fingerprint": self.release.loader_key_fingerprint,
             "key_fingerprint": self.key.fingerprint(),
         }
         return state
@@ -138,14 +147,23 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
-                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass "
-                "it as key=. "
-                "Continuing with a new key would break the correlation of the noise and the sampling"
+                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass it "
+                "as key=. Continuing with a new key would break the correlation of the noise and the sampling"
             )
-        self.release.resume(run_id=str(privacy["run_id"]), step=int(privacy["step"]))
+        if privacy["variant"] != self._variant():
+            raise ValueError(
+                f"state_dict is of {' with '.join(privacy['variant'])} and this optimizer is "
+                f"{' with '.join(self._variant())}; make the optimizer by the same call as the run's"
+            )
+        self.release.resume(
+            run_id=privacy["run_id"], step=privacy["step"], loader_key_fingerprint=privacy["loader_key_fingerprint"]
+        )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._restore_precision(state_dict)
         self._set_scale()
+
+    def _variant(self) -> list[str]:
+        return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
         """torch casts loaded state to the parameter's dtype; moments of bf16 parameters must stay fp32."""
@@ -162,7 +180,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         step = self.release.step
         for group in self.param_groups:
             for parameter in group["params"]:
-                if self._names[parameter] in self.release.names:
+                if parameter in self._names:
                     yield Slot(self._names[parameter], parameter, self.state[parameter], group, step)
 
     @torch.no_grad()

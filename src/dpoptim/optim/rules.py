@@ -7,7 +7,7 @@ Each is the rule of the `torch.optim` class of its name; with no noise and no cl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ class UpdateRule(Protocol):
     def eps(self) -> float: ...
     @property
     def adaptive(self) -> bool: ...
+    @property
+    def decoupled(self) -> bool: ...
     def defaults(self) -> dict[str, Any]: ...
-    def decoupled_decay(self) -> bool: ...
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None: ...
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor: ...
     def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor: ...
@@ -51,9 +52,6 @@ class Adam:
     def defaults(self) -> dict[str, Any]:
         return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
-    def decoupled_decay(self) -> bool:
-        return self.decoupled
-
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.lerp_(value, 1 - group["betas"][1])
 
@@ -78,6 +76,7 @@ class AdaGrad:
     eps: float = 1e-10
     weight_decay: float = 0.0
     adaptive = True
+    decoupled = False
 
     def __post_init__(self) -> None:
         _not_negative("eps", self.eps)
@@ -85,9 +84,6 @@ class AdaGrad:
 
     def defaults(self) -> dict[str, Any]:
         return {"eps": self.eps, "weight_decay": self.weight_decay}
-
-    def decoupled_decay(self) -> bool:
-        return False
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.add_(value)
@@ -108,6 +104,7 @@ class RMSProp:
     eps: float = 1e-8
     weight_decay: float = 0.0
     adaptive = True
+    decoupled = False
 
     def __post_init__(self) -> None:
         _in_unit_interval("alpha", self.alpha)
@@ -122,9 +119,6 @@ class RMSProp:
             "eps": self.eps,
             "weight_decay": self.weight_decay,
         }
-
-    def decoupled_decay(self) -> bool:
-        return False
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.lerp_(value, 1 - group["alpha"])
@@ -142,18 +136,16 @@ class SGD:
 
     momentum: float = 0.0
     weight_decay: float = 0.0
-    eps: float = 0.0
+    eps: ClassVar[float] = 0.0
     adaptive = False
+    decoupled = False
 
     def __post_init__(self) -> None:
         _in_unit_interval("momentum", self.momentum)
         _not_negative("weight_decay", self.weight_decay)
 
     def defaults(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
-
-    def decoupled_decay(self) -> bool:
-        return False
+        return {"momentum": self.momentum, "weight_decay": self.weight_decay}
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         raise AssertionError("SGD keeps no second moment")

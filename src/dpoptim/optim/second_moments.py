@@ -44,7 +44,7 @@ class OfNoisyGradient:
         self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
     ) -> Tensor:
         nu_hat = _accumulate(slot, rule, gradient.square())
-        return nu_hat.sqrt_() + slot.group["eps"]
+        return nu_hat.sqrt() + slot.group["eps"]
 
 
 @dataclass(frozen=True)
@@ -122,4 +122,4 @@ class OncePerStep:
 def _accumulate(slot: Slot, rule: UpdateRule, value: Tensor) -> Tensor:
     total = slot.get("second_moment")
     rule.accumulate(total, value, slot.group)
-    return rule.estimate(total, slot.group, slot.step).clone()
+    return rule.estimate(total, slot.group, slot.step)

@@ -1,11 +1,12 @@
-"""The paper's optimizers, each one expression over the slots: what is released, the geometry, the second moment, the
-update rule.
+"""The paper's optimizers, each one expression: release, geometry, second moment, update rule.
 
 Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
-`rule` (Adam(), AdamW(), AdaGrad(), RMSProp()), `param_groups` (dicts as for torch.optim), `loss_reduction` ("sum" or
-"mean", how the loop reduces the loss vector before backward), `key` (a NoiseKey, to continue a run), `run_id`
-(public; new for every optimizer, restored by load_state_dict, and to be given only to make the same noise again) and
-`own_batches` (True says that the caller draws batches as the plan says, without a private_loader).
+- `rule`: Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its arguments;
+- `param_groups`: dicts as for torch.optim;
+- `loss_reduction`: "sum" or "mean", how the loop reduces the loss vector before backward;
+- `key`: a NoiseKey, to continue a run;
+- `run_id`: public, new for every optimizer and restored by load_state_dict; given only to make the same noise again;
+- `own_batches`: True says that the caller draws batches as the plan says, without a private_loader.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def bias_correction(
     The rule's eps is the floor and must be positive. rule=None is Adam with eps at the noise's standard deviation
     (the paper's best, 1e-4, lies near it), so that no coordinate moves by more than about g̃/noise·lr.
     """
-    if rule is None:
-        rule = Adam(eps=noise_level(plan, Gradient()))
+    rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
     if not rule.eps > 0:
         raise ValueError(f"rule has eps={rule.eps}; bias correction needs a positive floor: try the noise's level")
     return PrivateOptimizer(
@@ -117,7 +117,7 @@ def independent_moments(
     squares.
     """
     release = IndependentMoments(balance=balance, squares=squares)
-    rule = Adam(eps=noise_level(plan, release)) if rule is None else rule
+    rule = _floored_adam(plan, release) if rule is None else rule
     return PrivateOptimizer(
         model, plan, release=release, lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfReleasedSquare(), **common,
@@ -138,7 +138,7 @@ def joint_moments(
     square_weight: λ; None is 1/(2·clip_norm²), up to which the square comes free under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
-    rule = Adam(eps=noise_level(plan, release)) if rule is None else rule
+    rule = _floored_adam(plan, release) if rule is None else rule
     return PrivateOptimizer(
         model, plan, release=release, lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfReleasedSquare(), **common,
@@ -160,10 +160,9 @@ def scale_then_privatize(
 ) -> PrivateOptimizer:
     """Gradients are scaled by s_t = ε/(√ν̂ + ε) before clipping and the noise is divided by it; ν of g̃².
 
-    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ and s_t ≤ 1: it is the raw gradient norm while ν̂ is small, and the paper's
-    ζ·eps_scale. eps_scale: ε. Below the noise's standard deviation the noise feeds on itself through ν̂ and training
-    diverges; None is twice the
-        least stable value. Large values approach post-processing.
+    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ with s_t ≤ 1: a raw gradient norm while ν̂ is small, the paper's ζ·eps_scale.
+    eps_scale: ε. Below the noise's standard deviation the noise feeds on itself through ν̂ and training diverges;
+        None is twice the least stable value. Large values approach post-processing.
     normalise=False is the paper's own parametrisation. exponent, debias, start: see `InverseRoot`.
     """
     eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
@@ -198,14 +197,15 @@ def noiseless_preconditioner(
     lr: float = 1e-3,
     *,
     rule: UpdateRule = ADAM,
-    scale_then_privatize: bool = False,
+    scaled: bool = False,
     eps_scale: float | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """NOT PRIVATE, a baseline: ν of the un-noised average gradient's square, optionally also as the geometry.
+    """NOT PRIVATE, a baseline: ν of the un-noised average gradient's square; `scaled` adds scale-then-privatize.
 
     The plan must say so itself, so that its statement does: `plan.releasing(dpoptim.NoiselessSquare())`.
     """
+    _check_plan(plan)
     if not isinstance(plan.release, NoiselessSquare):
         raise ValueError(
             "plan: noiseless_preconditioner is not private and takes only a plan that says so; "
@@ -216,8 +216,8 @@ def noiseless_preconditioner(
         stacklevel=2,
     )
     geometry: Geometry = Flat()
-    if scale_then_privatize:
-        geometry = InverseRoot(eps_scale=2 * noise_level(plan, Gradient()) if eps_scale is None else eps_scale)
+    if scaled:
+        geometry = InverseRoot(eps_scale=_stable_eps_scale(plan, rule, eps_scale, exponent=0.5, normalise=True))
     return PrivateOptimizer(
         model, plan, release=NoiselessSquare(), lr=lr, rule=_adaptive(rule),
         geometry=geometry, second_moment=OfReleasedSquare(), **common,
@@ -285,12 +285,19 @@ def noise_level(plan: PrivacyPlan, release: Release) -> float:
     >>> noise_level(plan, Gradient())
     0.01
     """
-    if plan.noise_multiplier is None:
-        raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...) first")
-    if plan.noise_multiplier == 0:
-        return ADAM.eps
+    _check_plan(plan)
     stddev = plan.releasing(release).noise_stddevs().gradient_sum
     return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
+
+
+def _floored_adam(plan: PrivacyPlan, release: Release) -> Adam:
+    """Adam whose eps keeps coordinates with a small or negative second moment at the noise's own level."""
+    return Adam(eps=max(noise_level(plan, release), ADAM.eps))
+
+
+def _check_plan(plan: PrivacyPlan) -> None:
+    if not isinstance(plan, PrivacyPlan):
+        raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}; the order is (model, plan, lr)")
 
 
 def _stable_eps_scale(
@@ -305,13 +312,12 @@ def _stable_eps_scale(
     if eps_scale is None:
         if not normalise:
             raise ValueError("eps_scale must be given with normalise=False: there the clip norm is in its units")
-        return 2 * least
+        return max(2 * least, ADAM.eps)
     unstable = least > (eps_scale if normalise else 1.0)
     if exponent >= 0.5 and unstable and plan.noise_multiplier:
         warnings.warn(
-            f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: the noise feeds "
-            "on itself and the "
-            f"second moment diverges; use eps_scale > {least:.3g}" if normalise else
+            f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: the noise feeds on "
+            f"itself and the second moment diverges; use eps_scale > {least:.3g}" if normalise else
             f"clip_norm={plan.clip_norm} lies outside the stable window: the second moment diverges; divide it by "
             f"{least:.3g} or more",
             stacklevel=3,
@@ -320,6 +326,10 @@ def _stable_eps_scale(
 
 
 def _adaptive(rule: UpdateRule) -> UpdateRule:
+    if isinstance(rule, type) or not hasattr(rule, "adaptive"):
+        raise ValueError(
+            f"rule={rule!r} must be an instance such as dpoptim.Adam(betas=(0.9, 0.999), weight_decay=0.0)"
+        )
     if not rule.adaptive:
         raise ValueError(
             f"rule={rule} keeps no second moment; use Adam(), AdamW(), AdaGrad() or RMSProp(), or the variant dp_sgd"

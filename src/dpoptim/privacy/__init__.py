@@ -18,7 +18,6 @@ from dpoptim.privacy.releases import (
 )
 from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
-from dpoptim.privacy.tickets import Ticket, bind, issue, take
 
 __all__ = [
     "Adjacency",
@@ -35,18 +34,14 @@ __all__ = [
     "Release",
     "Sampling",
     "Shuffled",
-    "Ticket",
     "TruncatedPoissonRun",
-    "bind",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",
-    "issue",
     "needs_projection",
     "noise_stddevs",
     "privacy_statement",
     "private_loader",
     "rdp_epsilon",
     "square_sensitivity",
-    "take",
 ]

@@ -112,9 +112,8 @@ def _pld_epsilon(
 ) -> float:
     if delta < MIN_PLD_DELTA:
         raise ValueError(
-            f"delta={delta!r} is below {MIN_PLD_DELTA}, where privacy loss distributions lose their "
-            "accuracy; "
-            "use a larger delta, or rdp_epsilon for an upper bound"
+            f"delta={delta!r} is below {MIN_PLD_DELTA}, where privacy loss distributions lose their accuracy; use a "
+            "larger delta, or rdp_epsilon for an upper bound"
         )
     adjacency, rate = run.adjacency, run.sampling_prob
     interval = grid_interval(noise_multiplier, rate, adjacency, steps=run.steps, resolution=resolution)

@@ -87,16 +87,14 @@ def _coarse_root(curve: Callable[[float], float], epsilon: float) -> float:
         low /= 2.0
         if low < _SMALLEST_MULTIPLIER:
             raise ValueError(
-                f"epsilon={epsilon!r} is met with a noise multiplier below {_SMALLEST_MULTIPLIER}, which "
-                "protects "
+                f"epsilon={epsilon!r} is met with a noise multiplier below {_SMALLEST_MULTIPLIER}, which protects "
                 "nobody; ask for a smaller epsilon"
             )
     while curve(high) > epsilon:
         high *= 2.0
         if high > _LARGEST_MULTIPLIER:
             raise ValueError(
-                f"no noise multiplier up to {_LARGEST_MULTIPLIER:g} meets epsilon={epsilon!r}; ask for a "
-                "larger "
+                f"no noise multiplier up to {_LARGEST_MULTIPLIER:g} meets epsilon={epsilon!r}; ask for a larger "
                 "epsilon or delta"
             )
 

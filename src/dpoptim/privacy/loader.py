@@ -45,6 +45,8 @@ class PrivateLoader:
         self.micro_batch_size = micro_batch_size
         self.generation = 0
         self.look_ahead = look_ahead
+        self.step_ends = False
+        self._fingerprint = key.fingerprint()
         self._dataset_size = len(cast(Sized, dataset))
         self._next_step = start_step
         self._loader_options: dict[str, Any] = {
@@ -71,17 +73,15 @@ class PrivateLoader:
         if isinstance(self.plan.sampling, Shuffled):
             return remaining * -(-self.plan.batch_size // self.micro_batch_size)
         raise TypeError(
-            "the number of micro-batches of a random sample is not known before it is drawn; use .steps "
-            "for the "
-            "number of steps"
+            "the number of micro-batches of a random sample is not known before it is drawn; use .steps for the number "
+            "of steps"
         )
 
     def __iter__(self) -> Iterator[Any]:
         if self._next_step >= self.steps:
             raise ValueError(
-                f"all {self.steps} steps of the plan have been drawn, and more are not covered by its "
-                "guarantee; "
-                "for a longer run, calibrate a plan with more steps"
+                f"all {self.steps} steps of the plan have been drawn, and more are not covered by its guarantee; for a "
+                "longer run, calibrate a plan with more steps"
             )
         self.generation += 1
         return self._iterate(self.generation)
@@ -99,6 +99,7 @@ class PrivateLoader:
                 raise RuntimeError("this iteration was abandoned when a newer one began; use the newer one")
             ticket = pending.popleft()
             tickets.issue(self.plan, self, ticket)
+            self.step_ends = ticket.closes_batch
             if ticket.closes_batch:
                 self._next_step = ticket.step + 1
             yield batch
@@ -116,7 +117,14 @@ class PrivateLoader:
         if not indices:
             yield (
                 [0],
-                Ticket(step=step, physical_examples=1, is_placeholder=True, opens_batch=True, closes_batch=True),
+                Ticket(
+                    step=step,
+                    key_fingerprint=self._fingerprint,
+                    physical_examples=1,
+                    is_placeholder=True,
+                    opens_batch=True,
+                    closes_batch=True,
+                ),
             )
             return
         size = self.micro_batch_size or len(indices)
@@ -126,6 +134,7 @@ class PrivateLoader:
                 part,
                 Ticket(
                     step=step,
+                    key_fingerprint=self._fingerprint,
                     physical_examples=len(part),
                     is_placeholder=False,
                     opens_batch=start == 0,
@@ -155,8 +164,7 @@ class PrivateLoader:
         if state["dataset"] != self._dataset_fingerprint():
             raise ValueError(
                 f"the state was saved with a dataset of another size than this one's {self._dataset_size}; load the "
-                "dataset of "
-                "the original run"
+                "dataset of the original run"
             )
         next_step = state["next_step"]
         if isinstance(next_step, bool) or not isinstance(next_step, int) or not 0 <= next_step <= self.steps:
@@ -193,8 +201,10 @@ def private_loader(
 ) -> PrivateLoader:
     """A loader that draws each step's examples as `plan.sampling` says, for all `plan.steps` steps.
 
+    The loader is the whole training: all steps of the plan, with no loop over epochs around it.
     With `micro_batch_size`, a step's batch is yielded in parts of at most that many examples, and the
-    optimizer makes one update per step; the user's loop does not change.
+    optimizer makes one update per step; the user's loop does not change, but a scheduler is advanced only
+    `if loader.step_ends`, which is true after the last part of a step.
 
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset must have exactly `plan.num_examples` examples;
     under `ADD_REMOVE` that number is a declared constant, and sampling goes over the data at hand at the
@@ -211,8 +221,7 @@ def private_loader(
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
         raise ValueError(
-            f"dataset must be map-style (__getitem__ and __len__), got {type(dataset).__name__}: examples "
-            "are drawn by "
+            f"dataset must be map-style (__getitem__ and __len__), got {type(dataset).__name__}: examples are drawn by "
             "index; put a stream into a list or an indexed file first"
         )
     size = len(cast(Sized, dataset))
@@ -220,8 +229,7 @@ def private_loader(
         raise ValueError("dataset is empty; there is nothing to train on")
     if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
         raise ValueError(
-            f"dataset has {size} examples and the plan says num_examples={plan.num_examples}; make the plan "
-            "with "
+            f"dataset has {size} examples and the plan says num_examples={plan.num_examples}; make the plan with "
             f"num_examples={size}"
         )
     if micro_batch_size is not None and (
@@ -233,8 +241,7 @@ def private_loader(
     if start_step > 0 and key is None:
         raise ValueError(
             f"start_step={start_step} continues a run, which needs the run's own key: a new one would draw other "
-            "batches; pass "
-            "key=NoiseKey.load(path)"
+            "batches; pass key=NoiseKey.load(path)"
         )
     if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
         raise ValueError(f"look_ahead must be a whole number ≥ 0, got {look_ahead!r}")

@@ -29,6 +29,9 @@ class PrivacyPlan:
     accountant's business. So with `Independent()` noise the standard deviation is clip_norm·σ for every
     sampling and adjacency.
 
+    `sampling` is `Shuffled()` by default: nothing about the batches need be secret, and nothing is amplified.
+    `Poisson()` needs much less noise for the same ε, while batches and key stay secret.
+
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add and the
     accountant what to prove, and combinations without a proof are refused when the plan is made.
     Edge cases: noise_multiplier=0 is for debugging, has ε = ∞, and alone allows clip_norm=∞. `batch_size` is
@@ -84,23 +87,20 @@ class PrivacyPlan:
         if isinstance(self.sampling, Shuffled):
             if self.adjacency is Adjacency.ADD_REMOVE:
                 raise ValueError(
-                    "Shuffled() under Adjacency.ADD_REMOVE has no proof: removing a record shifts every "
-                    "later batch; "
+                    "Shuffled() under Adjacency.ADD_REMOVE has no proof: removing a record shifts every later batch; "
                     "use Adjacency.ZERO_OUT, or Poisson()"
                 )
             return
         if not isinstance(self.noise, Independent):
             raise ValueError(
-                f"Poisson() with correlated noise {self.noise!r} has no proof: amplification of correlated "
-                "noise is proved "
-                "for cyclic Poisson sampling with a banded strategy only; use Independent(), or Shuffled()"
+                f"Poisson() with correlated noise {self.noise!r} has no proof: amplification of correlated noise is "
+                "proved for cyclic Poisson sampling with a banded strategy only; use Independent(), or Shuffled()"
             )
         limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
         if limit is not None and self.adjacency is Adjacency.ADD_REMOVE:
             raise ValueError(
-                "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut "
-                "depends on the "
-                "number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
+                "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut depends on "
+                "the number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
             )
 
     @property
@@ -179,8 +179,7 @@ class PrivacyPlan:
         _check_delta(delta)
         if isinstance(self.release, NoiselessSquare):
             raise ValueError(
-                "release=NoiselessSquare() is not private at any noise multiplier; for a baseline, "
-                "calibrate with "
+                "release=NoiselessSquare() is not private at any noise multiplier; for a baseline, calibrate with "
                 "release=Gradient() and then call .releasing(NoiselessSquare())"
             )
         multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))

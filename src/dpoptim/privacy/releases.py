@@ -113,11 +113,9 @@ def check_supported(release: Release, sampling: Sampling) -> None:
     truncated = isinstance(sampling, Poisson) and sampling.max_batch_size is not None
     if truncated and isinstance(release, (IndependentMoments, JointMoments)):
         raise ValueError(
-            f"release={release!r} with a truncated Poisson sample has no proof here: an example that pushes "
-            "another "
-            "out of the batch moves the squares in a way that is not covered; use Poisson() without "
-            "max_batch_size, "
-            "or release=Gradient()"
+            f"release={release!r} with a truncated Poisson sample has no proof here: an example that pushes another "
+            "out of the batch moves the squares in a way that is not covered; use Poisson() without max_batch_size, or "
+            "release=Gradient()"
         )
 
 

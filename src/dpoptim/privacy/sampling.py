@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -34,6 +35,9 @@ class Sampling(Protocol):
 
     def min_separation(self, *, num_examples: int, batch_size: int, steps: int) -> int:
         """How many steps lie at least between two participations of one example (1: next to each other)."""
+
+    def largest_batch(self, *, batch_size: int) -> float:
+        """How many examples a batch may hold at most."""
 
     def describe(self) -> str:
         """The scheme in words, with what must be secret."""
@@ -67,8 +71,7 @@ class Shuffled:
     ) -> Indices:
         if dataset_size is not None and dataset_size != num_examples:
             raise ValueError(
-                f"dataset_size={dataset_size} differs from num_examples={num_examples}: a shuffled order is "
-                "over "
+                f"dataset_size={dataset_size} differs from num_examples={num_examples}: a shuffled order is over "
                 "exactly num_examples examples"
             )
         positions = (step * batch_size + np.arange(batch_size, dtype=np.int64)) % num_examples
@@ -79,6 +82,9 @@ class Shuffled:
 
     def min_separation(self, *, num_examples: int, batch_size: int, steps: int) -> int:
         return num_examples // batch_size
+
+    def largest_batch(self, *, batch_size: int) -> float:
+        return batch_size
 
     def describe(self) -> str:
         return (
@@ -150,6 +156,9 @@ class Poisson:
     def min_separation(self, *, num_examples: int, batch_size: int, steps: int) -> int:
         return 1
 
+    def largest_batch(self, *, batch_size: int) -> float:
+        return math.inf if self.max_batch_size is None else self.max_batch_size
+
     def describe(self) -> str:
         limit = (
             f", cut to a uniformly random subset of {self.max_batch_size} when larger"
@@ -157,7 +166,6 @@ class Poisson:
             else ""
         )
         return (
-            "Poisson: each example is in each batch independently with probability "
-            f"batch_size/num_examples{limit}; "
+            f"Poisson: each example is in each batch independently with probability batch_size/num_examples{limit}; "
             "membership of batches and the sampling key must stay secret"
         )

@@ -78,8 +78,7 @@ def _sampling(plan: PrivacyPlan) -> str:
 def _participation(plan: PrivacyPlan) -> str:
     if isinstance(plan.run, GaussianRun):
         return (
-            f"an example takes part in at most {plan.max_participations} steps, at least "
-            f"{plan.min_separation} steps "
+            f"an example takes part in at most {plan.max_participations} steps, at least {plan.min_separation} steps "
             "apart"
         )
     return f"an example may take part in any of the {plan.steps} steps; secret sampling amplifies"
@@ -146,16 +145,13 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         key += "; nobody learns which examples were in which batch"
     return [
         "each example's loss depends on that example and the parameters alone (no batch statistics), and losses are "
-        "summed "
-        "before the backward, or averaged where the optimizer was told so",
+        "summed before the backward, or averaged where the optimizer was told so",
         "an example whose gradient is not finite has weight 0",
-        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader, and none "
-        "twice: going "
-        "back to an older checkpoint repeats noise",
+        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader, and none twice: "
+        "going back to an older checkpoint repeats noise",
         key,
         "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data",
-        "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the "
-        "training "
+        "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the training "
         "examples, and the choice of hyperparameters by several runs",
         "noise is Gaussian over the real numbers; what floating point gives away is not covered",
     ]

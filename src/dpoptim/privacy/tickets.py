@@ -25,6 +25,7 @@ class Ticket:
     """
 
     step: int
+    key_fingerprint: str
     physical_examples: int
     is_placeholder: bool
     opens_batch: bool
@@ -96,10 +97,9 @@ def issue(plan: object, loader: Issuer, ticket: Ticket) -> None:
     waiting = [entry for entry in channel.entries if entry.is_valid]
     if channel.live_consumer() is not None and len(waiting) > loader.look_ahead:
         raise ValueError(
-            "the loader was asked for another batch before optimizer.step() was called for the last one; call "
-            "step() once for each "
-            "batch, also for one you would rather skip (a wrapper that fetches ahead needs private_loader(..., "
-            "look_ahead=1))"
+            "the loader was asked for another batch before optimizer.step() was called for the last one; call step() "
+            "once for each batch, also for one you would rather skip (a wrapper that fetches ahead needs "
+            "private_loader(..., look_ahead=1))"
         )
     channel.was_used = True
     channel.entries.append(_Entry(ticket, weakref.ref(loader), loader.generation))
@@ -115,7 +115,9 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
     >>> class Loader: generation, look_ahead = 0, 0
     >>> class Plan: pass
     >>> plan, loader = Plan(), Loader()
-    >>> ticket = Ticket(step=0, physical_examples=4, is_placeholder=False, opens_batch=True, closes_batch=True)
+    >>> ticket = Ticket(
+    ...     step=0, key_fingerprint="", physical_examples=4, is_placeholder=False, opens_batch=True, closes_batch=True
+    ... )
     >>> issue(plan, loader, ticket)
     >>> take(plan) == ticket, take(plan)
     (True, None)
@@ -123,9 +125,8 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
     channel = _channel(plan)
     if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:
         raise ValueError(
-            "another optimizer was made with this plan object since, and its loader feeds that one; make a plan "
-            "object for each "
-            "run (plan.replace() copies it)"
+            "another optimizer was made with this plan object since, and its loader feeds that one; make a plan object "
+            "for each run (plan.replace() copies it)"
         )
     while channel.entries:
         entry = channel.entries.popleft()

@@ -20,7 +20,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.forms import Dense
-from dpoptim.gradients.layers.rule import Keeper, Use
+from dpoptim.gradients.layers.rule import Keeper, Use, batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | None, ...]]] = weakref.WeakKeyDictionary()
 """Which modules have been compared with their own forward, for which axes of their arguments."""
@@ -42,12 +42,12 @@ class _OneCopyAnExample(torch.autograd.Function):
 def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of every module that has no rule of its own."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    batch_axis = _batch_axis(module)
+    examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
-    examples = keeper.agree_on_batch(first.movedim(batch_axis, 0), name).shape[0]
-    axes = [_axis(leaf, examples, batch_axis, leaf is first) for leaf in leaves]
+    examples = keeper.agree_on_batch(first.movedim(examples_axis, 0), name).shape[0]
+    axes = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
@@ -71,12 +71,12 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
         outputs, spec = pytree.tree_flatten(functional_call(module, parameters, own_args, own_kwargs))
         output_structure[:] = [[isinstance(output, Tensor) for output in outputs], spec]
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        return [tensors[0].squeeze(batch_axis), *(output.squeeze(0) for output in tensors[1:])]
+        return [tensors[0].squeeze(examples_axis), *(output.squeeze(0) for output in tensors[1:])]
 
     def run(parameters: dict[str, Tensor]) -> Any:
         run_all = vmap(one_example, in_dims=(0, *batched_axes), randomness="different")
         first_output, *others = run_all(parameters, *batched)
-        tensors = iter([first_output.movedim(0, batch_axis), *others])
+        tensors = iter([first_output.movedim(0, examples_axis), *others])
         are_tensors, spec = output_structure
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
@@ -89,17 +89,13 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
         return run(copies)
 
 
-def _batch_axis(module: nn.Module) -> int:
-    return 1 if isinstance(module, nn.MultiheadAttention) and not module.batch_first else 0
-
-
-def _axis(leaf: Any, examples: int, batch_axis: int, is_first: bool) -> int | None:
+def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int | None:
     """Where the examples lie in one argument, or None for an argument that all examples share."""
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return None
     if is_first:
-        return batch_axis
-    for axis in dict.fromkeys((batch_axis, 0)):
+        return examples_axis
+    for axis in dict.fromkeys((examples_axis, 0)):
         if axis < leaf.ndim and leaf.shape[axis] == examples:
             return axis
     return None
@@ -132,9 +128,8 @@ def _check(
             got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a "
-            "time by "
-            f"torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
+            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time "
+            f"by torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
         ) from error
     finally:
         for part, training in modes:
@@ -143,8 +138,8 @@ def _check(
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
                 f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a "
-                "time, so it "
-                "mixes examples or takes an argument whose first axis only looks like the batch; freeze or replace it"
+                "time, so it mixes examples or takes an argument whose first axis only looks like the batch; freeze or "
+                "replace it"
             )
 
 

@@ -47,6 +47,11 @@ class Layer:
         return self.rule(keeper, self.name, module, args, kwargs)
 
 
+def batch_axis(module: nn.Module) -> int:
+    """Where torch's own layers have the examples in their first input."""
+    return 1 if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first else 0
+
+
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The one tensor that layers of one input take, by position or by keyword."""
     (tensor,) = (*args, *kwargs.values())
