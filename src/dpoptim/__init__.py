@@ -2,7 +2,16 @@
 
 from dpoptim import gradients, noise, optim, privacy
 from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, public_data
-from dpoptim.noise import BandedToeplitz, Independent, NoiseKey, SquareRoot
+from dpoptim.noise import (
+    Banded,
+    BandedInverse,
+    BandedToeplitz,
+    BufferedToeplitz,
+    Dense,
+    Independent,
+    NoiseKey,
+    SquareRoot,
+)
 from dpoptim.optim import (
     SGD,
     AdaGrad,
@@ -41,7 +50,11 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adjacency",
+    "Banded",
+    "BandedInverse",
     "BandedToeplitz",
+    "BufferedToeplitz",
+    "Dense",
     "Gradient",
     "Independent",
     "IndependentMoments",

@@ -48,6 +48,31 @@ def test_state_dict_continues_bitwise(variant, rule):
     assert torch.equal(resumed.theta(), unbroken.theta())
 
 
+NOISES = [
+    dpoptim.Independent(),
+    dpoptim.SquareRoot(),
+    dpoptim.BandedToeplitz(bands=4),
+    dpoptim.Banded(bands=4),
+    dpoptim.BufferedToeplitz(buffers=2),
+    dpoptim.BandedInverse(bands=4),
+]
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: type(noise).__name__)
+def test_every_mechanism_continues_bitwise(noise):
+    the_plan = plan(noise=noise, steps=20)
+    assert dpoptim.PrivacyPlan.from_dict(the_plan.to_dict()) == the_plan
+    unbroken, resumed = task(the_plan, torch.float32), task(the_plan, torch.float32)
+    optimizer = dpoptim.bias_correction(unbroken.model, the_plan, LR, **RUN)
+    advance(unbroken, optimizer, range(9))
+    resumed.model.load_state_dict(unbroken.model.state_dict())
+    again = dpoptim.bias_correction(resumed.model, the_plan, LR, **RUN)
+    again.load_state_dict(optimizer.state_dict())
+    advance(unbroken, optimizer, range(9, 20))
+    advance(resumed, again, range(9, 20))
+    assert torch.equal(resumed.theta(), unbroken.theta())
+
+
 class TestStateDict:
     def test_holds_no_secret(self):
         made = task(plan(), torch.float32)

@@ -73,9 +73,9 @@ class Strategy(Protocol):
 
 
 class StrategySpec(Protocol):
-    """A kind of noise, before the number of steps is known."""
+    """A kind of noise, before the number of steps and the pattern of participations are known."""
 
-    def optimize(self, *, steps: int) -> Strategy: ...
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> Strategy: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ class Independent:
     2.0
     """
 
-    def optimize(self, *, steps: int) -> ToeplitzStrategy:
-        """C = I for this many steps."""
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
+        """C = I for this many steps, whatever the participations."""
         return ToeplitzStrategy(steps=steps, strategy_coefs=(1.0,))
 
 
@@ -103,8 +103,8 @@ class SquareRoot:
     (1.0, 0.5, 0.375, 0.3125)
     """
 
-    def optimize(self, *, steps: int) -> ToeplitzStrategy:
-        """The square root for this many steps."""
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
+        """The square root for this many steps, whatever the participations."""
         check_steps(steps)
         return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(sqrt_series(steps).tolist()))
 
@@ -131,8 +131,11 @@ class BandedToeplitz:
         if self.bands < 1:
             raise ValueError(f"bands={self.bands} must be at least 1; bands=1 is independent noise")
 
-    def optimize(self, *, steps: int) -> ToeplitzStrategy:
-        """The best coefficients for this many steps, by L-BFGS; a second call is answered from memory."""
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
+        """The best coefficients for this many steps, by L-BFGS; a second call is answered from memory.
+
+        The participations change nothing: they are taken to lie at least `bands` steps apart.
+        """
         check_steps(steps)
         if self.bands > steps:
             raise ValueError(f"bands={self.bands} exceeds steps={steps}; use at most {steps} bands")

@@ -124,8 +124,10 @@ class PrivacyPlan:
 
     @functools.cached_property
     def strategy(self) -> Strategy:
-        """The strategy matrix C, optimized for this many steps."""
-        return self.noise.optimize(steps=self.steps)
+        """The strategy matrix C, optimized for the plan's steps and pattern of participations."""
+        return self.noise.optimize(
+            steps=self.steps, max_participations=self.max_participations, min_separation=self.min_separation
+        )
 
     @functools.cached_property
     def run(self) -> Run:

@@ -1,0 +1,213 @@
+"""Toeplitz strategies whose inverse is banded: correlated noise that needs no memory, as few old normals suffice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from scipy import optimize
+
+from dpoptim.noise.buffered import correlate, participation_energy
+from dpoptim.noise.key import NoiseKey
+from dpoptim.noise.series import Series, divide, inverse_series, inverse_sqrt_series, sqrt_series
+from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource
+from dpoptim.noise.toeplitz import ToeplitzStrategy, _check_participation, check_steps
+
+_ROUNDING = 1e-13  # rises of the coefficients of C by less, where c_0 = 1, are rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedInverse:
+    """A Toeplitz C whose inverse has `bands` diagonals: row t of C⁻¹z is made of the last `bands` rows of z.
+
+        minimise  mean_error·sensitivity  over  noising_coefs = (1, d_1, ..., d_{bands-1}, 0, ...)
+
+    such that the prefix sums of d are positive, log-convex and do not increase. With optimized=False the
+    coefficients are the first ones of (1-x)^(1/2), the banded inverse square root (BISR), which are of that
+    kind.
+
+    Guarantee: then C is non-negative and non-increasing, so that sensitivity is exact. For with p the prefix
+    sums, c·(1-x) = 1/p, and the inverse of a log-convex p has no positive coefficient after the first
+    (Kaluza), so c does not increase; and as d has none either, c is not negative.
+
+    Edge cases: bands = 1 is independent noise; bands = steps and optimized=False is the square root. The best
+    may have fewer bands than asked for.
+
+    >>> strategy = BandedInverse(bands=3, optimized=False).optimize(steps=5)
+    >>> strategy.noising_coefs.tolist()
+    [1.0, -0.5, -0.125, 0.0, 0.0]
+    >>> best = BandedInverse(bands=3).optimize(steps=5)
+    >>> best.mean_error() * best.column_norm < strategy.mean_error() * strategy.column_norm
+    True
+    """
+
+    bands: int
+    optimized: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bands < 1:
+            raise ValueError(f"bands={self.bands} must be at least 1; bands=1 is independent noise")
+
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:
+        """The best coefficients for this many steps and that participation; a second call is answered from memory."""
+        check_steps(steps)
+        if self.bands > steps:
+            raise ValueError(f"bands={self.bands} exceeds steps={steps}; use at most {steps} bands")
+        _check_participation(steps, max_participations, min_separation)
+        if self.optimized:
+            return optimized_banded_inverse(steps, self.bands, max_participations, min_separation)
+        return BandedInverseStrategy(steps=steps, inverse_coefs=tuple(inverse_sqrt_series(self.bands).tolist()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedInverseStrategy(ToeplitzStrategy):
+    """The Toeplitz strategy with C⁻¹[t, s] = inverse_coefs[t - s], which it is equal and hashed by.
+
+    Trailing zeros of `inverse_coefs` are dropped. Rises of C's coefficients by less than 1e-13 are rounding and
+    are levelled; where they truly increase or are negative, `sensitivity` refuses.
+
+    >>> strategy = BandedInverseStrategy(steps=4, inverse_coefs=(1.0, -0.5))
+    >>> strategy.strategy_coefs, strategy.inverse_bands
+    ((1.0, 0.5, 0.25, 0.125), 2)
+    """
+
+    strategy_coefs: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    inverse_coefs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        inverse = np.trim_zeros(np.asarray(self.inverse_coefs, dtype=np.float64), "b")
+        if not len(inverse) or not np.isfinite(inverse).all() or inverse[0] <= 0:
+            raise ValueError(f"inverse_coefs={self.inverse_coefs[:4]}... must be finite, with a positive first one")
+        if len(inverse) > self.steps:
+            raise ValueError(f"inverse_coefs has {len(inverse)} bands for steps={self.steps}; give at most steps")
+        object.__setattr__(self, "inverse_coefs", tuple(inverse.tolist()))
+        coefs = inverse_series(inverse, self.steps)
+        level = np.maximum(np.minimum.accumulate(coefs), 0.0)
+        if np.abs(level - coefs).max() <= _ROUNDING * coefs[0]:
+            coefs = level
+        object.__setattr__(self, "strategy_coefs", tuple(coefs.tolist()))
+        super().__post_init__()
+
+    @property
+    def inverse_bands(self) -> int:
+        """The number of non-zero diagonals of C⁻¹, which is the number of rows of normals a streamed row costs."""
+        return len(self.inverse_coefs)
+
+    @cached_property
+    def noising_coefs(self) -> Series:
+        """The first column of C⁻¹, float64 [steps], read-only."""
+        coefs = np.zeros(self.steps)
+        coefs[: self.inverse_bands] = self.inverse_coefs
+        coefs.flags.writeable = False
+        return coefs
+
+    def stream(
+        self,
+        key: NoiseKey,
+        *,
+        stream: str,
+        name: str,
+        numel: int,
+        start: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> NoiseStream:
+        """Rows of C⁻¹z for elements [start, start + numel) of the tensor `name`; the old normals are made again.
+
+        >>> key = NoiseKey.from_bytes(bytes(32))
+        >>> strategy = BandedInverseStrategy(steps=1000, inverse_coefs=(1.0, -0.5, -0.125))
+        >>> stream = strategy.stream(key, stream="gradient", name="weight", numel=5)
+        >>> stream.row(999).shape, stream.memory_bytes
+        (torch.Size([5]), 0)
+        """
+        source = NormalSource(
+            key=key,
+            stream=stream,
+            name=name,
+            numel=numel,
+            start=start,
+            dtype=dtype,
+            device=device,
+        )
+        return ConvolvedStream(source, noising_coefs=self.inverse_coefs, steps=self.steps)
+
+
+@lru_cache(maxsize=256)
+def optimized_banded_inverse(
+    steps: int, bands: int, max_participations: int, min_separation: int
+) -> BandedInverseStrategy:
+    """The coefficients of least mean_error·sensitivity among those of log-convex prefix sums, by L-BFGS-B in float64.
+
+        -ln p_i = Σ_{l ≤ i} Σ_{j ≥ l} bends_j,    bends_j ≥ 0  for j = 1 .. bands-1
+
+    are all of them, so that the search has bounds alone to keep to. It starts from the inverse square root, and
+    is begun again from where it ends until that no longer helps: at a bound it tends to stop early.
+
+    >>> optimized_banded_inverse(20, 5, 20, 1).inverse_coefs  # an example in each step: nothing to correlate
+    (1.0,)
+    """
+    if bands == 1:
+        return BandedInverseStrategy(steps=steps, inverse_coefs=(1.0,))
+    falls = -np.diff(np.log(sqrt_series(bands)))  # the prefix sums of (1-x)^(1/2) are those of the square root
+    bends = -np.diff(falls, append=0.0)
+    sizes = np.arange(1, bands) ** -1.5  # brings the variables to like effect
+    sizes[-1] = falls[-1]
+
+    def goal(scaled: Series) -> tuple[float, Series]:
+        value, gradient = _log_error(_falls(scaled * sizes), steps, max_participations, min_separation)
+        return value, np.cumsum(gradient) * sizes
+
+    scaled, lowest = bends / sizes, np.inf
+    for _ in range(4):
+        found = optimize.minimize(
+            goal,
+            scaled,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(0.0, None)] * (bands - 1),
+            options={"maxcor": 50, "maxiter": 400, "maxfun": 400, "ftol": 1e-12, "gtol": 1e-9},
+        )
+        scaled = found.x
+        if lowest - found.fun < 1e-6:
+            break
+        lowest = found.fun
+    _, coefs = _prefix_and_coefs(_falls(scaled * sizes))
+    strategy = BandedInverseStrategy(steps=steps, inverse_coefs=tuple(coefs.tolist()))
+    if not strategy.sensitivity_is_exact:
+        raise RuntimeError(
+            f"the search for bands={bands}, steps={steps} ended with coefficients of C that increase; "
+            "use another number of bands, or optimized=False"
+        )
+    return strategy
+
+
+def _falls(bends: Series) -> Series:
+    """falls_l = Σ_{j ≥ l} bends_j, the steps down of ln p."""
+    return np.cumsum(bends[::-1])[::-1]
+
+
+def _prefix_and_coefs(falls: Series) -> tuple[Series, Series]:
+    """The prefix sums p_i = exp(-Σ_{l ≤ i} falls_l), p_0 = 1, and d_i = p_i - p_{i-1}."""
+    prefix = np.exp(-np.cumsum(np.concatenate([[0.0], falls])))
+    return prefix, np.concatenate([[1.0], prefix[:-1] * np.expm1(-falls)])
+
+
+def _log_error(falls: Series, steps: int, max_participations: int, min_separation: int) -> tuple[float, Series]:
+    """ln(mean_error²·sensitivity²), and its gradient in `falls`.
+
+    A change of d moves c = 1/d by -c²·δd, so that with g the gradient of the sensitivity² in c, that in d is
+    the correlation -Σ_i g_i (c²)_{i-j}. The prefix sum of the last band stays for all later steps.
+    """
+    prefix, inverse = _prefix_and_coefs(falls)
+    bands = len(prefix)
+    weights = np.arange(steps, 0, -1) / steps
+    rows = np.append(weights[: bands - 1], weights[bands - 1 :].sum())
+    error = float(rows @ prefix**2)
+    coefs = divide([1.0], inverse, steps)
+    energy, pull = participation_energy(coefs, max_participations, min_separation)
+    by_inverse = -correlate(pull, divide(coefs, inverse, steps))[:bands]
+    by_prefix = 2 * rows * prefix / error - np.diff(by_inverse, append=0.0) / energy
+    return float(np.log(error) + np.log(energy)), -np.cumsum((by_prefix * prefix)[::-1])[::-1][1:]
