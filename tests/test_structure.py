@@ -12,7 +12,7 @@ import pytest
 import dpoptim
 
 PACKAGE = Path(dpoptim.__file__).parent
-ORDER = ["noise", "privacy", "gradients", "optim"]
+ORDER = ["noise", "privacy", "gradients", "optim", "theory"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,6 +1,6 @@
 """Differentially private training with adaptive optimizers for PyTorch."""
 
-from dpoptim import gradients, noise, optim, privacy
+from dpoptim import gradients, noise, optim, privacy, theory
 from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, public_data
 from dpoptim.noise import (
     Banded,
@@ -87,4 +87,5 @@ __all__ = [
     "public_data",
     "scale_then_privatize",
     "side_information",
+    "theory",
 ]
