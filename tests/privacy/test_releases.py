@@ -13,7 +13,6 @@ from scipy.optimize import minimize
 from dpoptim.privacy import Adjacency, Gradient, IndependentMoments, JointMoments, NoiselessSquare
 from dpoptim.privacy.releases import (
     joint_sensitivity,
-    needs_projection,
     noise_stddevs,
     square_sensitivity,
 )
@@ -37,7 +36,7 @@ def released(batch, squares, sampling, size, norm):
     if squares == "average_of":
         return (clipped**2).sum(axis=0) / size
     average = clipped.sum(axis=0) / size
-    if needs_projection(IndependentMoments(squares=squares), sampling):
+    if squares == "of_average" and isinstance(sampling, Poisson):
         average = clip(average, norm)
     return average**2
 

@@ -38,6 +38,7 @@ class Released:
     step: int
     gradient: dict[str, Tensor]  # the noisy average gradient
     square: dict[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
+    noise_variance: float  # of the noise on one coordinate of `gradient`, at scale 1; a public number
 
 
 class PrivateRelease:
@@ -69,6 +70,7 @@ class PrivateRelease:
         stddevs, column_norm = self.plan.noise_stddevs(), self.plan.strategy.column_norm
         self._gradient_stddev = stddevs.gradient_sum * column_norm
         self._square_stddev = (stddevs.square or 0.0) * column_norm
+        self._row_norms = self.plan.strategy.row_norms()
         averages_squares = isinstance(release, JointMoments) or (
             isinstance(release, IndependentMoments) and release.squares == "average_of"
         )
@@ -199,7 +201,8 @@ class PrivateRelease:
         for name, total in sums.items():
             self._add_noise("gradient", name, total, self._gradient_stddev, self.scale).div_(self.plan.batch_size)
         self.step += 1
-        return Released(step=self.step - 1, gradient=sums, square=square)
+        stddev = self._gradient_stddev * float(self._row_norms[self.step - 1]) / self.plan.batch_size
+        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _check_loader(self, ticket: tickets.Ticket) -> None:
         """All batches of a run come from one sampling key: another one would draw examples more often than planned."""

@@ -73,14 +73,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
             mean_loss=loss_reduction == "mean",
             own_batches=own_batches,
         )
-        self.plan = plan = self.release.plan
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self._names = {p: name for p, name in names.items() if p.requires_grad}
-        stddev = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size
-        self._noise_variances = [float(variance) for variance in (stddev * plan.strategy.row_norms()) ** 2]
         for slot in self._slots():
             geometry.begin(slot)
         self._set_scale()
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan as it runs, with what this optimizer releases."""
+        return self.release.plan
 
     @property
     def key(self) -> NoiseKey:
@@ -97,13 +99,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self.release.close_physical_batch():
             return loss
         released = self.release.release()
-        noise_variance = self._noise_variances[released.step]
         for slot in self._slots():
             gradient, group, parameter = released.gradient[slot.name], slot.group, slot.parameter
             decay = group["weight_decay"]
             if decay and not self.rule.decoupled:
                 gradient = gradient.add(parameter.to(gradient.dtype), alpha=decay)
-            denominator = self.second_moment.denominator(slot, self.rule, gradient, released, noise_variance)
+            denominator = self.second_moment.denominator(slot, self.rule, gradient, released)
             direction = self.rule.direction(gradient, denominator, slot)
             if decay and self.rule.decoupled:
                 parameter.mul_(1 - group["lr"] * decay)

@@ -21,18 +21,14 @@ from dpoptim.optim.slot import Slot
 class SecondMoment(Protocol):
     """The third slot: turns a release into the denominator of the update."""
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor | None: ...
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class NoSecondMoment:
     """The update divides by nothing (SGD)."""
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> None:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
         return None
 
 
@@ -40,9 +36,7 @@ class NoSecondMoment:
 class OfNoisyGradient:
     """ν of g̃², as Adam on the noisy gradient has it; denominator √ν̂ + eps. Biased upwards by the noise's variance."""
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         nu_hat = _accumulate(slot, rule, gradient.square())
         return nu_hat.sqrt() + slot.group["eps"]
 
@@ -55,14 +49,12 @@ class NoiseCorrected:
     mechanism. The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
     """
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         nu_hat = _accumulate(slot, rule, gradient.square())
         if "noise_moment" not in slot.state:
             slot.state["noise_moment"] = torch.zeros((), dtype=torch.float64)
         total = slot.state["noise_moment"]
-        rule.accumulate(total, torch.tensor(noise_variance, dtype=torch.float64), slot.group)
+        rule.accumulate(total, torch.tensor(released.noise_variance, dtype=torch.float64), slot.group)
         bias = float(rule.estimate(total, slot.group, slot.step))
         return (nu_hat - bias).clamp_(min=slot.group["eps"] ** 2).sqrt_()
 
@@ -71,9 +63,7 @@ class NoiseCorrected:
 class OfReleasedSquare:
     """ν of the second release (IME, JME; un-noised under the non-private plan); denominator √max(ν̂, 0) + eps."""
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         assert released.square is not None
         nu_hat = _accumulate(slot, rule, released.square[slot.name])
         return nu_hat.clamp(min=0).sqrt_() + slot.group["eps"]
@@ -85,9 +75,7 @@ class OfPublicGradient:
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._source = OncePerStep(gradients)
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         public = self._source.at(slot.step)[slot.name].to(gradient.dtype)
         nu_hat = _accumulate(slot, rule, public.square())
         return nu_hat.sqrt() + slot.group["eps"]
@@ -99,9 +87,7 @@ class OfScale:
     (DP², AdaDPS).
     """
 
-    def denominator(
-        self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released, noise_variance: float
-    ) -> Tensor | None:
+    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None:
         return slot.state.get("divided_by")
 
 

@@ -12,7 +12,6 @@ from dpoptim.privacy.releases import (
     NoiselessSquare,
     NoiseStddevs,
     Release,
-    needs_projection,
     noise_stddevs,
     square_sensitivity,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",
-    "needs_projection",
     "noise_stddevs",
     "privacy_statement",
     "private_loader",

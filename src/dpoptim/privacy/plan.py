@@ -206,11 +206,6 @@ class PrivacyPlan:
             noise_multiplier=self._known_multiplier(),
         )
 
-    @property
-    def needs_projection(self) -> bool:
-        """Whether the averaged gradient must be projected onto norm clip_norm before it is squared."""
-        return releases.needs_projection(self.release, self.sampling)
-
     def statement(self, delta: float | None = None) -> str:
         """What is guaranteed, to whom, by which proof and under which assumptions; for an auditor to read."""
         return privacy_statement(self, delta=delta)

@@ -119,21 +119,6 @@ def check_supported(release: Release, sampling: Sampling) -> None:
         )
 
 
-def needs_projection(release: Release, sampling: Sampling) -> bool:
-    """Whether the averaged gradient must be projected onto norm ζ before it is squared.
-
-    A Poisson batch may hold more than B examples, and then the averaged gradient is longer than ζ and its
-    square moves further than `square_sensitivity`. Projection does not increase distances and brings the
-    bound back.
-
-    >>> from dpoptim.privacy.sampling import Shuffled
-    >>> needs_projection(IndependentMoments(), Poisson()), needs_projection(IndependentMoments(), Shuffled())
-    (True, False)
-    """
-    of_average = isinstance(release, IndependentMoments) and release.squares == "of_average"
-    return of_average and isinstance(sampling, Poisson)
-
-
 def square_sensitivity(
     *, squares: Squares, sampling: Sampling, adjacency: Adjacency, clip_norm: float, batch_size: int
 ) -> float:
@@ -147,7 +132,8 @@ def square_sensitivity(
     since squares have no negative products, so √2·ζ²/B, attained by two different coordinates; under Poisson
     2ζ²/B.
 
-    Guarantee: an upper bound for every dimension; for Poisson only together with `needs_projection`.
+    Guarantee: an upper bound for every dimension; for Poisson only with the averaged gradient
+    projected onto norm ζ before it is squared: a Poisson batch may hold more than B examples, whose average is longer.
 
     >>> from dpoptim.privacy.sampling import Shuffled
     >>> kinds = dict(squares="of_average", sampling=Shuffled(), adjacency=Adjacency.ZERO_OUT, clip_norm=1.0)

@@ -6,6 +6,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
+from dpoptim.noise.matrix import MatrixStrategy
 from dpoptim.privacy import accounting, releases
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
 from dpoptim.privacy.releases import IndependentMoments, JointMoments, NoiselessSquare
@@ -86,7 +87,7 @@ def _participation(plan: PrivacyPlan) -> str:
 
 def _released(plan: PrivacyPlan) -> str:
     text = f"{plan.release.describe()}, each clipped to norm {plan.clip_norm:g}"
-    if plan.needs_projection:
+    if isinstance(plan.release, IndependentMoments) and plan.release.squares == "of_average":
         text += f"; the averaged gradient is projected onto norm {plan.clip_norm:g} before it is squared"
     return f"{text}; averages are over the expected batch size"
 
@@ -114,9 +115,16 @@ def _sensitivity(plan: PrivacyPlan) -> str:
     if isinstance(plan.release, NoiselessSquare):
         text += "; the square is not covered by any noise"
     if isinstance(plan.run, GaussianRun):
-        kind = "exact" if plan.strategy.sensitivity_is_exact else "an upper bound"
+        kind = "exact" if _is_exact(plan) else "an upper bound"
         text += f". Over all steps, per clip_norm, with unit columns: {plan.run.sensitivity:.6g} ({kind})"
     return text
+
+
+def _is_exact(plan: PrivacyPlan) -> bool:
+    strategy = plan.strategy
+    if isinstance(strategy, MatrixStrategy):
+        return strategy.is_exact_for(max_participations=plan.max_participations, min_separation=plan.min_separation)
+    return strategy.sensitivity_is_exact
 
 
 def _mechanism(plan: PrivacyPlan) -> str:
