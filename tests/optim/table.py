@@ -16,9 +16,9 @@ from dpoptim.optim import PrivateOptimizer, twins
 
 LR = 0.02
 EPS_SCALE = 1.0
-# The stability constants are large (eps = .1) so that runs are well-conditioned. At eps = 1e-3 bias correction, IME and JME
-# divide by numbers near 0: a twin started one ulp away leaves itself by more than the tolerance (float64 too, for bias
-# correction with AdaGrad and RMSProp), so there no comparison over a hundred steps can tell a bug from rounding.
+# The stability constants are large (eps = .1) so that runs are well-conditioned. At eps = 1e-3 bias correction, IME and
+# JME divide by numbers near 0: a twin started one ulp away leaves itself by more than the tolerance (float64 too, for
+# bias correction with AdaGrad and RMSProp), so there no comparison over a hundred steps can tell a bug from rounding.
 
 RULES: dict[str, tuple[Any, Any]] = {
     "adam": (dpoptim.Adam(eps=0.1), twins.Adam(lr=LR, eps=0.1)),
