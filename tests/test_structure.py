@@ -12,7 +12,7 @@ import pytest
 import dpoptim
 
 PACKAGE = Path(dpoptim.__file__).parent
-ORDER = ["noise", "privacy", "gradients", "optim", "theory"]
+ORDER = ["noise", "privacy", "gradients", "optim", "theory", "cli"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -7,9 +7,12 @@ from dpoptim.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedToeplitz,
+    DecayedSums,
     Dense,
     Independent,
     NoiseKey,
+    NoiseMemory,
+    PrefixSums,
     SquareRoot,
 )
 from dpoptim.optim import (
@@ -32,6 +35,7 @@ from dpoptim.optim import (
 )
 from dpoptim.privacy import (
     Adjacency,
+    CyclicPoisson,
     Gradient,
     IndependentMoments,
     JointMoments,
@@ -40,6 +44,7 @@ from dpoptim.privacy import (
     PrivacyPlan,
     PrivateLoader,
     Shuffled,
+    choose_noise,
     private_loader,
 )
 
@@ -54,14 +59,18 @@ __all__ = [
     "BandedInverse",
     "BandedToeplitz",
     "BufferedToeplitz",
+    "CyclicPoisson",
+    "DecayedSums",
     "Dense",
     "Gradient",
     "Independent",
     "IndependentMoments",
     "JointMoments",
     "NoiseKey",
+    "NoiseMemory",
     "NoiselessSquare",
     "Poisson",
+    "PrefixSums",
     "PrivacyPlan",
     "PrivateLoader",
     "PrivateOptimizer",
@@ -73,6 +82,7 @@ __all__ = [
     "adadps",
     "bias_correction",
     "check_examples_do_not_mix",
+    "choose_noise",
     "delayed_preconditioner",
     "dp_sgd",
     "gradients",

@@ -78,6 +78,23 @@ class TestLevel:
                 self.level(source.release().gradient["inner.weight"]), float(norm) * strategy.column_norm / 4
             )
 
+    def test_squares_have_the_level_of_their_own_strategy(self):
+        what = dpoptim.IndependentMoments(square_noise=dpoptim.SquareRoot())
+        the_plan = plan(noise=dpoptim.Independent(), clip_norm=0.6, release=what)
+        source = PrivateRelease(Vector(self.WIDTH), the_plan, what, key=KEY)
+        delta2 = (2 * 4 - 1) * 0.6**2 / 4**2
+        first, second = the_plan.strategy, dpoptim.SquareRoot().optimize(steps=10)
+        levels = []
+        for norm, square_norm in zip(first.row_norms(), second.row_norms(), strict=True):
+            released = source.release()
+            level = math.sqrt(2) * 0.6 / 4 * float(norm) * first.column_norm
+            self.assert_level(self.level(released.gradient["inner.weight"]), level)
+            assert released.noise_variance == pytest.approx(level**2)
+            levels.append(math.sqrt(2) * delta2 * float(square_norm) * second.column_norm)
+            assert released.square is not None
+            self.assert_level(self.level(released.square["inner.weight"]), levels[-1])
+        assert levels[-1] > 1.05 * levels[0]
+
     def test_noise_is_divided_by_the_scale(self):
         model = Vector(self.WIDTH)
         source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY)

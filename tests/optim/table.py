@@ -205,9 +205,9 @@ def _sgd(t, noise, square_noise, rule, plan):
     return twins.dp_sgd(*_start(t), noise, rule=rule, **_common(plan))
 
 
-def _ime(squares, balance):
+def _ime(squares, balance, square_noise=None):
     return lambda model, plan, rule, t, **common: dpoptim.independent_moments(
-        model, plan, LR, rule=rule, squares=squares, balance=balance, **common
+        model, plan, LR, rule=rule, squares=squares, balance=balance, square_noise=square_noise, **common
     )
 
 
@@ -229,6 +229,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "independent_moments": Variant(_ime("of_average", "equal"), _independent(False)),
     "independent_moments, average of squares": Variant(_ime("average_of", "mse"), _independent(True)),
+    "independent_moments, independent noise on squares": Variant(
+        _ime("of_average", "equal", dpoptim.Independent()), _independent(False)
+    ),
     "joint_moments": Variant(
         lambda model, plan, rule, t, **common: dpoptim.joint_moments(model, plan, LR, rule=rule, **common),
         _joint,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dpoptim.privacy import accounting, cache, calibration
+from dpoptim.noise import remembered
+from dpoptim.privacy import accounting, calibration
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.calibration import calibrate, tolerance
@@ -81,7 +81,7 @@ def test_second_calibration_comes_from_the_cache(cache_dir, monkeypatch):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)
     (file,) = cache_dir.iterdir()
-    assert json.loads(file.read_text())["noise_multiplier"] == first
+    assert np.load(file)["values"].tolist() == [first]
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
     assert len(calls) == 1
     calibrate(run, epsilon=2.0, delta=1e-5)
@@ -100,18 +100,25 @@ def test_corrupt_entries_are_as_good_as_none(cache_dir, content):
     (file,) = cache_dir.iterdir()
     file.write_text(content)
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
-    assert json.loads(file.read_text())["noise_multiplier"] == first
+    assert np.load(file)["values"].tolist() == [first]
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.5])
-def test_a_forged_entry_is_not_believed(cache_dir, factor):
+@pytest.mark.parametrize("forged", [[0.5], [1.5], [-1.0], [0.0], [1.0, 1.0], []])
+def test_a_forged_entry_is_not_believed(cache_dir, forged):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)
     (file,) = cache_dir.iterdir()
-    entry = json.loads(file.read_text())
-    entry["noise_multiplier"] *= factor
-    file.write_text(json.dumps(entry))
+    inputs = np.load(file)["inputs"]
+    np.savez(file, inputs=inputs, values=np.array(forged) * first)
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
+
+
+def test_a_true_entry_is_used(cache_dir, monkeypatch):
+    run = poisson(0.05, 50)
+    first = calibrate(run, epsilon=2.0, delta=1e-6)
+    monkeypatch.setattr(calibration, "_refine", None)
+    assert calibrate(run, epsilon=2.0, delta=1e-6) == first
+    assert remembered.cache_dir() == cache_dir
 
 
 def test_an_unusable_cache_directory_is_no_error(tmp_path, monkeypatch):
@@ -120,19 +127,3 @@ def test_an_unusable_cache_directory_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(blocked / "below"))
     assert calibrate(poisson(0.05, 50), epsilon=2.0, delta=1e-6) > 0
     assert blocked.read_text() == "not a directory"
-
-
-def test_writes_leave_no_temporary_files(cache_dir):
-    cache.store({"a": 1}, 1.5)
-    assert cache.load({"a": 1}) == 1.5
-    assert cache.load({"a": 2}) is None
-    assert [path.suffix for path in cache_dir.iterdir()] == [".json"]
-
-
-def test_where_the_cache_lies(monkeypatch):
-    monkeypatch.delenv("DPOPTIM_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache.cache_dir() == Path("/x/dpoptim")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert cache.cache_dir() == Path("/home/someone/.cache/dpoptim")

@@ -2,7 +2,7 @@
 
 Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's
 strategy and the key, s_t from values released before. Plans that also release a second moment get a second, separate
-stream of noise.
+stream of noise, by a strategy of its own where the plan says so.
 
 Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`,
 provided the batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
@@ -14,13 +14,14 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
 from dpoptim.gradients.forms import wide_dtype
-from dpoptim.noise import NoiseKey
+from dpoptim.noise import NoiseKey, NoiseMemory, Strategy, saved_strategy, strategy_state
 from dpoptim.privacy import (
     IndependentMoments,
     JointMoments,
@@ -54,6 +55,7 @@ class PrivateRelease:
         run_id: str | None = None,
         mean_loss: bool = False,
         own_batches: bool = False,
+        noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
@@ -67,10 +69,11 @@ class PrivateRelease:
         self.plan = plan if plan.release == release else plan.releasing(release)
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
-        stddevs, column_norm = self.plan.noise_stddevs(), self.plan.strategy.column_norm
-        self._gradient_stddev = stddevs.gradient_sum * column_norm
-        self._square_stddev = (stddevs.square or 0.0) * column_norm
-        self._row_norms = self.plan.strategy.row_norms()
+        self.noise_memory = noise_memory
+        strategies = {"gradient": self.plan.strategy}
+        if self.plan.noise_stddevs().square:
+            strategies["square"] = self.plan.square_strategy
+        self._set_strategies(strategies)
         averages_squares = isinstance(release, JointMoments) or (
             isinstance(release, IndependentMoments) and release.squares == "average_of"
         )
@@ -84,36 +87,77 @@ class PrivateRelease:
         self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
         tickets.bind(plan, self)
 
+    def _set_strategies(self, strategies: dict[str, Strategy]) -> None:
+        """One for each stream of noise; its level follows from the plan and the strategy's columns."""
+        self._strategies = strategies
+        stddevs = self.plan.noise_stddevs()
+        self._stddevs = {"gradient": stddevs.gradient_sum, "square": stddevs.square or 0.0}
+        for stream, strategy in strategies.items():
+            self._stddevs[stream] *= strategy.column_norm
+        self._row_norms = strategies["gradient"].row_norms()
+
     def _begin_run(self, run_id: str) -> None:
         """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
         self.run_id = run_id
         key = self.key.for_run(run_id)
         self._noise = {
-            (stream, name): self.plan.strategy.stream(
+            (stream, name): strategy.stream(
                 key,
                 stream=stream,
                 name=name,
                 numel=p.numel(),
                 dtype=wide_dtype(p.dtype),
                 device=p.device,
+                memory=self.noise_memory,
             )
-            for stream in (["gradient", "square"] if self._square_stddev else ["gradient"])
+            for stream, strategy in self._strategies.items()
             for name, p in self._sums.parameters.items()
         }
 
-    def resume(self, *, run_id: str, step: int, loader_key_fingerprint: str | None) -> None:
-        """Continue the run `run_id` at `step`; whatever had been accumulated is forgotten."""
+    @property
+    def noise_memory_bytes(self) -> int:
+        """What the noise keeps between steps."""
+        return sum(stream.memory_bytes for stream in self._noise.values())
+
+    def state(self) -> dict[str, Any]:
+        """Where the run stands, as plain values without secrets; `resume` takes it."""
+        return {
+            "run_id": self.run_id,
+            "step": self.step,
+            "loader_key_fingerprint": self.loader_key_fingerprint,
+            "noise_bits": self.noise_memory.bits,
+            "strategies": {stream: strategy_state(strategy) for stream, strategy in self._strategies.items()},
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue the run of a `state`; whatever had been accumulated is forgotten.
+
+        The strategy is taken from the state: a search may end in other last bits on another machine.
+        """
+        run_id, step = state["run_id"], state["step"]
         if run_id == self.run_id and step < self.step:
             raise ValueError(
                 f"step={step} lies behind step {self.step}, which has been released: going back would spend the same "
                 "noise twice; make a new optimizer for a new run"
             )
+        if state["noise_bits"] != self.noise_memory.bits:
+            raise ValueError(
+                f"noise_memory has bits={self.noise_memory.bits} and the run was begun with {state['noise_bits']}: its "
+                "noise would change; pass noise_memory=NoiseMemory(bits=...) as the run did"
+            )
+        if state["strategies"].keys() != self._strategies.keys():
+            raise ValueError("the state has other streams of noise than this optimizer; make it by the run's own call")
+        strategies = {
+            stream: saved_strategy(saved, like=self._strategies[stream])
+            for stream, saved in state["strategies"].items()
+        }
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
         tickets.bind(self._drawn_for, self)
+        self._set_strategies(strategies)
         self._begin_run(run_id)
         self.step = step
-        self.loader_key_fingerprint = loader_key_fingerprint
+        self.loader_key_fingerprint = state["loader_key_fingerprint"]
 
     @property
     def counts_not_private(self) -> ClippingCounts:
@@ -199,9 +243,9 @@ class PrivateRelease:
         sums, square_sums = self._sums.take()
         square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
         for name, total in sums.items():
-            self._add_noise("gradient", name, total, self._gradient_stddev, self.scale).div_(self.plan.batch_size)
+            self._add_noise("gradient", name, total, self.scale).div_(self.plan.batch_size)
         self.step += 1
-        stddev = self._gradient_stddev * float(self._row_norms[self.step - 1]) / self.plan.batch_size
+        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _check_loader(self, ticket: tickets.Ticket) -> None:
@@ -269,10 +313,7 @@ class PrivateRelease:
                 return {name: (total / batch_size).square() for name, total in sums.items()}
             case _:
                 return None
-        return {
-            name: self._add_noise("square", name, average, self._square_stddev, None)
-            for name, average in squares.items()
-        }
+        return {name: self._add_noise("square", name, average, None) for name, average in squares.items()}
 
     def _bounded_averages(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The averaged gradient, brought to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
@@ -281,10 +322,9 @@ class PrivateRelease:
         factor = min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
         return {name: total * (factor / self.plan.batch_size) for name, total in sums.items()}
 
-    def _add_noise(
-        self, stream: str, name: str, to: Tensor, stddev: float, scale: Mapping[str, Tensor] | None
-    ) -> Tensor:
+    def _add_noise(self, stream: str, name: str, to: Tensor, scale: Mapping[str, Tensor] | None) -> Tensor:
         """`to` + stddev·(row of this step) / scale, in place."""
+        stddev = self._stddevs[stream]
         if stddev == 0:
             return to
         noise = self._noise[stream, name].row(self.step).view_as(to).mul_(stddev)

@@ -2,15 +2,20 @@
 
 from dpoptim.noise.banded import Banded
 from dpoptim.noise.banded_inverse import BandedInverse
+from dpoptim.noise.banded_toeplitz import BandedToeplitz
 from dpoptim.noise.buffered import BufferedToeplitz
+from dpoptim.noise.closed_forms import Independent, SquareRoot
 from dpoptim.noise.dense import Dense
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.matrix import MatrixStrategy
+from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.normals import keystream, normals, uniform_words, words
+from dpoptim.noise.saved import saved_strategy, strategy_state
 from dpoptim.noise.series import divide, inverse_series, inverse_sqrt_series, multiply, sqrt_series
-from dpoptim.noise.strategies import BandedToeplitz, Independent, SquareRoot, Strategy, StrategySpec
+from dpoptim.noise.strategy import Strategy, StrategySpec
 from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
 from dpoptim.noise.toeplitz import ToeplitzStrategy
+from dpoptim.noise.workloads import DecayedSums, PrefixSums, Workload
 
 __all__ = [
     "Banded",
@@ -18,24 +23,30 @@ __all__ = [
     "BandedToeplitz",
     "BufferedToeplitz",
     "ConvolvedStream",
+    "DecayedSums",
     "Dense",
     "Independent",
     "MatrixStrategy",
     "NoiseKey",
+    "NoiseMemory",
     "NoiseStream",
     "NormalSource",
+    "PrefixSums",
     "RecurrentStream",
     "SquareRoot",
     "Strategy",
     "StrategySpec",
     "ToeplitzStrategy",
+    "Workload",
     "divide",
     "inverse_series",
     "inverse_sqrt_series",
     "keystream",
     "multiply",
     "normals",
+    "saved_strategy",
     "sqrt_series",
+    "strategy_state",
     "uniform_words",
     "words",
 ]

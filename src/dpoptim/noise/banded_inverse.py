@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
-import torch
 from scipy import optimize
 
-from dpoptim.noise.buffered import correlate, participation_energy
-from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.series import Series, divide, inverse_series, inverse_sqrt_series, sqrt_series
-from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource
-from dpoptim.noise.toeplitz import ToeplitzStrategy, _check_participation, check_steps
+from dpoptim.noise.goal import Goal
+from dpoptim.noise.memory import NoiseMemory
+from dpoptim.noise.remembered import Array, remembered
+from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
+from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.strategy import check_bands, check_steps
+from dpoptim.noise.stream import NoiseStream, NormalSource
+from dpoptim.noise.toeplitz import ToeplitzStrategy, convolved
+from dpoptim.noise.workloads import PrefixSums, Workload
 
 _ROUNDING = 1e-13  # rises of the coefficients of C by less, where c_0 = 1, are rounding
 
 
-@dataclass(frozen=True, kw_only=True)
-class BandedInverse:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BandedInverse(ShortRepr):
     """A Toeplitz C whose inverse has `bands` diagonals: row t of C⁻¹z is made of the last `bands` rows of z.
 
         minimise  mean_error·sensitivity  over  noising_coefs = (1, d_1, ..., d_{bands-1}, 0, ...)
@@ -45,20 +48,22 @@ class BandedInverse:
 
     bands: int
     optimized: bool = True
+    workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        if self.bands < 1:
-            raise ValueError(f"bands={self.bands} must be at least 1; bands=1 is independent noise")
+        check_bands(self.bands)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:
         """The best coefficients for this many steps and that participation; a second call is answered from memory."""
-        check_steps(steps)
-        if self.bands > steps:
-            raise ValueError(f"bands={self.bands} exceeds steps={steps}; use at most {steps} bands")
-        _check_participation(steps, max_participations, min_separation)
-        if self.optimized:
-            return optimized_banded_inverse(steps, self.bands, max_participations, min_separation)
-        return BandedInverseStrategy(steps=steps, inverse_coefs=tuple(inverse_sqrt_series(self.bands).tolist()))
+        goal = Goal(
+            steps=steps,
+            max_participations=max_participations,
+            min_separation=min_separation,
+            workload=self.workload,
+        )
+        check_bands(self.bands, steps)
+        found = optimized_banded_inverse(goal, self.bands) if self.optimized else inverse_sqrt_series(self.bands)
+        return BandedInverseStrategy(steps=steps, inverse_coefs=tuple(found.tolist()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,41 +109,29 @@ class BandedInverseStrategy(ToeplitzStrategy):
         coefs.flags.writeable = False
         return coefs
 
-    def stream(
-        self,
-        key: NoiseKey,
-        *,
-        stream: str,
-        name: str,
-        numel: int,
-        start: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> NoiseStream:
-        """Rows of C⁻¹z for elements [start, start + numel) of the tensor `name`; the old normals are made again.
+    @property
+    def kept_rows(self) -> int:
+        return 0
 
+    @property
+    def normal_rows(self) -> float:
+        return float(np.minimum(np.arange(1, self.steps + 1), self.inverse_bands).mean())
+
+    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        """The old normals are made again.
+
+        >>> from dpoptim.noise import NoiseKey
         >>> key = NoiseKey.from_bytes(bytes(32))
         >>> strategy = BandedInverseStrategy(steps=1000, inverse_coefs=(1.0, -0.5, -0.125))
         >>> stream = strategy.stream(key, stream="gradient", name="weight", numel=5)
         >>> stream.row(999).shape, stream.memory_bytes
         (torch.Size([5]), 0)
         """
-        source = NormalSource(
-            key=key,
-            stream=stream,
-            name=name,
-            numel=numel,
-            start=start,
-            dtype=dtype,
-            device=device,
-        )
-        return ConvolvedStream(source, noising_coefs=self.inverse_coefs, steps=self.steps)
+        return convolved(source, list(self.inverse_coefs), steps=self.steps)
 
 
-@lru_cache(maxsize=256)
-def optimized_banded_inverse(
-    steps: int, bands: int, max_participations: int, min_separation: int
-) -> BandedInverseStrategy:
+@remembered("banded-inverse", version=1)
+def optimized_banded_inverse(goal: Goal, bands: int) -> Array:
     """The coefficients of least mean_error·sensitivity among those of log-convex prefix sums, by L-BFGS-B in float64.
 
         -ln p_i = Σ_{l ≤ i} Σ_{j ≥ l} bends_j,    bends_j ≥ 0  for j = 1 .. bands-1
@@ -146,24 +139,24 @@ def optimized_banded_inverse(
     are all of them, so that the search has bounds alone to keep to. It starts from the inverse square root, and
     is begun again from where it ends until that no longer helps: at a bound it tends to stop early.
 
-    >>> optimized_banded_inverse(20, 5, 20, 1).inverse_coefs  # an example in each step: nothing to correlate
-    (1.0,)
+    >>> optimized_banded_inverse(Goal(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
+    np.False_
     """
     if bands == 1:
-        return BandedInverseStrategy(steps=steps, inverse_coefs=(1.0,))
+        return np.ones(1)
     falls = -np.diff(np.log(sqrt_series(bands)))  # the prefix sums of (1-x)^(1/2) are those of the square root
     bends = -np.diff(falls, append=0.0)
     sizes = np.arange(1, bands) ** -1.5  # brings the variables to like effect
     sizes[-1] = falls[-1]
 
-    def goal(scaled: Series) -> tuple[float, Series]:
-        value, gradient = _log_error(_falls(scaled * sizes), steps, max_participations, min_separation)
+    def value_and_slope(scaled: Series) -> tuple[float, Series]:
+        value, gradient = _log_error(_falls(scaled * sizes), goal)
         return value, np.cumsum(gradient) * sizes
 
     scaled, lowest = bends / sizes, np.inf
     for _ in range(4):
         found = optimize.minimize(
-            goal,
+            value_and_slope,
             scaled,
             jac=True,
             method="L-BFGS-B",
@@ -174,14 +167,7 @@ def optimized_banded_inverse(
         if lowest - found.fun < 1e-6:
             break
         lowest = found.fun
-    _, coefs = _prefix_and_coefs(_falls(scaled * sizes))
-    strategy = BandedInverseStrategy(steps=steps, inverse_coefs=tuple(coefs.tolist()))
-    if not strategy.sensitivity_is_exact:
-        raise RuntimeError(
-            f"the search for bands={bands}, steps={steps} ended with coefficients of C that increase; "
-            "use another number of bands, or optimized=False"
-        )
-    return strategy
+    return _prefix_and_coefs(_falls(scaled * sizes))[1]
 
 
 def _falls(bends: Series) -> Series:
@@ -195,19 +181,10 @@ def _prefix_and_coefs(falls: Series) -> tuple[Series, Series]:
     return prefix, np.concatenate([[1.0], prefix[:-1] * np.expm1(-falls)])
 
 
-def _log_error(falls: Series, steps: int, max_participations: int, min_separation: int) -> tuple[float, Series]:
-    """ln(mean_error²·sensitivity²), and its gradient in `falls`.
-
-    A change of d moves c = 1/d by -c²·δd, so that with g the gradient of the sensitivity² in c, that in d is
-    the correlation -Σ_i g_i (c²)_{i-j}. The prefix sum of the last band stays for all later steps.
-    """
+def _log_error(falls: Series, goal: Goal) -> tuple[float, Series]:
+    """The goal, and its gradient in `falls`."""
     prefix, inverse = _prefix_and_coefs(falls)
-    bands = len(prefix)
-    weights = np.arange(steps, 0, -1) / steps
-    rows = np.append(weights[: bands - 1], weights[bands - 1 :].sum())
-    error = float(rows @ prefix**2)
-    coefs = divide([1.0], inverse, steps)
-    energy, pull = participation_energy(coefs, max_participations, min_separation)
-    by_inverse = -correlate(pull, divide(coefs, inverse, steps))[:bands]
-    by_prefix = 2 * rows * prefix / error - np.diff(by_inverse, append=0.0) / energy
-    return float(np.log(error) + np.log(energy)), -np.cumsum((by_prefix * prefix)[::-1])[::-1][1:]
+    noising = np.concatenate([inverse, np.zeros(goal.steps - len(inverse))])
+    value, slope = goal.by_noising(inverse_series(inverse, goal.steps), noising)
+    by_prefix = -np.diff(slope[: len(inverse)], append=0.0)
+    return value, -np.cumsum((by_prefix * prefix)[::-1])[::-1][1:]

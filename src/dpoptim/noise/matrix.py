@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
@@ -12,16 +11,17 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike
 
-from dpoptim.noise.key import NoiseKey
+from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series
+from dpoptim.noise.strategy import Strategy, check_participation
 from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
-from dpoptim.noise.toeplitz import Matrix, _check_participation
+from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 _ROUNDING = 1e-12  # column products that differ by no more than this are taken for equal
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class MatrixStrategy:
+class MatrixStrategy(Strategy):
     """A lower triangular strategy with `bands` diagonals, C[s + lag, s] = diagonals[lag, s].
 
     `diagonals` is float64 [bands, steps], read-only; what lies outside of the matrix (s + lag ≥ steps) is
@@ -40,6 +40,7 @@ class MatrixStrategy:
     """
 
     diagonals: Matrix
+    steps: int = field(init=False)
 
     def __post_init__(self) -> None:
         diagonals = np.array(self.diagonals, dtype=np.float64)
@@ -54,6 +55,7 @@ class MatrixStrategy:
         diagonals = np.ascontiguousarray(diagonals[:used])
         diagonals.flags.writeable = False
         object.__setattr__(self, "diagonals", diagonals)
+        object.__setattr__(self, "steps", steps)
 
     @classmethod
     def from_matrix(cls, matrix: ArrayLike) -> MatrixStrategy:
@@ -64,10 +66,6 @@ class MatrixStrategy:
         if np.triu(full, 1).any():
             raise ValueError("matrix has entries above its diagonal; give a lower triangular one")
         return cls(diagonals=_by_lag(full.T))
-
-    @property
-    def steps(self) -> int:
-        return int(self.diagonals.shape[1])
 
     @property
     def bands(self) -> int:
@@ -116,7 +114,7 @@ class MatrixStrategy:
         >>> strategy.is_exact_for(max_participations=2, min_separation=1), strategy.sensitivity_is_exact
         (True, False)
         """
-        _check_participation(self.steps, max_participations, min_separation)
+        check_participation(self.steps, max_participations, min_separation)
         return max_participations <= 2 or 2 * min_separation >= self.bands or self.sensitivity_is_exact
 
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
@@ -135,22 +133,14 @@ class MatrixStrategy:
 
         Edge cases: a pattern that does not fit into the steps is refused.
         """
-        _check_participation(self.steps, max_participations, min_separation)
+        check_participation(self.steps, max_participations, min_separation)
         squared = _worst_pattern(np.abs(self._column_products), max_participations, min_separation)
         return float(np.sqrt(squared))
 
-    def mean_error(self) -> float:
-        """‖AC⁻¹‖_F/√steps, with A the prefix sums; before times sensitivity."""
-        return float(np.sqrt(self._squared_errors.mean()))
-
-    def max_error(self) -> float:
-        """max_t ‖row t of AC⁻¹‖, with A the prefix sums; before times sensitivity."""
-        return float(np.sqrt(self._squared_errors.max()))
-
-    @cached_property
-    def _squared_errors(self) -> Series:
-        """‖row t of AC⁻¹‖²: AC⁻¹ is the inverse of CA⁻¹, which has one band more than C."""
-        return squared_inverse_rows(differences(torch.from_numpy(self.diagonals.copy())))
+    def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
+        """‖row t of AC⁻¹‖² for each step: AC⁻¹ is the inverse of CA⁻¹, which has a band or two more than C."""
+        inverse = torch.from_numpy(workload.inverse_diagonals(self.steps))
+        return squared_inverse_rows(times_banded(torch.from_numpy(self.diagonals.copy()), inverse))
 
     def row_norms(self) -> Series:
         """‖row t of C⁻¹‖ for each step, float64 [steps]."""
@@ -181,33 +171,36 @@ class MatrixStrategy:
             dense[at + lag, at] = diagonal[first : first + count]
         return dense
 
-    def stream(
-        self,
-        key: NoiseKey,
-        *,
-        stream: str,
-        name: str,
-        numel: int,
-        start: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> NoiseStream:
-        """Rows of C⁻¹z for elements [start, start + numel) of the tensor `name`, in noise `stream`.
+    @property
+    def kept_rows(self) -> int:
+        """bands - 1 past rows, or none where C is full and its old normals are made again."""
+        return 0 if self.bands == self.steps else self.bands - 1
 
-        A strategy of fewer bands than steps keeps bands-1 past rows; a full one makes its old normals again.
+    @property
+    def normal_rows(self) -> float:
+        return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
+    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        """
+        >>> from dpoptim.noise import NoiseKey
         >>> strategy = MatrixStrategy.from_matrix([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.0, 0.25, 1.0]])
         >>> key = NoiseKey.from_bytes(bytes(32))
         >>> rows = strategy.stream(key, stream="gradient", name="weight", numel=5)
-        >>> rows.row(2).shape, rows.memory_bytes
-        (torch.Size([5]), 20)
+        >>> rows.row(2).shape, rows.memory_bytes == strategy.memory_bytes(5) == 20
+        (torch.Size([5]), True)
         """
-        source = NormalSource(key=key, stream=stream, name=name, numel=numel, start=start, dtype=dtype, device=device)
         if self.bands == 1:
-            return _VaryingConvolvedStream(source, self._inverse_diagonal, steps=self.steps)
+            return ConvolvedStream(source, noising_row=self._inverse_diagonal, steps=self.steps)
         if self.bands == self.steps:
-            return _VaryingConvolvedStream(source, self._noising_row, steps=self.steps)
-        return _VaryingRecurrentStream(source, self._strategy_row, bands=self.bands, steps=self.steps)
+            return ConvolvedStream(source, noising_row=self._noising_row, steps=self.steps)
+        return RecurrentStream(
+            source,
+            strategy_row=self._strategy_row,
+            bands=self.bands,
+            steps=self.steps,
+            row_norm=float(self.row_norms().max()),
+            memory=memory,
+        )
 
     def _inverse_diagonal(self, step: int) -> list[float]:
         return [1.0 / float(self.diagonals[0, step])]
@@ -239,46 +232,19 @@ class MatrixStrategy:
         return f"MatrixStrategy(steps={self.steps}, bands={self.bands})"
 
 
-class _VaryingRecurrentStream(RecurrentStream):
-    """`RecurrentStream` with coefficients of their own at each step: y_t = (z_t - Σ_i C[t, t-i] y_{t-i})/C[t, t]."""
+def times_banded(diagonals: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The diagonals of CA⁻¹, float64 [bands + lags - 1, steps], from those of C and of A⁻¹.
 
-    def __init__(
-        self, source: NormalSource, strategy_row: Callable[[int], list[float]], *, bands: int, steps: int
-    ) -> None:
-        super().__init__(source, strategy_coefs=[1.0] * bands, steps=steps)
-        self._strategy_row = strategy_row
+        (CA⁻¹)[s + lag, s] = Σ_i C[s + lag, s + i]·A⁻¹[s + i, s]
 
-    def _advanced(self, step: int) -> torch.Tensor:
-        diagonal, *lagged = self._strategy_row(step)
-        self._inverse_diagonal = 1.0 / diagonal
-        self._feedback = [-coef / diagonal for coef in lagged]
-        return super()._advanced(step)
-
-
-class _VaryingConvolvedStream(ConvolvedStream):
-    """`ConvolvedStream` with coefficients of their own at each step: y_t = Σ_i C⁻¹[t, t-i]·z_{t-i}."""
-
-    def __init__(self, source: NormalSource, noising_row: Callable[[int], list[float]], *, steps: int) -> None:
-        super().__init__(source, noising_coefs=[1.0], steps=steps)
-        self._noising_row = noising_row
-
-    def row(self, step: int) -> torch.Tensor:
-        if 0 <= step < self.steps:  # otherwise the parent refuses
-            self._coefs = self._noising_row(step)
-        return super().row(step)
-
-
-def differences(diagonals: torch.Tensor) -> torch.Tensor:
-    """The diagonals of CA⁻¹, float64 [bands + 1, steps], from those of C; A⁻¹ takes differences.
-
-        (CA⁻¹)[t, s] = C[t, s] - C[t, s + 1]
-
-    >>> differences(torch.tensor([[1.0, 2.0], [0.5, 0.0]])).tolist()
+    >>> times_banded(torch.tensor([[1.0, 2.0], [0.5, 0.0]]), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])).tolist()
     [[1.0, 2.0], [-1.5, 0.0], [0.0, 0.0]]
     """
-    wider = torch.nn.functional.pad(diagonals, (0, 0, 0, 1))
-    wider[1:, :-1] -= diagonals[:, 1:]
-    return wider
+    bands, steps = diagonals.shape
+    product = diagonals.new_zeros(bands + len(inverse) - 1, steps)
+    for lag in range(min(len(inverse), steps)):
+        product[lag : lag + bands, : steps - lag] += diagonals[:, lag:] * inverse[lag, : steps - lag]
+    return product
 
 
 def column_panels(diagonals: torch.Tensor, *, width: int) -> torch.Tensor:

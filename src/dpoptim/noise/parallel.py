@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 
-def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int) -> None:
-    """Call work(begin, end) over [0, count) in pieces of at most `chunk`, on torch.get_num_threads() threads.
+def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int, threads: int | None = None) -> None:
+    """Call work(begin, end) over [0, count) in pieces of at most `chunk`, on `threads` threads.
 
+    By default these are torch.get_num_threads().
     `work` must treat each element by itself: then pieces and threads cannot change what comes out. It should
     spend its time in calls that let other Python threads run, as numpy's do. An error in it is raised here.
 
@@ -22,7 +23,7 @@ def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int) -> No
     [0, 1, 4, 9, 16]
     """
     pieces = [(begin, min(begin + chunk, count)) for begin in range(0, count, chunk)]
-    workers = min(torch.get_num_threads(), len(pieces))
+    workers = min(threads or torch.get_num_threads(), len(pieces))
     if workers <= 1:
         for begin, end in pieces:
             work(begin, end)

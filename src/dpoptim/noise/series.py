@@ -59,6 +59,16 @@ def inverse_series(coefs: ArrayLike, n: int) -> Series:
     return divide([1.0], coefs, n)
 
 
+def correlate(a: Series, b: Series) -> Series:
+    """Σ_i a_i b_{i-j} for each lag j of [0, len(a)), by FFT.
+
+    >>> correlate(np.array([1.0, 2.0]), np.array([3.0, 4.0])).round(12).tolist()
+    [11.0, 6.0]
+    """
+    size = fft.next_fast_len(2 * len(a), real=True)
+    return np.asarray(fft.irfft(fft.rfft(a, size) * np.conj(fft.rfft(b, size)), size)[: len(a)], dtype=np.float64)
+
+
 def sqrt_series(n: int) -> Series:
     """The first n coefficients of (1-x)^(-1/2), the square root of the prefix workload 1/(1-x).
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.normals import normals
+from dpoptim.noise.memory import KeptRows, NoiseMemory
+from dpoptim.noise.normals import normals, words
 from dpoptim.noise.parallel import in_chunks
 
-_CHUNK = 2**16  # elements summed at a time by a core: the running sum stays in its cache
+CHUNK = 2**16  # elements summed at a time by a core: the running sum stays in its cache
 _DEVICE_CHUNK = 2**22  # the same on an accelerator, and where the dtype is torch's alone
 
 
@@ -28,6 +29,21 @@ class NoiseStream(Protocol):
     def row(self, step: int) -> torch.Tensor:
         """Row `step` (from 0) of C⁻¹z, flat; a pure function of the key and the step."""
         ...
+
+
+class OnHost:
+    """A stream whose rows are made in the host's memory and handed out on a device."""
+
+    def __init__(self, stream: NoiseStream, device: str | torch.device) -> None:
+        self._stream = stream
+        self._device = device
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._stream.memory_bytes
+
+    def row(self, step: int) -> torch.Tensor:
+        return self._stream.row(step).to(self._device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +66,8 @@ class NormalSource:
             raise ValueError(f"numel={self.numel} is negative; give the number of elements of the tensor")
         if self.start < 0:
             raise ValueError(f"start={self.start} is negative; give the shard's first element")
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"dtype={self.dtype} is not a floating dtype; use torch.float32")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype={self.dtype}: noise in fewer bits than float32 shows what it hides; use float32")
 
     def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
         """Row `step` of z, or the part [start, start + count) of it."""
@@ -66,45 +82,54 @@ class NormalSource:
             device=self.device,
         )
 
+    def uniform_shorts(self, part: str, step: int, *, start: int, count: int) -> torch.Tensor:
+        """Elements [start, start + count) of int16 numbers, uniform and secret, that no normal is made of."""
+        first = self.start + start
+        stop = first + count
+        subkey = self.key.subkey(f"dither/{self.stream}", f"{self.name}/{part}")
+        made = words(subkey, step=step, start=first // 4, count=-(-stop // 4) - first // 4).view(np.int16)
+        shorts = torch.from_numpy(made[first % 4 : first % 4 + count])
+        return shorts if torch.device(self.device).type == "cpu" else shorts.to(self.device)
+
 
 class ConvolvedStream:
-    """Rows of C⁻¹z from the coefficients of C⁻¹, with the old normals made again: no memory at all.
+    """Rows of C⁻¹z from the rows of C⁻¹, with the old normals made again: no memory at all.
 
-        row(t) = Σ_{i ≤ t} noising_coefs[i]·z_{t-i}
+        row(t) = Σ_i noising_row(t)[i]·z_{t-i}
 
-    Independent noise is the case of one coefficient. Sums are float64 and rounded once to the source's dtype.
-    A row costs min(t + 1, len(noising_coefs)) rows of normals.
+    `noising_row(t)` gives C⁻¹[t, t], C⁻¹[t, t-1], ... up to the last that is not zero. Independent noise is the
+    case of one coefficient. Sums are float64 and rounded once to the source's dtype.
 
     Guarantee: rows may be asked in any order; products and sums are separate, correctly rounded operations on
     each element, so shards and devices agree bit for bit.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
     >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3, dtype=torch.float64)
-    >>> stream = ConvolvedStream(source, noising_coefs=[1.0, -0.5], steps=10)
+    >>> stream = ConvolvedStream(source, noising_row=lambda step: [1.0, -0.5][: step + 1], steps=10)
     >>> z = [source.normals(step, dtype=torch.float64) for step in range(2)]
     >>> torch.equal(stream.row(1), z[1] + -0.5 * z[0]), stream.memory_bytes
     (True, 0)
     """
 
-    def __init__(self, source: NormalSource, *, noising_coefs: Sequence[float], steps: int) -> None:
+    def __init__(self, source: NormalSource, *, noising_row: Callable[[int], Sequence[float]], steps: int) -> None:
         self.source = source
         self.steps = steps
-        self._coefs = [float(coef) for coef in noising_coefs]
+        self._noising_row = noising_row
 
     @property
     def memory_bytes(self) -> int:
         return 0
 
     def row(self, step: int) -> torch.Tensor:
-        _check_step(step, self.steps)
-        source = self.source
-        if self._coefs == [1.0]:
+        check_step(step, self.steps)
+        source, coefs = self.source, self._noising_row(step)
+        if list(coefs) == [1.0]:
             return source.normals(step, dtype=source.dtype)
         out = torch.empty(source.numel, dtype=source.dtype, device=source.device)
         for at in range(0, source.numel, _DEVICE_CHUNK):
             count = min(_DEVICE_CHUNK, source.numel - at)
             total = torch.zeros(count, dtype=torch.float64, device=source.device)
-            for lag, coef in enumerate(self._coefs[: step + 1]):
+            for lag, coef in enumerate(coefs):
                 total += source.normals(step - lag, dtype=torch.float64, start=at, count=count).mul_(coef)
             out[at : at + count] = total
         return out
@@ -113,11 +138,11 @@ class ConvolvedStream:
 class RecurrentStream:
     """Rows y = C⁻¹z for a banded C, by forward substitution on a ring of the last bands-1 rows.
 
-        y_t = (z_t - Σ_{i=1}^{bands-1} strategy_coefs[i]·y_{t-i}) / strategy_coefs[0]
+        y_t = (z_t - Σ_{i=1}^{bands-1} C[t, t-i]·y_{t-i}) / C[t, t]
 
-    The ring has the source's dtype; sums are float32, or float64 where the dtype is. Rounding a row to
-    the dtype feeds back into later rows as a change of z by as much; with float32 that is 1e-7 of the
-    noise.
+    `strategy_row(t)` gives C[t, t], C[t, t-1], ...; `row_norm` is the largest norm of a row of C⁻¹. Sums are
+    float32, or float64 where the dtype is. The rounding of a kept row feeds back into later rows as a change of z
+    by as much; with float32 that is 1e-7 of the noise.
 
     Guarantee: row(t) has the same bits in every run: products and sums are separate, correctly rounded
     operations on each element, in one order, whatever the device or the shard. Asked for a step that is
@@ -126,33 +151,37 @@ class RecurrentStream:
 
     >>> key = NoiseKey.from_bytes(bytes(32))
     >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3)
-    >>> a = RecurrentStream(source, strategy_coefs=[1.0, 0.5], steps=10)
-    >>> b = RecurrentStream(source, strategy_coefs=[1.0, 0.5], steps=10)
+    >>> a = RecurrentStream(source, strategy_row=lambda step: [1.0, 0.5], bands=2, steps=10, row_norm=1.2)
+    >>> b = RecurrentStream(source, strategy_row=lambda step: [1.0, 0.5], bands=2, steps=10, row_norm=1.2)
     >>> rows = [a.row(step) for step in range(4)]
     >>> torch.equal(b.row(3), rows[3]), b.memory_bytes
     (True, 12)
     """
 
-    def __init__(self, source: NormalSource, *, strategy_coefs: Sequence[float], steps: int) -> None:
+    def __init__(
+        self,
+        source: NormalSource,
+        *,
+        strategy_row: Callable[[int], Sequence[float]],
+        bands: int,
+        steps: int,
+        row_norm: float,
+        memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+    ) -> None:
         self.source = source
         self.steps = steps
-        self._inverse_diagonal = 1.0 / float(strategy_coefs[0])
-        self._feedback = [-float(coef) / float(strategy_coefs[0]) for coef in strategy_coefs[1:]]
-        self._sum_dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
+        self._strategy_row = strategy_row
         # Row t is kept at index t % (bands-1), over row t-(bands-1), which no later row needs.
-        self._ring = torch.empty(len(self._feedback), source.numel, dtype=source.dtype, device=source.device)
+        self._size = max(bands - 1, 1)
+        self._ring = KeptRows(source, memory, count=self._size, stddev=row_norm, part="ring")
         self._next = 0
 
     @property
     def memory_bytes(self) -> int:
-        return self._ring.numel() * self._ring.element_size()
+        return self._ring.memory_bytes
 
     def row(self, step: int) -> torch.Tensor:
-        _check_step(step, self.steps)
-        if not self._feedback:
-            return self._advanced(step)
-        if step == self._next - 1:
-            return self._ring[step % len(self._ring)].clone()
+        check_step(step, self.steps)
         if step < self._next:
             self._next = 0
         while self._next < step:
@@ -161,39 +190,112 @@ class RecurrentStream:
 
     def _advanced(self, step: int) -> torch.Tensor:
         """Row `step`, put into the ring; the ring must hold the rows before it."""
-        row = self.source.normals(step, dtype=self._sum_dtype)
-        if self._inverse_diagonal != 1.0:
-            row *= self._inverse_diagonal
-        coefs = self._feedback[:step]
-        past = [(step - lag) % len(self._ring) for lag in range(1, len(coefs) + 1)]
-        if row.device.type == "cpu" and row.dtype == self._ring.dtype:
-            totals, ring = row.numpy(), self._ring.numpy()
+        diagonal, *lagged = self._strategy_row(step)
+        row = self.source.normals(step, dtype=self._ring.dtype)
+        if diagonal != 1.0:
+            row *= 1.0 / diagonal
+        terms = [(step - lag, -coef / diagonal) for lag, coef in enumerate(lagged[:step], start=1)]
+        on_cpu = row.device.type == "cpu"
 
-            def add(begin: int, end: int) -> None:
-                _add_products(np, totals[begin:end], [ring[at, begin:end] for at in past], coefs)
+        def substitute(begin: int, end: int) -> None:
+            total = row[begin:end]
+            scratch = torch.empty_like(total)
+            for past, coef in terms:
+                add_product(total, self._ring.read(past % self._size, step=past, start=begin, stop=end), coef, scratch)
 
-            in_chunks(add, len(row), chunk=_CHUNK)
-        else:
-            for part, rows in zip(row.split(_DEVICE_CHUNK), self._ring.split(_DEVICE_CHUNK, dim=1), strict=True):
-                _add_products(torch, part, [rows[at] for at in past], coefs)
-        row = row.to(self.source.dtype)
-        if self._feedback:
-            self._ring[step % len(self._ring)] = row
-            self._next = step + 1
+        in_chunks(substitute, len(row), chunk=CHUNK if on_cpu else _DEVICE_CHUNK, threads=None if on_cpu else 1)
+        self._ring.write(step % self._size, row, step=step)
+        self._next = step + 1
         return row
 
 
-def _add_products(xp: Any, total: Any, rows: Sequence[Any], coefs: Sequence[float]) -> None:
-    """total += Σ coefs[i]·rows[i] in that order, for arrays of `xp` (numpy or torch).
+class BufferedStream:
+    """Rows y = C⁻¹z for a buffered C, from the buffers s_j = Σ_{i≥1} decays[j]^(i-1)·y_{t-i}.
 
-    Product and sum are two operations: one fused multiply-add would round otherwise, where there is one.
+        y_t = z_t - Σ_j weights[j]·s_j,    then    s_j ← decays[j]·s_j + y_t
+
+    As c_i = Σ_j weights[j]·decays[j]^(i-1), the first line is row t of Cy = z, solved for y_t. `buffer_norms` are
+    the largest standard deviations of the buffers. Sums are float32, or float64 where the dtype is.
+
+    Guarantee: row(t) has the same bits in every run: products and sums are separate, correctly rounded
+    operations on each element, in one order. Asked for a step that is not the next one, the same one again
+    included, the stream replays the steps before it from the key, at one row of normals for each.
+
+    >>> key = NoiseKey.from_bytes(bytes(32))
+    >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3)
+    >>> buffers = dict(decays=[0.9, 0.5], weights=[0.1, 0.3], buffer_norms=[2.0, 1.2])
+    >>> a, b = BufferedStream(source, **buffers, steps=10), BufferedStream(source, **buffers, steps=10)
+    >>> rows = [a.row(step) for step in range(4)]
+    >>> torch.equal(b.row(3), rows[3]), b.memory_bytes
+    (True, 24)
     """
-    product = xp.empty_like(total)
-    for row, coef in zip(rows, coefs, strict=True):
-        xp.multiply(row if row.dtype == total.dtype else row.to(total.dtype), coef, out=product)
-        total += product
+
+    def __init__(
+        self,
+        source: NormalSource,
+        *,
+        decays: Sequence[float],
+        weights: Sequence[float],
+        buffer_norms: Sequence[float],
+        steps: int,
+        memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+    ) -> None:
+        self.source = source
+        self.steps = steps
+        self._decays, self._weights = list(decays), list(weights)
+        self._buffers = [
+            KeptRows(source, memory, count=1, stddev=norm, part=f"buffer {index}")
+            for index, norm in enumerate(buffer_norms)
+        ]
+        self._next = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(buffer.memory_bytes for buffer in self._buffers)
+
+    def row(self, step: int) -> torch.Tensor:
+        check_step(step, self.steps)
+        if step < self._next:
+            self._next = 0
+        while self._next < step:
+            self._advanced(self._next)
+        return self._advanced(step)
+
+    def _advanced(self, step: int) -> torch.Tensor:
+        """The next row, which the buffers then hold."""
+        row = self.source.normals(step, dtype=self._buffers[0].dtype)
+        on_cpu = row.device.type == "cpu"
+
+        def advance(begin: int, end: int) -> None:
+            total = row[begin:end]
+            scratch = torch.empty_like(total)
+            sums = [buffer.read(0, step=step - 1, start=begin, stop=end) for buffer in self._buffers if step > 0]
+            for past, weight in zip(sums, self._weights, strict=False):
+                add_product(total, past, -weight, scratch)
+            for index, buffer in enumerate(self._buffers):
+                following = total.clone()
+                if step > 0:
+                    add_product(following, sums[index], self._decays[index], scratch)
+                buffer.write(0, following, step=step, start=begin)
+
+        in_chunks(advance, len(row), chunk=CHUNK if on_cpu else _DEVICE_CHUNK, threads=None if on_cpu else 1)
+        self._next = step + 1
+        return row
 
 
-def _check_step(step: int, steps: int) -> None:
+def add_product(total: torch.Tensor, row: torch.Tensor, coef: float, scratch: torch.Tensor) -> None:
+    """total += coef·row.
+
+    Product and sum are two operations: one fused multiply-add would round otherwise, where there is one. On the
+    processor they are numpy's, which leave the threads to `in_chunks`.
+    """
+    if total.device.type == "cpu":
+        product = np.multiply(row.numpy(), coef, out=scratch.numpy())
+        np.add(total.numpy(), product, out=total.numpy())
+    else:
+        total += torch.mul(row, coef, out=scratch)
+
+
+def check_step(step: int, steps: int) -> None:
     if not 0 <= step < steps:
         raise ValueError(f"step={step} is not in [0, steps={steps}); optimize the strategy for more steps")

@@ -1,24 +1,22 @@
-"""Lower triangular Toeplitz strategies: their error, their sensitivity, and the best banded one."""
+"""Lower triangular Toeplitz strategies: their error, their sensitivity and their rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from scipy import fft, linalg, optimize
+from scipy import linalg
 
-from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.series import Series, divide, inverse_series, sqrt_series
+from dpoptim.noise.memory import NoiseMemory
+from dpoptim.noise.series import Series, inverse_series
+from dpoptim.noise.strategy import Strategy, check_participation, check_steps
 from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
-
-Matrix = NDArray[np.float64]
+from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToeplitzStrategy:
+class ToeplitzStrategy(Strategy):
     """A lower triangular Toeplitz strategy, C[t, s] = strategy_coefs[t - s].
 
     `strategy_coefs` is the first column; trailing zeros are dropped, so that its length is the number of
@@ -84,7 +82,7 @@ class ToeplitzStrategy:
 
         Edge cases: other coefficients are refused; so is a pattern that does not fit into the steps.
         """
-        _check_participation(self.steps, max_participations, min_separation)
+        check_participation(self.steps, max_participations, min_separation)
         if not self.sensitivity_is_exact:
             raise ValueError(
                 f"strategy_coefs={self.strategy_coefs[:4]}... are not non-negative and non-increasing, so "
@@ -97,17 +95,12 @@ class ToeplitzStrategy:
             total[first:stop] += coefs[: stop - first]
         return float(np.linalg.norm(total))
 
-    def mean_error(self) -> float:
-        """Root of the mean over t of ‖row t of AC⁻¹‖², with A the prefix sums; before times sensitivity.
+    def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
+        """‖row t of AC⁻¹‖² for each step, float64 [steps]; before times sensitivity.
 
-        sqrt( Σ_i (steps - i)/steps · p_i² ),   p = prefix sums of noising_coefs
+        For prefix sums Σ_{i ≤ t} p_i², with p the prefix sums of noising_coefs.
         """
-        weights = np.arange(self.steps, 0, -1) / self.steps
-        return float(np.sqrt(weights @ np.cumsum(self.noising_coefs) ** 2))
-
-    def max_error(self) -> float:
-        """‖last row of AC⁻¹‖, the largest over t; before times sensitivity."""
-        return float(np.linalg.norm(np.cumsum(self.noising_coefs)))
+        return toeplitz_errors(workload, self.noising_coefs)
 
     def row_norms(self) -> Series:
         """‖row t of C⁻¹‖ = sqrt(Σ_{i≤t} noising_coefs[i]²) for each step, float64 [steps]."""
@@ -123,107 +116,41 @@ class ToeplitzStrategy:
         """C⁻¹ as float64 [steps, steps]."""
         return _lower_toeplitz(self.noising_coefs)
 
-    def stream(
-        self,
-        key: NoiseKey,
-        *,
-        stream: str,
-        name: str,
-        numel: int,
-        start: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ) -> NoiseStream:
-        """Rows of C⁻¹z for elements [start, start + numel) of the tensor `name`, in noise `stream`.
+    @property
+    def kept_rows(self) -> int:
+        """bands - 1 past rows, or none where C is full and its old normals are made again."""
+        return 0 if self.bands == self.steps else self.bands - 1
 
-        A strategy of fewer bands than steps keeps bands-1 past rows; a full one makes its old normals again.
+    @property
+    def normal_rows(self) -> float:
+        return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
+    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        """
+        >>> from dpoptim.noise import NoiseKey
         >>> key = NoiseKey.from_bytes(bytes(32))
         >>> strategy = ToeplitzStrategy(steps=10, strategy_coefs=(1.0, 0.5, 0.4, 0.3))
         >>> stream = strategy.stream(key, stream="gradient", name="weight", numel=5)
-        >>> stream.row(0).shape, stream.memory_bytes
-        (torch.Size([5]), 60)
+        >>> stream.row(0).shape, stream.memory_bytes == strategy.memory_bytes(5) == 60
+        (torch.Size([5]), True)
         """
-        source = NormalSource(
-            key=key,
-            stream=stream,
-            name=name,
-            numel=numel,
-            start=start,
-            dtype=dtype,
-            device=device,
+        if self.kept_rows == 0:
+            count = 1 if self.bands == 1 else self.steps
+            return convolved(source, self.noising_coefs[:count].tolist(), steps=self.steps)
+        return RecurrentStream(
+            source,
+            strategy_row=lambda step: self.strategy_coefs,
+            bands=self.bands,
+            steps=self.steps,
+            row_norm=float(self.row_norms()[-1]),
+            memory=memory,
         )
-        if self.bands == 1:
-            return ConvolvedStream(source, noising_coefs=self.noising_coefs[:1].tolist(), steps=self.steps)
-        if self.bands == self.steps:
-            return ConvolvedStream(source, noising_coefs=self.noising_coefs.tolist(), steps=self.steps)
-        return RecurrentStream(source, strategy_coefs=self.strategy_coefs, steps=self.steps)
 
 
-@lru_cache(maxsize=256)
-def optimized_bands(steps: int, bands: int) -> ToeplitzStrategy:
-    """The coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS in float64.
-
-    The search starts from the square root's coefficients. What it ends with is verified to be stationary,
-    non-negative and non-increasing, so that `sensitivity` is exact; RuntimeError otherwise.
-
-    >>> optimized_bands(2, 2).strategy_coefs[1] < 0.5  # below the square root's
-    True
-    """
-    if bands == 1:
-        return ToeplitzStrategy(steps=steps, strategy_coefs=(1.0,))
-    found = optimize.minimize(
-        lambda tail: _log_error(tail, steps),
-        sqrt_series(bands)[1:],
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0.0, 1.0)] * (bands - 1),  # beyond 1 the inverse grows without bound
-        options={"maxcor": 30, "maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-10},
-    )
-    slope = float(np.abs(found.jac).max())
-    strategy = ToeplitzStrategy(steps=steps, strategy_coefs=(1.0, *found.x.tolist()))
-    if not slope < 1e-6 or not strategy.sensitivity_is_exact:
-        raise RuntimeError(
-            f"the search for bands={bands}, steps={steps} ended with slope {slope:.1e}, non-negative and "
-            f"non-increasing: {strategy.sensitivity_is_exact}; use another number of bands"
-        )
-    return strategy
-
-
-def _log_error(tail: Series, steps: int) -> tuple[float, Series]:
-    """ln(mean_error²·column_norm²) of the coefficients (1, *tail), and its gradient in `tail`.
-
-    With p = 1/((1-x)c) and h = p/c, a change of c moves p by -h·δc, so that for E = Σ w_i p_i² the
-    gradient is the correlation dE/dc_j = -Σ_i 2 w_i p_i h_{i-j}.
-    """
-    coefs = np.concatenate([[1.0], tail])
-    prefix = divide(np.ones(steps), coefs, steps)
-    second = divide(prefix, coefs, steps)
-    weights = np.arange(steps, 0, -1) / steps
-    error, norm = float(weights @ prefix**2), float(coefs @ coefs)
-    size = fft.next_fast_len(2 * steps, real=True)
-    pull = fft.rfft(2 * weights * prefix, size)
-    correlation = fft.irfft(pull * np.conj(fft.rfft(second, size)), size)[1 : len(coefs)]
-    return float(np.log(error) + np.log(norm)), 2 * tail / norm - correlation / error
+def convolved(source: NormalSource, noising_coefs: list[float], *, steps: int) -> ConvolvedStream:
+    """The stream of a Toeplitz C⁻¹ with this first column, trailing zeros left out."""
+    return ConvolvedStream(source, noising_row=lambda step: noising_coefs[: step + 1], steps=steps)
 
 
 def _lower_toeplitz(column: Series) -> Matrix:
     return np.asarray(linalg.toeplitz(column, np.zeros(len(column))), dtype=np.float64)
-
-
-def check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
-
-
-def _check_participation(steps: int, max_participations: int, min_separation: int) -> None:
-    if max_participations < 1:
-        raise ValueError(f"max_participations={max_participations} must be at least 1")
-    if min_separation < 1:
-        raise ValueError(f"min_separation={min_separation} must be at least 1")
-    if (max_participations - 1) * min_separation >= steps:
-        most = (steps - 1) // min_separation + 1
-        raise ValueError(
-            f"max_participations={max_participations} at min_separation={min_separation} do not fit into "
-            f"steps={steps}; use max_participations={most} or fewer"
-        )

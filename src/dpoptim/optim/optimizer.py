@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients import PrivateRelease
-from dpoptim.noise import NoiseKey
+from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim.geometries import Geometry
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
@@ -45,6 +45,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         key: NoiseKey | None = None,
         run_id: str | None = None,
         own_batches: bool = False,
+        noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -72,6 +73,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             run_id=run_id,
             mean_loss=loss_reduction == "mean",
             own_batches=own_batches,
+            noise_memory=noise_memory,
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self._names = {p: name for p, name in names.items() if p.requires_grad}
@@ -128,11 +130,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Moments, settings, the plan and the number of steps taken; plain values, no secrets."""
         state = super().state_dict()
         state["privacy"] = {
-            "step": self.release.step,
+            **self.release.state(),
             "plan": self.plan.to_dict(),
             "variant": self._variant(),
-            "run_id": self.release.run_id,
-            "loader_key_fingerprint": self.release.loader_key_fingerprint,
             "key_fingerprint": self.key.fingerprint(),
         }
         return state
@@ -142,7 +142,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         privacy = state_dict.get("privacy")
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
-        if privacy["plan"] != self.plan.to_dict():
+        if PrivacyPlan.from_dict(privacy["plan"]) != self.plan:
             raise ValueError(
                 "state_dict belongs to another privacy plan; make the optimizer with the plan of the run it continues"
             )
@@ -156,9 +156,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"state_dict is of {' with '.join(privacy['variant'])} and this optimizer is "
                 f"{' with '.join(self._variant())}; make the optimizer by the same call as the run's"
             )
-        self.release.resume(
-            run_id=privacy["run_id"], step=privacy["step"], loader_key_fingerprint=privacy["loader_key_fingerprint"]
-        )
+        self.release.resume(privacy)
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._restore_precision(state_dict)
         self._set_scale()

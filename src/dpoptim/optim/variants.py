@@ -6,6 +6,7 @@ Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
 - `loss_reduction`: "sum" or "mean", how the loop reduces the loss vector before backward;
 - `key`: a NoiseKey, to continue a run;
 - `run_id`: public, new for every optimizer and restored by load_state_dict; given only to make the same noise again;
+- `noise_memory`: NoiseMemory(bits=16, on_host=True), say: how correlated noise keeps its past;
 - `own_batches`: True says that the caller draws batches as the plan says, without a private_loader.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from dpoptim.noise import NoiseKey
+from dpoptim.noise import NoiseKey, NoiseMemory, StrategySpec
 from dpoptim.optim.geometries import Delayed, Flat, FromPublic, Geometry, InverseRoot
 from dpoptim.optim.optimizer import PrivateOptimizer
 from dpoptim.optim.rules import SGD, AdaGrad, Adam, UpdateRule
@@ -40,6 +41,7 @@ class Common(TypedDict, total=False):
     loss_reduction: Literal["sum", "mean"]
     key: NoiseKey | None
     run_id: str | None
+    noise_memory: NoiseMemory
     own_batches: bool
 
 
@@ -105,18 +107,29 @@ def independent_moments(
     lr: float = 1e-3,
     *,
     rule: UpdateRule | None = None,
-    balance: float | Literal["equal", "mse"] = "equal",
-    squares: Literal["of_average", "average_of"] = "of_average",
+    balance: float | Literal["equal", "mse"] | None = None,
+    squares: Literal["of_average", "average_of"] | None = None,
+    square_noise: StrategySpec | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """IME: g and g² are released with noise of their own, at one joint sensitivity; update μ̂ / (√max(ν̂, 0) + eps).
 
     rule=None is Adam with eps at the noise's standard deviation: ν̂ is negative for many coordinates, and eps is all
-    they divide by. balance: how the budget is split; "equal" is the paper's, "mse" the least total error, a number c
-    noises (g, c·g²) alike. squares: the square of the average gradient (the paper), or the average of the examples'
-    squares.
+    they divide by. What is not given is as in `plan.release` where that is an `IndependentMoments`, else as follows.
+    balance: how the budget is split; "equal" is the paper's (default), "mse" the least total error, a number c noises
+        (g, c·g²) alike.
+    squares: "of_average", the square of the average gradient (the paper, default), or "average_of" the examples'
+        squares.
+    square_noise: a kind of noise for the squares; by default the plan's. One that costs more than what the plan was
+        calibrated for is refused: put it into the plan first.
     """
-    release = IndependentMoments(balance=balance, squares=squares)
+    _check_plan(plan)
+    planned = plan.release if isinstance(plan.release, IndependentMoments) else IndependentMoments()
+    release = IndependentMoments(
+        balance=planned.balance if balance is None else balance,
+        squares=planned.squares if squares is None else squares,
+        square_noise=planned.square_noise if square_noise is None else square_noise,
+    )
     rule = _floored_adam(plan, release) if rule is None else rule
     return PrivateOptimizer(
         model, plan, release=release, lr=lr, rule=_adaptive(rule),

@@ -2,6 +2,7 @@
 
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.choice import Candidate, Choice, choose_noise, format_bytes
 from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
 from dpoptim.privacy.loader import PrivateLoader, private_loader
 from dpoptim.privacy.plan import PrivacyPlan
@@ -12,14 +13,18 @@ from dpoptim.privacy.releases import (
     NoiselessSquare,
     NoiseStddevs,
     Release,
+    joint_ratio,
     noise_stddevs,
     square_sensitivity,
 )
-from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
+from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
 __all__ = [
     "Adjacency",
+    "Candidate",
+    "Choice",
+    "CyclicPoisson",
     "GaussianRun",
     "Gradient",
     "IndependentMoments",
@@ -34,9 +39,12 @@ __all__ = [
     "Sampling",
     "Shuffled",
     "TruncatedPoissonRun",
+    "choose_noise",
+    "format_bytes",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",
+    "joint_ratio",
     "noise_stddevs",
     "privacy_statement",
     "private_loader",

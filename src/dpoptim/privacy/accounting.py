@@ -44,7 +44,10 @@ class GaussianRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonRun:
-    """Independent Gaussian steps, each on a secret Poisson sample of rate `sampling_prob`.
+    """Gaussian steps, composed adaptively, each on a secret Poisson sample of rate `sampling_prob`.
+
+    `steps` counts those at which one example may be drawn: all of them under `Poisson`, one in `bands` under
+    `CyclicPoisson`, where a step is a block of rows.
 
     >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
     >>> round(epsilon(run, noise_multiplier=1.0, delta=1e-5), 2)

@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 
+import numpy as np
 from scipy.optimize import brentq
 
-from dpoptim.privacy import accounting, cache
+from dpoptim.noise import remembered
+from dpoptim.privacy import accounting
 from dpoptim.privacy.accounting import GaussianRun, Run
 from dpoptim.privacy.gaussian import gaussian_noise_multiplier
 
@@ -58,15 +60,16 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta)
 
     inputs = _inputs(run, epsilon, delta)
-    if use_cache and (stored := cache.load(inputs)) is not None and _accepts(fine(stored), epsilon):
-        return stored
+    stored = remembered.load("calibration", inputs) if use_cache else None
+    if stored is not None and stored.shape == (1,) and stored[0] > 0 and _accepts(fine(float(stored[0])), epsilon):
+        return float(stored[0])
 
     def coarse(multiplier: float) -> float:
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION)
 
     multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
     if use_cache:
-        cache.store(inputs, multiplier)
+        remembered.store("calibration", inputs, np.array([multiplier]))
     return multiplier
 
 

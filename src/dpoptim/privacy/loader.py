@@ -11,7 +11,6 @@ import torch.utils.data
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import tickets
 from dpoptim.privacy.plan import PrivacyPlan
-from dpoptim.privacy.sampling import Shuffled
 from dpoptim.privacy.tickets import Ticket
 
 
@@ -70,7 +69,7 @@ class PrivateLoader:
         remaining = self.steps - self._next_step
         if self.micro_batch_size is None:
             return remaining
-        if isinstance(self.plan.sampling, Shuffled):
+        if not self.plan.sampling.is_random:
             return remaining * -(-self.plan.batch_size // self.micro_batch_size)
         raise TypeError(
             "the number of micro-batches of a random sample is not known before it is drawn; use .steps for the number "

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.noise import Independent, Strategy, StrategySpec
+from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
 from dpoptim.privacy import accounting, calibration, releases, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.releases import Gradient, NoiselessSquare, NoiseStddevs, Release
-from dpoptim.privacy.sampling import Poisson, Sampling, Shuffled
+from dpoptim.privacy.plain_values import from_plain, to_plain
+from dpoptim.privacy.releases import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
+from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
 
@@ -30,7 +31,8 @@ class PrivacyPlan:
     sampling and adjacency.
 
     `sampling` is `Shuffled()` by default: nothing about the batches need be secret, and nothing is amplified.
-    `Poisson()` needs much less noise for the same ε, while batches and key stay secret.
+    `Poisson()` needs much less noise for the same ε, while batches and key stay secret; `CyclicPoisson(bands=...)`
+    does so for correlated noise with as many bands.
 
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add and the
     accountant what to prove, and combinations without a proof are refused when the plan is made.
@@ -74,8 +76,10 @@ class PrivacyPlan:
             _check_delta(self.delta)
         if not isinstance(self.adjacency, Adjacency):
             raise ValueError(f"adjacency must be an Adjacency, got {self.adjacency!r}; use Adjacency.ZERO_OUT")
-        if not isinstance(self.sampling, (Shuffled, Poisson)):
-            raise ValueError(f"sampling must be Shuffled() or Poisson(), got {self.sampling!r}")
+        if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
+            raise ValueError(
+                f"sampling must be Shuffled(), Poisson() or CyclicPoisson(bands=...), got {self.sampling!r}"
+            )
         if not isinstance(self.release, Release):
             raise ValueError(f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}")
         if isinstance(self.noise, type) or not hasattr(self.noise, "optimize"):
@@ -84,29 +88,46 @@ class PrivacyPlan:
 
     def _refuse_unproved(self) -> None:
         releases.check_supported(self.release, self.sampling)
-        if isinstance(self.sampling, Shuffled):
-            if self.adjacency is Adjacency.ADD_REMOVE:
+        without = self.adjacency is Adjacency.ADD_REMOVE
+        match self.sampling:
+            case Shuffled() if without:
                 raise ValueError(
                     "Shuffled() under Adjacency.ADD_REMOVE has no proof: removing a record shifts every later batch; "
                     "use Adjacency.ZERO_OUT, or Poisson()"
                 )
-            return
-        if not isinstance(self.noise, Independent):
-            raise ValueError(
-                f"Poisson() with correlated noise {self.noise!r} has no proof: amplification of correlated noise is "
-                "proved for cyclic Poisson sampling with a banded strategy only; use Independent(), or Shuffled()"
-            )
-        limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
-        if limit is not None and self.adjacency is Adjacency.ADD_REMOVE:
-            raise ValueError(
-                "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut depends on "
-                "the number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
-            )
+            case CyclicPoisson() if without:
+                raise ValueError(
+                    f"{self.sampling!r} under Adjacency.ADD_REMOVE has no proof: removing a record shifts the groups "
+                    "of others; use Adjacency.ZERO_OUT, or Poisson()"
+                )
+            case Poisson(max_batch_size=int()) if without:
+                raise ValueError(
+                    "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut depends "
+                    "on the number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
+                )
+            case CyclicPoisson(bands=bands):
+                if bands > self.steps:
+                    raise ValueError(
+                        f"bands={bands} of {self.sampling!r} exceeds steps={self.steps}, so that some groups would "
+                        f"never take part; use at most {self.steps} bands"
+                    )
+                self.sampling.sampling_prob(num_examples=self.num_examples, batch_size=self.batch_size)
+        if self.sampling.is_random:
+            _refuse_unamplified("noise", self.noise, self.sampling)
+            _refuse_unamplified("release.square_noise", self._square_noise, self.sampling)
+
+    @property
+    def _square_noise(self) -> StrategySpec:
+        """The kind of noise on the square, if there is one."""
+        own = self.release.square_noise if isinstance(self.release, IndependentMoments) else None
+        return self.noise if own is None else own
 
     @property
     def sampling_prob(self) -> float:
-        """batch_size / num_examples: the chance of an example to be in a given batch."""
-        return self.batch_size / self.num_examples
+        """The chance of an example to be in a batch: batch_size/num_examples, but under `CyclicPoisson` bands times
+        that, at its group's steps alone.
+        """
+        return self.sampling.sampling_prob(num_examples=self.num_examples, batch_size=self.batch_size)
 
     @property
     def max_participations(self) -> int:
@@ -125,30 +146,50 @@ class PrivacyPlan:
     @functools.cached_property
     def strategy(self) -> Strategy:
         """The strategy matrix C, optimized for the plan's steps and pattern of participations."""
-        return self.noise.optimize(
+        return self._optimized(self.noise)
+
+    @functools.cached_property
+    def square_strategy(self) -> Strategy:
+        """The strategy of the noise on the square: `strategy`, unless the release names a noise of its own."""
+        return self.strategy if self._square_noise == self.noise else self._optimized(self._square_noise)
+
+    def _optimized(self, noise: StrategySpec) -> Strategy:
+        return noise.optimize(
             steps=self.steps, max_participations=self.max_participations, min_separation=self.min_separation
         )
 
     @functools.cached_property
     def run(self) -> Run:
         """What the accountant is asked about."""
-        factor = self.adjacency.sensitivity_factor
-        if isinstance(self.sampling, Poisson):
-            limit = self.sampling.max_batch_size
-            if limit is not None and limit < self.num_examples:
-                return TruncatedPoissonRun(
-                    sampling_prob=self.sampling_prob,
-                    steps=self.steps,
-                    adjacency=self.adjacency,
-                    num_examples=self.num_examples,
-                    max_batch_size=limit,
-                )
-            if self.batch_size < self.num_examples:
-                return PoissonRun(sampling_prob=self.sampling_prob, steps=self.steps, adjacency=self.adjacency)
-        sensitivity = self.strategy.sensitivity(
+        limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
+        if limit is not None and limit < self.num_examples:
+            return TruncatedPoissonRun(
+                sampling_prob=self.sampling_prob,
+                steps=self.steps,
+                adjacency=self.adjacency,
+                num_examples=self.num_examples,
+                max_batch_size=limit,
+            )
+        if self.sampling.is_random and self.sampling_prob < 1.0:
+            return PoissonRun(sampling_prob=self.sampling_prob, steps=self.max_participations, adjacency=self.adjacency)
+        ratio = self._ratio(self.strategy)
+        if isinstance(self.release, IndependentMoments) and self._square_noise != self.noise:
+            ratio = releases.joint_ratio(
+                self.release,
+                ratios=(ratio, self._ratio(self.square_strategy)),
+                sampling=self.sampling,
+                adjacency=self.adjacency,
+                clip_norm=self.clip_norm,
+                batch_size=self.batch_size,
+            )
+        return GaussianRun(sensitivity=self.adjacency.sensitivity_factor * ratio)
+
+    def _ratio(self, strategy: Strategy) -> float:
+        """How far one example moves the whole run, in units of what one participation may."""
+        sensitivity = strategy.sensitivity(
             max_participations=self.max_participations, min_separation=self.min_separation
         )
-        return GaussianRun(sensitivity=factor * sensitivity / self.strategy.column_norm)
+        return sensitivity / strategy.column_norm
 
     @property
     def is_private(self) -> bool:
@@ -192,8 +233,23 @@ class PrivacyPlan:
         return dataclasses.replace(self, **changes)
 
     def releasing(self, release: Release) -> PrivacyPlan:
-        """A new plan that releases something else, with the same noise multiplier and so the same ε."""
-        return self.replace(release=release)
+        """A new plan that releases something else, with the same noise multiplier, and no larger an ε.
+
+        Edge cases: refused where another `square_noise` would make ε larger than the plan was calibrated for.
+        """
+        changed = self.replace(release=release)
+        if not self.noise_multiplier or changed._square_noise == self._square_noise:
+            return changed
+        before, after = self.run, changed.run
+        same = before == after
+        if isinstance(before, GaussianRun) and isinstance(after, GaussianRun):
+            same = after.sensitivity <= before.sensitivity * (1.0 + 1e-12)
+        if not same:
+            raise ValueError(
+                f"release={release!r} makes epsilon larger than that of the plan, which releases {self.release!r}; "
+                "calibrate for it: plan.replace(release=..., noise_multiplier=None).calibrate(epsilon=..., delta=...)"
+            )
+        return changed
 
     def noise_stddevs(self) -> NoiseStddevs:
         """Noise per unit row: on the clipped sum, and on the averaged square where one is released."""
@@ -212,10 +268,7 @@ class PrivacyPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values; `from_dict` gives it back."""
-        fields = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
-        for name in ("sampling", "noise", "release"):
-            part = fields[name]
-            fields[name] = {"kind": type(part).__name__, **dataclasses.asdict(part)}
+        fields = {part.name: to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
         return {**fields, "adjacency": self.adjacency.value}
 
     @classmethod
@@ -232,7 +285,7 @@ class PrivacyPlan:
         fields = dict(values)
         for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", releases)):
             if name in fields:
-                fields[name] = _part(name, fields[name], module)
+                fields[name] = from_plain(name, fields[name], module)
         if "adjacency" in fields:
             fields["adjacency"] = Adjacency(fields["adjacency"])
         return cls(**fields)
@@ -252,11 +305,29 @@ class PrivacyPlan:
         return float(delta)
 
 
-def _part(name: str, values: Mapping[str, Any], module: object) -> Any:
-    kind = getattr(module, str(values["kind"]), None)
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise ValueError(f"{name} has the unknown kind {values['kind']!r}; was it saved by a newer version?")
-    return kind(**{key: value for key, value in values.items() if key != "kind"})
+def _refuse_unamplified(name: str, noise: StrategySpec, sampling: Sampling) -> None:
+    """Refuse noise for which secret draws are not proved to amplify."""
+    if isinstance(sampling, CyclicPoisson):
+        bands = _strategy_bands(noise)
+        if bands is None or bands > sampling.bands:
+            raise ValueError(
+                f"{name}={noise!r} with {sampling!r} has no proof: amplification needs a strategy of at most "
+                f"{sampling.bands} diagonals; use Independent(), or BandedToeplitz or Banded with bands ≤ "
+                f"{sampling.bands}, or more bands in CyclicPoisson"
+            )
+    elif not isinstance(noise, Independent):
+        raise ValueError(
+            f"{name}={noise!r} is correlated, and with {sampling!r} has no proof: amplification of correlated noise is "
+            "proved for cyclic Poisson sampling with a banded strategy only; use sampling=CyclicPoisson(bands=...), "
+            "Independent(), or Shuffled()"
+        )
+
+
+def _strategy_bands(noise: StrategySpec) -> int | None:
+    """How many diagonals C has at most; None where the specification does not bound them, as in `BandedInverse`."""
+    if isinstance(noise, (Banded, BandedToeplitz)):
+        return noise.bands
+    return 1 if isinstance(noise, Independent) else None
 
 
 def _check_number(name: str, value: object, *, low: float, low_allowed: bool, infinity_allowed: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 Units. ζ is the clip norm, B the expected batch size, σ the noise multiplier. Gradient noise is in units of
 the SUM of clipped gradients, noise on squares in units of the AVERAGE (1/B)Σ or of the squared average. Both
-are per unit row: the mechanism multiplies them by column_norm(C)·(C⁻¹z)_t, with the SAME strategy C for both
-streams, so that one example's whole contribution is one vector and the sensitivity of C covers it.
+are per unit row: the mechanism multiplies them by column_norm(Cᵢ)·(Cᵢ⁻¹z)_t, with C₁ for the gradient and C₂
+for the square. They are the same strategy unless `IndependentMoments.square_noise` says otherwise.
 
 f is the adjacency's factor (2 under `REPLACE`, else 1). The accountant grants one participation a change of
 norm f, in units in which the noise has standard deviation σ. Hence every pair of standard deviations below
@@ -11,9 +11,14 @@ satisfies
 
     (Δ₁/std₁)² + (Δ₂/std₂)² ≤ f²/σ²      Δ₁ = f·ζ/B and Δ₂ the largest changes of the two averages.
 
-Under Poisson sampling with `REPLACE` the accountant also uses that each of the two neighbours lies within 1/σ
-of the batch without the example; so there Δ₂ is twice the zero-out value, even where two replaced examples
-can only be closer to each other.
+With one strategy, one example's contribution to a step is one vector, and the sensitivity of C covers the
+run; for two strategies see `joint_ratio`.
+
+Where examples are drawn anew at each step (`Poisson`, `CyclicPoisson`), the accountant under `REPLACE` also
+uses that each of the two neighbours lies within 1/σ of the batch without the example; so there Δ₂ is twice
+the zero-out value, even where two replaced examples can only be closer to each other. What others are drawn
+into the batch does not matter for any of the bounds there, so they hold for each participation on its own,
+and under `CyclicPoisson` for each block of rows: Δᵢ·‖column of Cᵢ‖/(stdᵢ·column_norm(Cᵢ)) ≤ Δᵢ/stdᵢ.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from dpoptim.noise import StrategySpec
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.sampling import Poisson, Sampling
 
@@ -43,11 +49,15 @@ class IndependentMoments:
     `squares="of_average"` releases the square of the averaged gradient, `"average_of"` the average of the
     per-example squares. `balance` splits the budget: `"equal"` is √2·σ·Δᵢ for both (the paper's algorithm), a
     number c puts noise √(Δ₁² + c²Δ₂²)·σ on (g, c·g²), and `"mse"` is σᵢ² = σ²Δᵢ(Δ₁ + Δ₂), which minimises the
-    sum of the two variances.
+    sum of the two variances. `square_noise` is the kind of noise on the square; None is the plan's own.
+
+    Edge cases: a square_noise of its own is part of what ε depends on (`joint_ratio`), so it belongs into the
+    plan before the plan is calibrated.
     """
 
     balance: float | Literal["equal", "mse"] = "equal"
     squares: Squares = "of_average"
+    square_noise: StrategySpec | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.balance, str):
@@ -57,6 +67,12 @@ class IndependentMoments:
             _check_positive("balance", self.balance)
         if self.squares not in ("of_average", "average_of"):
             raise ValueError(f"squares must be 'of_average' or 'average_of', got {self.squares!r}")
+        noise = self.square_noise
+        if noise is not None and (isinstance(noise, type) or not hasattr(noise, "optimize")):
+            raise ValueError(
+                f"square_noise must be a noise specification such as Independent(), or None for the plan's own; got "
+                f"{noise!r}"
+            )
 
     def describe(self) -> str:
         square = (
@@ -130,7 +146,7 @@ def square_sensitivity(
     a, b projected onto norm ζ: ‖a² − b²‖ ≤ ‖a − b‖·‖a + b‖_∞ ≤ (ζ/B)·2ζ, and twice that under `REPLACE`.
     `average_of`: ζ²/B, one coordinate; `REPLACE` with every example in its place: ‖u² − v²‖² ≤ ‖u²‖² + ‖v²‖²
     since squares have no negative products, so √2·ζ²/B, attained by two different coordinates; under Poisson
-    2ζ²/B.
+    2ζ²/B. Poisson here is any random sampling, `CyclicPoisson` among them.
 
     Guarantee: an upper bound for every dimension; for Poisson only with the averaged gradient
     projected onto norm ζ before it is squared: a Poisson batch may hold more than B examples, whose average is longer.
@@ -140,7 +156,7 @@ def square_sensitivity(
     >>> square_sensitivity(**kinds, batch_size=1), square_sensitivity(**kinds, batch_size=8)
     (1.0, 0.234375)
     """
-    poisson = isinstance(sampling, Poisson)
+    poisson = sampling.is_random
     replace = adjacency is Adjacency.REPLACE
     squared_norm = clip_norm * clip_norm
     if squares == "average_of":
@@ -155,7 +171,7 @@ def joint_sensitivity(*, square_weight: float, sampling: Sampling, adjacency: Ad
 
     Zero-out and add/remove: ‖g‖² + λ‖g²‖² ≤ ζ² + λζ⁴, attained by one coordinate. `REPLACE` with every
     example in its place, dimension ≥ 2: 2ζ for λ ≤ 1/(2ζ²), else ζ(1 + 2λζ²)/√(2λζ²). `REPLACE` under
-    Poisson: twice the zero-out value.
+    random sampling: twice the zero-out value.
 
     >>> from dpoptim.privacy.sampling import Shuffled
     >>> joint_sensitivity(square_weight=0.5, sampling=Shuffled(), adjacency=Adjacency.REPLACE, clip_norm=1.0)
@@ -164,7 +180,7 @@ def joint_sensitivity(*, square_weight: float, sampling: Sampling, adjacency: Ad
     weight = square_weight * clip_norm * clip_norm
     if adjacency is not Adjacency.REPLACE:
         return clip_norm * math.sqrt(1.0 + weight)
-    if isinstance(sampling, Poisson):
+    if sampling.is_random:
         return 2.0 * clip_norm * math.sqrt(1.0 + weight)
     if weight <= 0.5:
         return 2.0 * clip_norm
@@ -229,3 +245,47 @@ def noise_stddevs(
 def default_square_weight(release: JointMoments, clip_norm: float) -> float:
     """λ of a joint release: as given, or 1/(2ζ²)."""
     return release.square_weight if release.square_weight is not None else 0.5 / (clip_norm * clip_norm)
+
+
+def joint_ratio(
+    release: IndependentMoments,
+    *,
+    ratios: tuple[float, float],
+    sampling: Sampling,
+    adjacency: Adjacency,
+    clip_norm: float,
+    batch_size: int,
+) -> float:
+    """√(a₁r₁² + a₂r₂²): how far one example moves both streams of a run, in units of what one participation may.
+
+        rᵢ = sensitivity(Cᵢ)/column_norm(Cᵢ)      aᵢ = (Δᵢ/stdᵢ)²·σ²/f²,   a₁ + a₂ = 1
+
+    Multiplied by Cᵢ, stream i is Cᵢxᵢ plus independent noise of standard deviation stdᵢ·column_norm(Cᵢ). One
+    example changes each step's xᵢ by at most Δᵢ, at the steps at which it takes part, so Cᵢxᵢ by at most
+    Δᵢ·sensitivity(Cᵢ), and the two changes over their noise have squares that add up to at most
+    Σᵢ (Δᵢ·rᵢ/stdᵢ)² = (f/σ)²·(a₁r₁² + a₂r₂²). The shares are ½ and ½ for the balance "equal"; Δ₁ : Δ₂ for
+    "mse"; Δ₁² : c²Δ₂² for a number c.
+
+    Guarantee: holds along every history of releases, hence for contributions that depend on it. Attained where
+    one pattern of participations is the worst for both strategies, as with two Toeplitz ones.
+    Edge cases: equal ratios come back as they are; clip_norm = ∞ is the limit.
+
+    >>> from dpoptim.privacy.sampling import Shuffled
+    >>> common = dict(sampling=Shuffled(), adjacency=Adjacency.ZERO_OUT, clip_norm=1.0, batch_size=8)
+    >>> round(joint_ratio(IndependentMoments(), ratios=(1.0, 7.0), **common), 12)
+    5.0
+    """
+    if ratios[0] == ratios[1]:
+        return ratios[0]
+    # Δ₂/Δ₁, which is proportional to the clip norm.
+    unit = square_sensitivity(
+        squares=release.squares, sampling=sampling, adjacency=adjacency, clip_norm=1.0, batch_size=batch_size
+    )
+    odds = unit * batch_size / adjacency.sensitivity_factor * clip_norm
+    if release.balance == "equal":
+        odds = 1.0
+    elif release.balance != "mse":
+        odds *= release.balance
+        odds *= odds
+    gradient_share = 1.0 / (1.0 + odds)
+    return math.sqrt(gradient_share * ratios[0] ** 2 + (1.0 - gradient_share) * ratios[1] ** 2)

@@ -19,6 +19,13 @@ Indices = NDArray[np.int64]
 class Sampling(Protocol):
     """How batches are drawn; the accountant, the loader and the statement all read the same object."""
 
+    @property
+    def is_random(self) -> bool:
+        """Whether examples are drawn anew at each step: batches vary in size, and who is in them must be secret."""
+
+    def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
+        """The chance of an example to be in a batch, at the steps at which it can be."""
+
     def indices(
         self,
         key: NoiseKey,
@@ -60,6 +67,13 @@ class Shuffled:
     [3, 3, 3, 3, 3, 3, 3]
     """
 
+    @property
+    def is_random(self) -> bool:
+        return False
+
+    def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
+        return batch_size / num_examples
+
     def indices(
         self,
         key: NoiseKey,
@@ -75,7 +89,7 @@ class Shuffled:
                 "exactly num_examples examples"
             )
         positions = (step * batch_size + np.arange(batch_size, dtype=np.int64)) % num_examples
-        return _order(key, num_examples)[positions]
+        return _order(key, num_examples, "sampling/order")[positions]
 
     def max_participations(self, *, num_examples: int, batch_size: int, steps: int) -> int:
         return -(-steps * batch_size // num_examples)
@@ -94,12 +108,21 @@ class Shuffled:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(key: NoiseKey, num_examples: int) -> Indices:
+def _order(key: NoiseKey, num_examples: int, domain: str) -> Indices:
     """A random order: examples sorted by 64 random bits each (two agree with probability < N²/2⁶⁵)."""
-    words = uniform_words(key, domain="sampling/order", step=0, count=num_examples)
+    words = uniform_words(key, domain=domain, step=0, count=num_examples)
     order = np.argsort(words, kind="stable").astype(np.int64)
     order.flags.writeable = False
     return order
+
+
+def _drawn(key: NoiseKey, step: int, *, domain: str, count: int, rate: tuple[int, int]) -> Indices:
+    """Each of range(count) on its own with probability p/q, for rate (p, q), rounded down by less than 2⁻⁶⁴."""
+    threshold = (rate[0] << 64) // rate[1]
+    if threshold >= 1 << 64:
+        return np.arange(count, dtype=np.int64)
+    words = uniform_words(key, domain=domain, step=step, count=count)
+    return np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +151,13 @@ class Poisson:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"max_batch_size must be a whole number ≥ 1, or None for no limit; got {size!r}")
 
+    @property
+    def is_random(self) -> bool:
+        return True
+
+    def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
+        return batch_size / num_examples
+
     def indices(
         self,
         key: NoiseKey,
@@ -138,12 +168,7 @@ class Poisson:
         dataset_size: int | None = None,
     ) -> Indices:
         count = num_examples if dataset_size is None else dataset_size
-        threshold = (batch_size << 64) // num_examples
-        if threshold >= 1 << 64:
-            chosen = np.arange(count, dtype=np.int64)
-        else:
-            words = uniform_words(key, domain="sampling", step=step, count=count)
-            chosen = np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
+        chosen = _drawn(key, step, domain="sampling", count=count, rate=(batch_size, num_examples))
         if self.max_batch_size is not None and len(chosen) > self.max_batch_size:
             lots = uniform_words(key, domain="sampling/truncation", step=step, count=len(chosen))
             kept = np.argsort(lots, kind="stable")[: self.max_batch_size]
@@ -169,3 +194,94 @@ class Poisson:
             f"Poisson: each example is in each batch independently with probability batch_size/num_examples{limit}; "
             "membership of batches and the sampling key must stay secret"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicPoisson:
+    """Examples in `bands` groups that take turns; at its group's turn an example is drawn with probability q.
+
+        q = bands·batch_size / num_examples,   step t is the turn of group t mod bands
+
+    One keyed random order is dealt out in turn, so the sizes of groups differ by at most one. Draws are as in
+    `Poisson`: independent, from 64 random bits each, q rounded down. bands = 1 is `Poisson()`.
+
+    Guarantee: amplification for correlated noise (Choquette-Choo et al. 2023), for a lower triangular C with
+    at most `bands` diagonals. Let κ be its largest column norm and κσ the noise on Cx, per clip norm. Grant
+    the adversary the groups and the draws of all other examples. Given what was released before, the others'
+    part of a row of Cx + κσz is then a known number, to be subtracted. An example of group g can enter at the
+    steps s = g, g + bands, ... alone; column s of C has its support in rows s … s + bands − 1, where the next
+    such column has not begun. So those rows, as a block, are one Gaussian release of
+    (coin of probability q)·(column s)·(the example's clipped gradient at s). That gradient is settled by what
+    was released before the block, and the vector is at most κ long. Rows before g do not see the example.
+    Hence the run is an adaptive composition of at most ⌈steps/bands⌉ Poisson-sampled Gaussian steps of rate q
+    at noise multiplier σ, which is what `PoissonRun` accounts for. Under `REPLACE` the same coin chooses in
+    both neighbours, and both vectors are at most κ long: its pair at −1 and +1. A column that the last step
+    cuts off is only shorter. Squares that are released too lengthen the vector, within what
+    `dpoptim.privacy.releases` allots.
+    The draws must be secret, and the key with them; who is in which group need not be.
+    Edge cases: batches may be empty. Where bands does not divide num_examples, the expected batch size of a
+    step is q times its group's size, within q of batch_size. Removing an example would deal the others out
+    anew, so add/remove neighbours are not covered.
+
+    >>> key = NoiseKey.from_bytes(bytes(32))
+    >>> turns = [CyclicPoisson(bands=3).indices(key, t, num_examples=9, batch_size=3) for t in range(6)]
+    >>> np.bincount(np.concatenate(turns)).tolist()  # q = 1: everybody at each of their two turns
+    [2, 2, 2, 2, 2, 2, 2, 2, 2]
+    """
+
+    bands: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bands, bool) or not isinstance(self.bands, int) or self.bands < 1:
+            raise ValueError(f"bands must be a whole number ≥ 1, got {self.bands!r}; bands=1 is Poisson()")
+
+    @property
+    def is_random(self) -> bool:
+        return True
+
+    def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
+        self._check_groups(num_examples, batch_size)
+        return self.bands * batch_size / num_examples
+
+    def indices(
+        self,
+        key: NoiseKey,
+        step: int,
+        *,
+        num_examples: int,
+        batch_size: int,
+        dataset_size: int | None = None,
+    ) -> Indices:
+        if dataset_size is not None and dataset_size != num_examples:
+            raise ValueError(
+                f"dataset_size={dataset_size} differs from num_examples={num_examples}: groups are made of exactly "
+                "num_examples examples"
+            )
+        self._check_groups(num_examples, batch_size)
+        group = _order(key, num_examples, "sampling/groups")[step % self.bands :: self.bands]
+        rate = (self.bands * batch_size, num_examples)
+        return np.sort(group[_drawn(key, step, domain="sampling/cyclic", count=len(group), rate=rate)])
+
+    def max_participations(self, *, num_examples: int, batch_size: int, steps: int) -> int:
+        return -(-steps // self.bands)
+
+    def min_separation(self, *, num_examples: int, batch_size: int, steps: int) -> int:
+        return self.bands
+
+    def largest_batch(self, *, batch_size: int) -> float:
+        return math.inf
+
+    def describe(self) -> str:
+        return (
+            f"cyclic Poisson: one random order deals the examples out to {self.bands} groups, and at step t each "
+            f"member of group t mod {self.bands} is in the batch independently with probability "
+            f"{self.bands}*batch_size/num_examples; membership of batches and the sampling key must stay secret, "
+            "membership of groups need not"
+        )
+
+    def _check_groups(self, num_examples: int, batch_size: int) -> None:
+        if self.bands * batch_size > num_examples:
+            raise ValueError(
+                f"bands={self.bands} groups of num_examples={num_examples} are smaller than batch_size={batch_size}; "
+                f"use at most {num_examples // batch_size} bands"
+            )

@@ -6,11 +6,10 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpoptim.noise.matrix import MatrixStrategy
 from dpoptim.privacy import accounting, releases
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
 from dpoptim.privacy.releases import IndependentMoments, JointMoments, NoiselessSquare
-from dpoptim.privacy.sampling import Poisson
+from dpoptim.privacy.sampling import CyclicPoisson
 
 if TYPE_CHECKING:
     from dpoptim.privacy.plan import PrivacyPlan
@@ -70,9 +69,10 @@ def _headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
 
 
 def _sampling(plan: PrivacyPlan) -> str:
+    cyclic = f"{plan.sampling.bands}*" if isinstance(plan.sampling, CyclicPoisson) else ""
     return (
         f"{plan.sampling.describe()}. num_examples = {plan.num_examples}, batch_size = {plan.batch_size}, "
-        f"batch_size/num_examples = {plan.sampling_prob:.6g}, steps = {plan.steps}"
+        f"{cyclic}batch_size/num_examples = {plan.sampling_prob:.6g}, steps = {plan.steps}"
     )
 
 
@@ -81,6 +81,13 @@ def _participation(plan: PrivacyPlan) -> str:
         return (
             f"an example takes part in at most {plan.max_participations} steps, at least {plan.min_separation} steps "
             "apart"
+        )
+    if isinstance(plan.sampling, CyclicPoisson):
+        return (
+            f"an example may take part in at most {plan.max_participations} of the {plan.steps} steps, every "
+            f"{plan.min_separation} steps at its group's turn, with probability {plan.sampling_prob:.6g} each; secret "
+            f"sampling amplifies, as {plan.max_participations} Poisson-sampled Gaussian steps (Choquette-Choo et al. "
+            "2023)"
         )
     return f"an example may take part in any of the {plan.steps} steps; secret sampling amplifies"
 
@@ -121,14 +128,16 @@ def _sensitivity(plan: PrivacyPlan) -> str:
 
 
 def _is_exact(plan: PrivacyPlan) -> bool:
-    strategy = plan.strategy
-    if isinstance(strategy, MatrixStrategy):
-        return strategy.is_exact_for(max_participations=plan.max_participations, min_separation=plan.min_separation)
-    return strategy.sensitivity_is_exact
+    pattern = {"max_participations": plan.max_participations, "min_separation": plan.min_separation}
+    return plan.square_strategy is plan.strategy and plan.strategy.is_exact_for(**pattern)
 
 
 def _mechanism(plan: PrivacyPlan) -> str:
-    return f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
+    text = f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
+    if isinstance(plan.release, IndependentMoments) and plan.square_strategy is not plan.strategy:
+        norm = plan.square_strategy.column_norm
+        text += f"; on the square {plan.release.square_noise!r}, column norm {norm:.6g}, accounted for jointly"
+    return text
 
 
 def _noise(plan: PrivacyPlan) -> str:
@@ -137,7 +146,8 @@ def _noise(plan: PrivacyPlan) -> str:
     text += f"standard deviation {stds.gradient_sum:.6g} on the clipped sum"
     if stds.square is not None:
         text += f" and {stds.square:.6g} on the averaged square"
-    return f"{text}, times column norm times row t of the noising matrix"
+    own = " of its own strategy" if plan.square_strategy is not plan.strategy else ""
+    return f"{text}, times column norm times row t of the noising matrix{own}"
 
 
 def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
@@ -149,7 +159,7 @@ def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
     key = "the noise key is secret, was drawn by the operating system, and is used for this run alone"
-    if isinstance(plan.sampling, Poisson):
+    if plan.sampling.is_random:
         key += "; nobody learns which examples were in which batch"
     return [
         "each example's loss depends on that example and the parameters alone (no batch statistics), and losses are "

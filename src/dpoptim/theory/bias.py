@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dpoptim.noise import Strategy
 from dpoptim.noise.series import Series
-from dpoptim.noise.strategies import Strategy
 
 
 def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:

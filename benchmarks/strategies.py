@@ -1,0 +1,209 @@
+"""Time, memory and error of the searches for strategies, beside jax-privacy's where that is installed.
+
+    python benchmarks/strategies.py              all but the longest of jax-privacy's (Banded: ten minutes, 4.5 GB)
+    python benchmarks/strategies.py --all        all
+    python benchmarks/strategies.py --write FILE also as markdown, with machine and versions
+
+Each search runs alone in a new process, with an empty cache; the time is that of the search, without imports, and
+for jax with its compilation, which every new problem pays. Errors are recomputed for both by dpoptim from the
+coefficients found: mean and max RMSE of prefix sums times sensitivity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ONE = {"max_participations": 1, "min_separation": 1}
+THREE = {"max_participations": 3, "min_separation": 128}
+
+# name, the search as dpoptim writes it, participations, what was asked of it in seconds, jax-privacy's way
+CASES: list[tuple[str, str, int, dict[str, int], float | None, str | None]] = [
+    ("banded Toeplitz n=2000 b=128", "BandedToeplitz(bands=128)", 2000, ONE, 0.5, "banded_toeplitz"),
+    (
+        "BLT 2 buffers n=2000, 3 at 128, max",
+        'BufferedToeplitz(buffers=2, objective="max")',
+        2000,
+        THREE,
+        2.0,
+        "blt_max",
+    ),
+    ("BLT 2 buffers n=2000, 3 at 128, mean", "BufferedToeplitz(buffers=2)", 2000, THREE, 2.0, "blt_mean"),
+    ("BLT 4 buffers n=2000, 3 at 128, mean", "BufferedToeplitz(buffers=4)", 2000, THREE, 5.0, "blt4_mean"),
+    ("banded inverse n=2000 b=128, 3 at 128", "BandedInverse(bands=128)", 2000, THREE, 2.0, None),
+    ("dense n=1000", "Dense()", 1000, ONE, 10.0, "dense"),
+    ("banded n=2000 b=128", "Banded(bands=128)", 2000, ONE, 60.0, "banded"),
+    ("banded Toeplitz n=100,000 b=64", "BandedToeplitz(bands=64)", 100_000, ONE, 30.0, None),
+    ("banded inverse n=100,000 b=64", "BandedInverse(bands=64)", 100_000, ONE, 30.0, None),
+    ("BLT 4 buffers n=100,000", "BufferedToeplitz(buffers=4)", 100_000, ONE, 30.0, None),
+]
+LONG = {"banded"}
+
+
+def measured(search: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = search()
+    cost = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    return found, cost
+
+
+def errors(strategy: Any, pattern: dict[str, int]) -> dict[str, float]:
+    sensitivity = strategy.sensitivity(**pattern)
+    return {"mean": strategy.mean_error() * sensitivity, "max": strategy.max_error() * sensitivity}
+
+
+def ours(spec: str, steps: int, pattern: dict[str, int]) -> dict[str, float]:
+    import dpoptim.noise
+
+    kind = eval(spec, vars(dpoptim.noise))
+    strategy, cost = measured(lambda: kind.optimize(steps=steps, **pattern))
+    return {**cost, **errors(strategy, pattern)}
+
+
+def theirs(kind: str, steps: int, pattern: dict[str, int]) -> dict[str, float]:
+    import jax
+    import numpy as np
+
+    jax.config.update("jax_enable_x64", True)
+    from jax_privacy.matrix_factorization import banded, buffered_toeplitz, dense, toeplitz
+
+    from dpoptim.noise import MatrixStrategy, ToeplitzStrategy
+
+    def blt(buffers: int, error: str) -> Any:
+        found = buffered_toeplitz.optimize(
+            n=steps,
+            min_sep=pattern["min_separation"],
+            max_participations=pattern["max_participations"],
+            error=error,
+            min_buffers=buffers,
+            max_buffers=buffers,
+        )
+        return np.asarray(found.toeplitz_coefs(steps))
+
+    searches: dict[str, Callable[[], Any]] = {
+        "banded_toeplitz": lambda: np.asarray(toeplitz.optimize_banded_toeplitz(steps, 128)),
+        "blt_max": lambda: blt(2, "max"),
+        "blt_mean": lambda: blt(2, "mean"),
+        "blt4_mean": lambda: blt(4, "mean"),
+        "dense": lambda: np.asarray(dense.optimize(steps)),
+        "banded": lambda: np.asarray(banded.optimize(steps, bands=128).materialize()),
+    }
+    found, cost = measured(searches[kind])
+    if found.ndim == 1:
+        strategy: Any = ToeplitzStrategy(steps=steps, strategy_coefs=tuple(found.tolist()))
+    else:
+        strategy = MatrixStrategy.from_matrix(np.tril(found))
+    return {**cost, **errors(strategy, pattern)}
+
+
+def in_new_process(side: str, what: str, steps: int, pattern: dict[str, int]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as cache:
+        job = json.dumps([side, what, steps, pattern])
+        done = subprocess.run(
+            [sys.executable, __file__, "--job", job],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "DPOPTIM_CACHE_DIR": cache},
+            check=False,
+        )
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:100]}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def run_job(job: str) -> None:
+    side, what, steps, pattern = json.loads(job)
+    result = (ours if side == "ours" else theirs)(what, steps, pattern)
+    result["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(json.dumps(result))
+
+
+def cells(result: dict[str, Any] | None) -> list[str]:
+    if result is None:
+        return ["-"] * 5
+    if "error" in result:
+        return [result["error"], *["-"] * 4]
+    return [
+        f"{result[key]:.{digits}f}"
+        for key, digits in (("wall", 2), ("cpu", 2), ("peak_gb", 2), ("mean", 5), ("max", 5))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="also what takes jax-privacy many minutes")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the searches whose name has TEXT in it")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as markdown")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        run_job(options.job)
+        return
+    has_jax = importlib.util.find_spec("jax_privacy") is not None
+    titles = ["search", "asked, s", "wall, s", "CPU, s", "peak, GB", "mean", "max"]
+    titles += [f"jax-privacy {title}" for title in titles[2:]] if has_jax else []
+    table, rows = Table(box=None), []
+    for title in titles:
+        table.add_column(title, justify="left" if title == "search" else "right")
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    with console.status("...") as status:
+        for name, spec, steps, pattern, asked, peer in CASES:
+            if options.only not in name:
+                continue
+            status.update(f"{name}: dpoptim")
+            row = [name, "-" if asked is None else f"{asked:g}", *cells(in_new_process("ours", spec, steps, pattern))]
+            if has_jax:
+                status.update(f"{name}: jax-privacy")
+                skipped = peer is None or (peer in LONG and not options.all)
+                row += cells(None if skipped else in_new_process("theirs", str(peer), steps, pattern))
+            table.add_row(*row)
+            rows.append(row)
+    console.print(table)
+    if options.write:
+        options.write.write_text(markdown(titles, rows))
+
+
+def markdown(titles: list[str], rows: list[list[str]]) -> str:
+    def installed(name: str) -> str:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return f"{name} not installed"
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    lines = [
+        "# Searches for strategies",
+        "",
+        f"{date.today()}, commit {commit or 'unknown'}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, "
+        + ", ".join(installed(name) for name in ("numpy", "scipy", "torch", "jax", "jax-privacy"))
+        + ". Made by `python benchmarks/strategies.py`, which says what is measured.",
+        "",
+        "| " + " | ".join(titles) + " |",
+        "|" + "---|" * len(titles),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""`python -m dpoptim` is the command line."""
+
+import sys
+
+from dpoptim.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
