@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 import math
 from typing import Any, cast
 
@@ -48,29 +50,98 @@ def test_state_dict_continues_bitwise(variant, rule):
     assert torch.equal(resumed.theta(), unbroken.theta())
 
 
+DECAYED = dpoptim.DecayedSums(beta=0.9)
 NOISES = [
     dpoptim.Independent(),
     dpoptim.SquareRoot(),
+    dpoptim.Dense(),
     dpoptim.BandedToeplitz(bands=4),
+    dpoptim.BandedToeplitz(bands=4, workload=dpoptim.PrefixSums(momentum=0.9)),
     dpoptim.Banded(bands=4),
     dpoptim.BufferedToeplitz(buffers=2),
     dpoptim.BandedInverse(bands=4),
 ]
+MEMORIES = [dpoptim.NoiseMemory(), dpoptim.NoiseMemory(bits=16), dpoptim.NoiseMemory(bits=16, on_host=True)]
 
 
-@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: type(noise).__name__)
-def test_every_mechanism_continues_bitwise(noise):
+@pytest.mark.parametrize("memory", MEMORIES, ids=["32 bits", "16 bits", "16 bits on the host"])
+@pytest.mark.parametrize("noise", NOISES, ids=repr)
+def test_every_mechanism_continues_bitwise(noise, memory):
     the_plan = plan(noise=noise, steps=20)
-    assert dpoptim.PrivacyPlan.from_dict(the_plan.to_dict()) == the_plan
+    assert dpoptim.PrivacyPlan.from_dict(json.loads(json.dumps(the_plan.to_dict()))) == the_plan
     unbroken, resumed = task(the_plan, torch.float32), task(the_plan, torch.float32)
-    optimizer = dpoptim.bias_correction(unbroken.model, the_plan, LR, **RUN)
+    run = {**RUN, "noise_memory": memory}
+    optimizer = dpoptim.bias_correction(unbroken.model, the_plan, LR, **run)
     advance(unbroken, optimizer, range(9))
     resumed.model.load_state_dict(unbroken.model.state_dict())
-    again = dpoptim.bias_correction(resumed.model, the_plan, LR, **RUN)
+    again = dpoptim.bias_correction(resumed.model, the_plan, LR, **run)
     again.load_state_dict(optimizer.state_dict())
     advance(unbroken, optimizer, range(9, 20))
     advance(resumed, again, range(9, 20))
     assert torch.equal(resumed.theta(), unbroken.theta())
+    parameters = sum(p.numel() for p in unbroken.model.parameters())
+    assert optimizer.release.noise_memory_bytes == the_plan.strategy.memory_bytes(parameters, memory=memory)
+
+
+def test_two_strategies_continue_bitwise():
+    noise = dpoptim.BandedToeplitz(bands=4)
+    moments = dpoptim.IndependentMoments(square_noise=dpoptim.BufferedToeplitz(buffers=1, workload=DECAYED))
+    the_plan = plan(noise=noise, steps=20, release=moments)
+    unbroken, resumed = task(the_plan, torch.float32), task(the_plan, torch.float32)
+    optimizer = dpoptim.independent_moments(unbroken.model, the_plan, LR, **RUN)
+    advance(unbroken, optimizer, range(9))
+    resumed.model.load_state_dict(unbroken.model.state_dict())
+    again = dpoptim.independent_moments(resumed.model, the_plan, LR, **RUN)
+    again.load_state_dict(optimizer.state_dict())
+    advance(unbroken, optimizer, range(9, 20))
+    advance(resumed, again, range(9, 20))
+    assert torch.equal(resumed.theta(), unbroken.theta())
+
+
+class TestStrategyInTheCheckpoint:
+    def state(self, noise=NOISES[3], **run):
+        made = task(plan(noise=noise), torch.float64)
+        optimizer = dpoptim.dp_sgd(made.model, plan(noise=noise), LR, **RUN, **run)
+        advance(made, optimizer, range(3))
+        return copy.deepcopy(optimizer.state_dict())
+
+    def resumed(self, state, noise=NOISES[3], **run):
+        made = task(plan(noise=noise), torch.float64)
+        optimizer = dpoptim.dp_sgd(made.model, plan(noise=noise), LR, **RUN, **run)
+        optimizer.load_state_dict(state)
+        return optimizer
+
+    def test_is_the_one_that_is_used(self):
+        """Last bits of an optimized C may differ between machines; a run keeps the one that it began with."""
+        state = self.state()
+        coefs = state["privacy"]["strategies"]["gradient"]["strategy_coefs"]
+        coefs[2] *= 1 - 1e-7
+        ours = self.resumed(self.state()).release.release().gradient["0.bias"]
+        theirs = self.resumed(state).release.release().gradient["0.bias"]
+        assert 0 < float((ours - theirs).abs().max()) < 1e-5
+        assert self.resumed(state).state_dict()["privacy"]["strategies"]["gradient"]["strategy_coefs"].equal(coefs)
+
+    @pytest.mark.parametrize("factor", [0.9, 1.1, float("nan")])
+    def test_must_be_the_plans_up_to_rounding(self, factor):
+        state = self.state()
+        state["privacy"]["strategies"]["gradient"]["strategy_coefs"][1] *= factor
+        with pytest.raises(ValueError, match="not the plan's"):
+            self.resumed(state)
+
+    def test_may_not_have_more_sensitivity(self):
+        overlapping = dpoptim.BufferedToeplitz(buffers=1)
+        state = self.state(overlapping)
+        state["privacy"]["strategies"]["gradient"]["weights"] *= 1 + 1e-4
+        with pytest.raises(ValueError, match="more sensitivity than the plan accounts for"):
+            self.resumed(state, overlapping)
+
+    def test_bits_cannot_change(self):
+        with pytest.raises(ValueError, match="bits=16 and the run was begun with 32"):
+            self.resumed(self.state(), noise_memory=dpoptim.NoiseMemory(bits=16))
+
+    def test_another_mechanism_is_another_plan(self):
+        with pytest.raises(ValueError, match="another privacy plan"):
+            self.resumed(self.state(), dpoptim.Banded(bands=4))
 
 
 class TestStateDict:

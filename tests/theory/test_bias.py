@@ -12,13 +12,17 @@ from dpoptim.theory import second_moment_bias
 
 STRATEGIES = [
     dpoptim.Independent(),
-    dpoptim.BandedToeplitz(bands=4),
-    dpoptim.BufferedToeplitz(buffers=2),
+    dpoptim.SquareRoot(),
+    dpoptim.Dense(),
     dpoptim.Banded(bands=3),
+    dpoptim.BandedToeplitz(bands=4),
+    dpoptim.BandedToeplitz(bands=4, workload=dpoptim.DecayedSums(beta=0.9)),
+    dpoptim.BufferedToeplitz(buffers=2),
+    dpoptim.BandedInverse(bands=4),
 ]
 
 
-@pytest.mark.parametrize("spec", STRATEGIES, ids=lambda spec: type(spec).__name__)
+@pytest.mark.parametrize("spec", STRATEGIES, ids=repr)
 @pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999])
 def test_is_the_weighted_trace(spec, beta2):
     """Σ_i w_i (C⁻¹C⁻ᵀ)_ii with the weights of Adam's debiased average."""
@@ -37,11 +41,14 @@ def test_is_what_the_twin_subtracts():
     np.testing.assert_allclose(second_moment_bias(strategy, beta2=0.9), expected, rtol=1e-12)
 
 
-def test_monte_carlo():
-    """200,000 coordinates put the mean of ν̂ within .6 % (four standard errors), and one β₂ more is outside."""
-    strategy = dpoptim.BandedToeplitz(bands=4).optimize(steps=10)
-    generator = np.random.default_rng(0)
-    noise = strategy.noising_matrix() @ generator.standard_normal((10, 200_000))
+@pytest.mark.parametrize("memory", [dpoptim.NoiseMemory(), dpoptim.NoiseMemory(bits=16)], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("spec", STRATEGIES, ids=repr)
+def test_monte_carlo(spec, memory):
+    """200,000 coordinates of streamed noise put the mean of ν̂ within .6 %, and one β₂ more is outside."""
+    strategy = spec.optimize(steps=10)
+    key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    stream = strategy.stream(key, stream="gradient", name="weight", numel=200_000, memory=memory)
+    noise = torch.stack([stream.row(step) for step in range(10)]).double().numpy()
     weights = 0.1 * 0.9 ** np.arange(9, -1, -1) / (1 - 0.9**10)
     simulated = float((weights @ noise**2).mean())
     found = float(second_moment_bias(strategy, beta2=0.9)[-1])

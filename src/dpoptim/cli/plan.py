@@ -107,6 +107,8 @@ def run(options: Namespace) -> int:
         adjacency=Adjacency(options.adjacency),
     )
     if options.plot is not None:
+        if options.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot {options.plot} must end in .png, .svg or .pdf")
         from dpoptim.cli import plan_plot  # early, so that a missing matplotlib is told before the work
     console = Console(stderr=True)
     with console.status("...") as status:

@@ -96,6 +96,11 @@ class PrivateRelease:
             self._stddevs[stream] *= strategy.column_norm
         self._row_norms = strategies["gradient"].row_norms()
 
+    def _sensitivity_ratio(self, strategy: Strategy) -> float:
+        """How far the plan's participations move Cx, over one of them: what the accountant's ε rests on."""
+        pattern = {"max_participations": self.plan.max_participations, "min_separation": self.plan.min_separation}
+        return strategy.sensitivity(**pattern) / strategy.column_norm
+
     def _begin_run(self, run_id: str) -> None:
         """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
         self.run_id = run_id
@@ -151,6 +156,11 @@ class PrivateRelease:
             stream: saved_strategy(saved, like=self._strategies[stream])
             for stream, saved in state["strategies"].items()
         }
+        for stream, strategy in strategies.items():
+            if self._sensitivity_ratio(strategy) > (1 + 1e-6) * self._sensitivity_ratio(self._strategies[stream]):
+                raise ValueError(
+                    f"the state's strategy of the {stream} has more sensitivity than the plan accounts for"
+                )
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
         tickets.bind(self._drawn_for, self)

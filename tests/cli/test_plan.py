@@ -1,0 +1,123 @@
+"""`dpoptim plan` from the outside: table, JSON, picture, help and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dpoptim import BandedToeplitz, PrivacyPlan
+from dpoptim.cli import main
+
+SMALL = ["plan", "--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
+PAPER = ["plan", "--steps", "2000", "--batch-size", "2048", "--num-examples", "1700000"]
+PAPER += ["--epsilon", "10", "--delta", "1e-7"]
+
+
+def printed(capsys, arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_json_of_the_paper_setting(capsys):
+    found = json.loads(printed(capsys, [*PAPER, "--json", "--parameters", "1M"]))
+    assert (found["epsilon"], found["delta"]) == (10.0, 1e-7)
+    rows = {row["name"]: row for row in found["mechanisms"]}
+    for row in rows.values():
+        assert {"noise_multiplier", "sensitivity", "rmse_mean", "rmse_max", "memory_bytes", "epsilon"} < row.keys()
+        assert 10 - 1e-4 <= row["epsilon"] <= 10
+        assert row["rmse_mean"] <= row["rmse_max"]
+    banded, independent = rows["BandedToeplitz(bands=128)"], rows["Independent()"]
+    assert banded["rmse_mean"] / independent["rmse_mean"] == pytest.approx(0.1345, abs=5e-5)
+    assert banded["memory_bytes"] == 127 * 4 * 1_000_000
+    assert found["chosen"] in rows
+    # The same by hand, for one row: noise multiplier and sensitivity of one participation, over the batch.
+    strategy = BandedToeplitz(bands=128).optimize(steps=2000)
+    product = banded["noise_multiplier"] * banded["sensitivity"] * strategy.mean_error() / 2048
+    assert banded["rmse_mean"] == pytest.approx(product, rel=1e-9)
+    assert banded["total_sensitivity"] == strategy.sensitivity(max_participations=3, min_separation=830)
+    plan = PrivacyPlan(num_examples=1_700_000, batch_size=2048, steps=2000, noise=BandedToeplitz(bands=128))
+    assert banded["noise_multiplier"] == plan.calibrate(epsilon=10.0, delta=1e-7).noise_multiplier
+
+
+def test_the_table_has_the_ratio_and_the_choice(capsys):
+    text = printed(capsys, PAPER)
+    assert "0.1345" in text
+    assert "Use BufferedToeplitz(buffers=" in text
+    assert "noise=BufferedToeplitz(buffers=" in text
+    assert "3 participations at least 830 steps apart" in text
+
+
+def test_secret_sampling(capsys):
+    text = printed(capsys, [*SMALL, "--sampling", "poisson"])
+    assert "CyclicPoisson(bands=" in text
+    assert "secret Poisson sampling" in text
+
+
+def test_other_workloads_and_all_mechanisms(capsys):
+    found = json.loads(printed(capsys, [*SMALL, "--all", "--workload", "moments:0.9", "--json"]))
+    names = [row["name"] for row in found["mechanisms"]]
+    assert any(name.startswith("Banded(bands=20") for name in names)
+    assert any(name.startswith("Dense(") for name in names)
+    assert printed(capsys, [*SMALL, "--workload", "momentum:0.9", "--bits", "16"])
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture(capsys, tmp_path, suffix):
+    target = tmp_path / "new folder" / f"plan.{suffix}"
+    printed(capsys, [*SMALL, "--plot", str(target)])
+    assert target.stat().st_size > 10_000
+    if suffix == "svg":
+        assert "BandedToeplitz(bands=20)" in target.read_text() or "<path" in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--steps", "0"], "steps must be a whole number ≥ 1"),
+        (["--batch-size", "3000"], "batch_size=3000 exceeds num_examples=2000"),
+        (["--epsilon", "-1"], "epsilon must be a number > 0"),
+        (["--delta", "2"], "delta must be a number strictly between 0 and 1"),
+        (["--adjacency", "add_remove"], "no proof"),
+        (["--plot", "/proc/none/plan.png"], "proc"),
+        (["--plot", "plan.docx"], "must end in .png, .svg or .pdf"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, *change]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--steps", "many"],
+        ["--steps", "2.5"],
+        ["--workload", "sums"],
+        ["--workload", "momentum:1"],
+        ["--parameters", "-4"],
+    ],
+)
+def test_what_cannot_be_read_is_quoted(capsys, change):
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL, *change])
+    assert stopped.value.code == 2
+    assert change[1] in capsys.readouterr().err
+
+
+def test_as_a_program():
+    helped = subprocess.run(
+        [sys.executable, "-m", "dpoptim", "plan", "--help"], capture_output=True, text=True, check=True
+    )
+    for words in ("--num-examples", "--json", "--plot", "examples:", "RMSE is"):
+        assert words in helped.stdout
+    listed = subprocess.run([sys.executable, "-m", "dpoptim", "--help"], capture_output=True, text=True, check=True)
+    assert "compare mechanisms" in listed.stdout
+    none = subprocess.run([sys.executable, "-m", "dpoptim"], capture_output=True, text=True, check=False)
+    assert none.returncode == 2
