@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.linalg import toeplitz
 
 from dpoptim.noise import divide, inverse_series, inverse_sqrt_series, multiply, series, sqrt_series
+from dpoptim.noise.series import correlate
 
 coefs = st.lists(st.floats(-1, 1, allow_nan=False), min_size=1, max_size=12)
 
@@ -49,6 +50,15 @@ def test_long_ways_agree_with_the_short_ones(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_allclose(multiply(a, b, n), product, atol=1e-11)
     np.testing.assert_allclose(divide(a, b, n), quotient, atol=1e-11)
     np.testing.assert_allclose(inverse_series(sqrt_series(n), n), inverse_sqrt_series(n), atol=1e-11)
+
+
+@pytest.mark.parametrize("n", [1, 2, 13, 1000])
+def test_correlation_is_its_sum(n: int) -> None:
+    a, b = np.random.default_rng(0).normal(size=(2, n))
+    expected = [a[lag:] @ b[: n - lag] for lag in range(n)]
+    np.testing.assert_allclose(correlate(a, b), expected, atol=1e-11)
+    change = np.random.default_rng(1).normal(size=n)  # and the transpose of the product with b
+    assert correlate(a, b) @ change == pytest.approx(a @ multiply(b, change, n), rel=1e-9, abs=1e-9)
 
 
 def test_bad_arguments_are_named() -> None:

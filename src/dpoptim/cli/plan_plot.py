@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 def draw(choice: Choice, path: Path) -> None:
     """Error at each step, and mean error against memory, one colour a mechanism; the chosen one is thick."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     by_step, by_memory = figure.subplots(1, 2, width_ratios=[3, 2])
     shown = _shown(choice)
     for index, candidate in enumerate(shown):
@@ -37,10 +37,10 @@ def draw(choice: Choice, path: Path) -> None:
     plan = choice.plan
     by_step.set(xlabel="step", ylabel="RMSE of the sums of averaged gradients", yscale="log")
     by_step.set_title(f"noise at ε = {plan.epsilon():.4g}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
-    by_step.legend(fontsize=8)
+    figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
     by_memory.set(xlabel="memory for the noise, MB", ylabel="mean RMSE", yscale="log")
     by_memory.set_xscale("symlog", linthresh=1.0)
-    by_memory.set_xlim(left=-0.3)
+    by_memory.set_xlim(-0.3, 3 + 3 * max(candidate.memory_bytes for candidate in shown) / 1e6)
     by_memory.set_title(f"{choice.chosen.parameters:,} parameters; the large one is chosen", fontsize=10)
     for axes in (by_step, by_memory):
         axes.grid(alpha=0.3, which="both")

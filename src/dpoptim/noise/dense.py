@@ -13,12 +13,12 @@ from dpoptim.noise.banded_inverse import BandedInverse
 from dpoptim.noise.matrix import MatrixStrategy
 from dpoptim.noise.remembered import Array, remembered
 from dpoptim.noise.series import Series
-from dpoptim.noise.strategy import check_participation
+from dpoptim.noise.strategy import Strategy, check_participation
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 _GAP = 1e-7  # how far the squared error may be above the dual's bound, relatively
 _GAP_OF_SEVERAL = 1e-3  # the same with several participations
-_GOOD_GAP_OF_SEVERAL = 1e-4  # where the search ends before its time
+_GOOD_GAP_OF_SEVERAL = 2e-5  # where the search ends before its time
 _SHARPNESS = (1e2, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)  # of the maximum over patterns, which is 1 in the end
 _ITERATIONS = 400  # at each sharpness, fewer where one gains less than _GAIN/sharpness
 _GAIN = 1e-5
@@ -165,8 +165,11 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
     if max_participations == steps:
         norms = np.sqrt(np.linalg.norm(sums, axis=0))
         return _padded((norms / norms.max())[None])
-    bands = min(max(min_separation, 2), 32, steps)
-    start = BandedInverse(bands=bands, workload=workload).optimize(steps=steps, **pattern)
+    starts: tuple[Strategy, ...] = (
+        BandedInverse(bands=min(max(min_separation, 2), 32, steps), workload=workload).optimize(steps=steps, **pattern),
+        MatrixStrategy(diagonals=optimal_dense(steps, workload)),
+    )
+    start = min(starts, key=lambda strategy: strategy.mean_error(workload) * strategy.sensitivity(**pattern))
     matrix = start.strategy_matrix() / start.sensitivity(**pattern)
     best, least, bound, gap = MatrixStrategy.from_matrix(matrix), np.inf, 0.0, np.inf
     for sharpness in _SHARPNESS:
@@ -189,16 +192,22 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
 
 
 def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
-    """The C that L-BFGS comes to from this one, with a positive diagonal."""
+    """The C that L-BFGS comes to from this one, with a positive diagonal.
+
+    Entries of column s are divided by a size, (X⁻¹AᵀAX⁻¹)_ss^-½, which brings columns to like effect.
+    """
     steps, free = len(matrix), np.tril_indices(len(matrix))
+    inverse = np.linalg.inv(matrix)
+    sizes = np.linalg.norm(goal.sums.numpy() @ inverse @ inverse.T, axis=0)[free[1]] ** -1.0
+    sizes *= np.abs(matrix[free]).max() / sizes.max()
 
     def value_and_slope(entries: Series) -> tuple[float, Series]:
-        value, slope, _ = goal.value(_filled(entries, steps))
-        return value, slope[free]
+        value, slope, _ = goal.value(_filled(entries * sizes, steps))
+        return value, slope[free] * sizes
 
     found = optimize.minimize(
         value_and_slope,
-        matrix[free],
+        matrix[free] / sizes,
         jac=True,
         method="L-BFGS-B",
         options={
@@ -209,7 +218,7 @@ def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
             "gtol": 1e-9,
         },
     )
-    matrix = _filled(found.x, steps)
+    matrix = _filled(found.x * sizes, steps)
     return matrix * np.sign(np.diag(matrix))[:, None]
 
 

@@ -22,7 +22,8 @@ class NoiseMemory:
     dither that the key makes again: what is read back is the row plus an error that is uniform, independent of
     all else and about 2^-12 of the noise. So noise stays C⁻¹(z + something independent of the data), and ε is
     untouched. Rounding to bfloat16 would not do: two neighbouring datasets round to different
-    multiples in some coordinates, which adds up over many parameters to several times the sensitivity.
+    multiples in some coordinates, which adds up over the parameters: at a million the squared sensitivity is two to
+    three times what was accounted for, and it grows without bound.
 
     On the host, rows are also made there, and only the finished row goes to the device.
 

@@ -1,0 +1,184 @@
+"""Workloads against plain loops of their recurrences, explicit matrices and finite differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.linalg import toeplitz
+
+from dpoptim.noise import BandedToeplitz, BufferedToeplitz, DecayedSums, PrefixSums, Workload
+from dpoptim.noise.workloads import mean_square, toeplitz_errors
+from tests.noise.explicit import matrix_by_recurrence, workloads
+
+NAN, INF = math.nan, math.inf
+
+
+@st.composite
+def workloads_and_steps(draw: st.DrawFn, max_steps: int = 9) -> tuple[Workload, int]:
+    steps = draw(st.integers(1, max_steps))
+    return draw(workloads(steps)), steps
+
+
+def noising_matrix(coefs: np.ndarray) -> np.ndarray:
+    return np.asarray(toeplitz(coefs, np.zeros(len(coefs))))
+
+
+def random_coefs(steps: int, seed: int) -> np.ndarray:
+    coefs = np.random.default_rng(seed).uniform(-1, 1, size=steps)
+    coefs[0] = 1.0
+    return coefs
+
+
+@given(case=workloads_and_steps())
+@settings(max_examples=150, deadline=None)
+def test_matrix_is_the_recurrence(case: tuple[Workload, int]) -> None:
+    workload, steps = case
+    expected = matrix_by_recurrence(workload, steps)
+    np.testing.assert_allclose(workload.matrix(steps), expected, rtol=1e-10, atol=1e-13 * expected.max())
+
+
+@given(case=workloads_and_steps())
+@settings(max_examples=150, deadline=None)
+def test_inverse_diagonals_times_matrix_is_the_identity(case: tuple[Workload, int]) -> None:
+    workload, steps = case
+    diagonals, expected = workload.inverse_diagonals(steps), matrix_by_recurrence(workload, steps)
+    inverse = np.zeros((steps, steps))
+    for lag, diagonal in enumerate(diagonals):
+        assert not diagonal[max(steps - lag, 0) :].any()  # nothing outside of the matrix
+        if lag < steps:
+            inverse += np.diag(diagonal[: steps - lag], -lag)
+    size = np.abs(inverse) @ np.abs(expected)  # what is summed, and its sums rounded
+    assert (np.abs(inverse @ expected - np.eye(steps)) <= 1e-13 * (1 + size)).all()
+
+
+@given(case=workloads_and_steps())
+@settings(max_examples=150, deadline=None)
+def test_coefs_and_row_scales_rebuild_the_matrix(case: tuple[Workload, int]) -> None:
+    workload, steps = case
+    assert workload.is_toeplitz == (not isinstance(getattr(workload, "learning_rate", 1.0), tuple))
+    if workload.is_toeplitz:
+        rebuilt = workload.row_scales(steps)[:, None] * noising_matrix(workload.coefs(steps))
+        expected = matrix_by_recurrence(workload, steps)
+        np.testing.assert_allclose(rebuilt, expected, rtol=1e-10, atol=1e-13 * expected.max())
+
+
+@given(case=workloads_and_steps(), seed=st.integers(0, 2**16))
+@settings(max_examples=150, deadline=None)
+def test_toeplitz_errors_are_those_of_the_matrices(case: tuple[Workload, int], seed: int) -> None:
+    workload, steps = case
+    coefs = random_coefs(steps, seed)
+    noise = matrix_by_recurrence(workload, steps) @ noising_matrix(coefs)
+    np.testing.assert_allclose(toeplitz_errors(workload, coefs), (noise**2).sum(axis=1), rtol=1e-9)
+    value, _ = mean_square(workload, coefs)
+    assert value == pytest.approx((noise**2).sum() / steps, rel=1e-9)
+
+
+@given(case=workloads_and_steps(), seed=st.integers(0, 2**16))
+@settings(max_examples=100, deadline=None)
+def test_gradient_of_the_mean_square(case: tuple[Workload, int], seed: int) -> None:
+    """A quadratic form is its second-order expansion, so that central differences are exact."""
+    workload, steps = case
+    coefs, direction = random_coefs(steps, seed), random_coefs(steps, seed + 1)
+    rescaled = not workload.is_toeplitz or bool((workload.row_scales(steps) != 1).any())
+    for last_row in (False, True):
+        if last_row and rescaled:
+            with pytest.raises(ValueError, match="objective='max' is not offered for workload="):
+                mean_square(workload, coefs, last_row=True)
+            continue
+        value, slope = mean_square(workload, coefs, last_row=last_row)
+        above, below = (mean_square(workload, coefs + h * direction, last_row=last_row)[0] for h in (1.0, -1.0))
+        assert (above - below) / 2 == pytest.approx(slope @ direction, rel=1e-9, abs=1e-11 * (above + below))
+        if last_row:
+            assert value == pytest.approx(toeplitz_errors(workload, coefs).max(), rel=1e-9)
+
+
+@pytest.mark.parametrize("workload", [PrefixSums(momentum=0.9, weight_decay=0.01), DecayedSums(beta=0.999)])
+def test_long_workloads_agree_with_their_schedules_and_matrices(workload: Workload) -> None:
+    steps, coefs = 300, np.concatenate([[1.0], -0.4 * np.arange(1, 300) ** -1.5])
+    noise = workload.matrix(steps) @ noising_matrix(coefs)
+    np.testing.assert_allclose(toeplitz_errors(workload, coefs), (noise**2).sum(axis=1), rtol=1e-10)
+    if isinstance(workload, PrefixSums):
+        constant = PrefixSums(momentum=0.9, weight_decay=0.01, learning_rate=(1.0,) * steps)
+        np.testing.assert_allclose(constant.matrix(steps), workload.matrix(steps), rtol=1e-12)
+        np.testing.assert_allclose(toeplitz_errors(constant, coefs), toeplitz_errors(workload, coefs), rtol=1e-10)
+        (found, slope), (expected, expected_slope) = (mean_square(kind, coefs) for kind in (constant, workload))
+        assert found == pytest.approx(expected, rel=1e-9)
+        np.testing.assert_allclose(slope, expected_slope, rtol=1e-9)
+
+
+def test_debiasing_starts_at_the_value_itself() -> None:
+    for beta in (0.0, 0.3, 0.999, 1 - 1e-12):
+        matrix = DecayedSums(beta=beta).matrix(6)
+        np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=1e-12)
+        np.testing.assert_allclose(matrix[0, 0], 1.0, rtol=1e-15)
+    np.testing.assert_array_equal(DecayedSums(beta=0.0).matrix(4), np.eye(4))
+
+
+def test_workloads_are_values() -> None:
+    assert PrefixSums(learning_rate=[2.0, 1.0]) == PrefixSums(learning_rate=(2.0, 1.0))  # type: ignore[arg-type]
+    as_array = PrefixSums(learning_rate=np.array([2.0, 1.0]))  # type: ignore[arg-type]
+    assert as_array == PrefixSums(learning_rate=(2.0, 1.0))
+    assert not as_array.is_toeplitz
+    assert len({PrefixSums(), PrefixSums(), DecayedSums(beta=0.9), DecayedSums(beta=0.9, debiased=False)}) == 3
+    for workload in (PrefixSums(), PrefixSums(momentum=0.5, learning_rate=(1.0, 2.0)), DecayedSums(beta=0.9)):
+        assert eval(repr(workload)) == workload  # which the kept searches are told apart by
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        (PrefixSums, {"momentum": 1.0}, "momentum=1.0"),
+        (PrefixSums, {"momentum": 1.5}, "momentum=1.5"),
+        (PrefixSums, {"momentum": -0.1}, "momentum=-0.1"),
+        (PrefixSums, {"momentum": NAN}, "momentum=nan"),
+        (PrefixSums, {"learning_rate": 0.0}, "learning_rate=0.0"),
+        (PrefixSums, {"learning_rate": -1.0}, "learning_rate=-1.0"),
+        (PrefixSums, {"learning_rate": NAN}, "learning_rate=nan"),
+        (PrefixSums, {"learning_rate": INF}, "learning_rate=inf"),
+        (PrefixSums, {"learning_rate": ()}, r"learning_rate=\(\)"),
+        (PrefixSums, {"learning_rate": (1.0, 0.0)}, r"learning_rate=\(1.0, 0.0\)"),
+        (PrefixSums, {"learning_rate": (1.0, -2.0)}, r"learning_rate=\(1.0, -2.0\)"),
+        (PrefixSums, {"learning_rate": (1.0, NAN)}, r"learning_rate=\(1.0, nan\)"),
+        (PrefixSums, {"weight_decay": -0.1}, "weight_decay=-0.1"),
+        (PrefixSums, {"weight_decay": NAN}, "weight_decay=nan"),
+        (PrefixSums, {"weight_decay": 1.0}, "weight_decay=1.0"),
+        (PrefixSums, {"weight_decay": 0.2, "learning_rate": (1.0, 5.0)}, "weight_decay=0.2"),
+        (DecayedSums, {"beta": 1.0}, "beta=1.0.*PrefixSums"),
+        (DecayedSums, {"beta": 1.1}, "beta=1.1"),
+        (DecayedSums, {"beta": -0.1}, "beta=-0.1"),
+        (DecayedSums, {"beta": NAN}, "beta=nan"),
+    ],
+)
+def test_bad_workloads_are_named(kind: Any, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        kind(**arguments)
+
+
+def test_a_schedule_must_have_a_rate_for_each_step() -> None:
+    workload = PrefixSums(learning_rate=(1.0, 0.5, 0.1))
+    for ask in (workload.matrix, workload.coefs, workload.inverse_diagonals):
+        with pytest.raises(ValueError, match="learning_rate has 3 values for steps=4"):
+            ask(4)
+    with pytest.raises(ValueError, match="learning_rate has 3 values for steps=4"):
+        toeplitz_errors(workload, np.eye(1, 4)[0])
+    with pytest.raises(ValueError, match="learning_rate has 3 values for steps=4"):
+        BandedToeplitz(bands=2, workload=workload).optimize(steps=4)
+
+
+@pytest.mark.parametrize(
+    "workload", [DecayedSums(beta=0.9), PrefixSums(learning_rate=(1.0, 1.0, 1.0))], ids=["debiased", "schedule"]
+)
+def test_the_largest_error_is_not_searched_where_it_may_not_be_the_last(workload: Workload) -> None:
+    with pytest.raises(ValueError, match=r"objective='max' is not offered for workload=.*use objective='mean'"):
+        BufferedToeplitz(buffers=1, objective="max", workload=workload).optimize(steps=3)
+
+
+def test_a_long_schedule_is_not_searched_for() -> None:
+    workload = PrefixSums(learning_rate=(0.1,) * 4097)
+    with pytest.raises(ValueError, match="steps=4097 with a learning rate for each is more than 4096"):
+        BandedToeplitz(bands=2, workload=workload).optimize(steps=4097)
