@@ -14,6 +14,7 @@ from dpoptim.noise.dense import optimal_dense
 from dpoptim.noise.goal import Goal
 from dpoptim.noise.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.remembered import Array, remembered
+from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategy import check_bands, check_steps
 from dpoptim.noise.workloads import PrefixSums, Workload
 
@@ -21,8 +22,8 @@ _MAX_EVALUATIONS = 300
 _ONE_THREAD_WIDTH = 512  # products of narrower blocks gain nothing from a second core
 
 
-@dataclass(frozen=True, kw_only=True)
-class Banded:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Banded(ShortRepr):
     """The banded C of least mean error of the workload among those with unit columns (BandMF).
 
         minimise  ‖AC⁻¹‖_F  over lower triangular C with `bands` diagonals and  ‖column of C‖ = 1
