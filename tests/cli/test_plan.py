@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
+import dpoptim
 from dpoptim import BandedToeplitz, PrivacyPlan
 from dpoptim.cli import main
 
 SMALL = ["plan", "--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
+NUMBERS: Any = {"num_examples": 2000, "batch_size": 100, "steps": 60}
 PAPER = ["plan", "--steps", "2000", "--batch-size", "2048", "--num-examples", "1700000"]
 PAPER += ["--epsilon", "10", "--delta", "1e-7"]
 
@@ -37,7 +40,8 @@ def test_json_of_the_paper_setting(capsys):
     strategy = BandedToeplitz(bands=128).optimize(steps=2000)
     product = banded["noise_multiplier"] * banded["sensitivity"] * strategy.mean_error() / 2048
     assert banded["rmse_mean"] == pytest.approx(product, rel=1e-9)
-    assert banded["total_sensitivity"] == strategy.sensitivity(max_participations=3, min_separation=830)
+    total = strategy.sensitivity(max_participations=3, min_separation=830)
+    assert banded["total_sensitivity"] == pytest.approx(total, rel=1e-12)
     plan = PrivacyPlan(num_examples=1_700_000, batch_size=2048, steps=2000, noise=BandedToeplitz(bands=128))
     assert banded["noise_multiplier"] == plan.calibrate(epsilon=10.0, delta=1e-7).noise_multiplier
 
@@ -48,6 +52,19 @@ def test_the_table_has_the_ratio_and_the_choice(capsys):
     assert "Use BufferedToeplitz(buffers=" in text
     assert "noise=BufferedToeplitz(buffers=" in text
     assert "3 participations at least 830 steps apart" in text
+
+
+def test_what_is_printed_to_be_typed_keeps_the_guarantee(capsys):
+    """Neighbours that are not the default, and all digits of epsilon and delta, stand in the line."""
+    change = ["--adjacency", "replace", "--epsilon", "4.99999996", "--delta", "1.23456789e-6"]
+    line = printed(capsys, [*SMALL, *change]).strip().splitlines()[-1].strip()
+    names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given)}
+    plan = eval(line.replace("PrivacyPlan(..., ", "PrivacyPlan("), names)
+    found = json.loads(printed(capsys, [*SMALL, *change, "--json"]))
+    (row,) = [row for row in found["mechanisms"] if row["name"] == found["chosen"]]
+    assert plan.noise_multiplier == row["noise_multiplier"]
+    assert plan.epsilon() <= 4.99999996
+    assert row["total_sensitivity"] >= 2 * row["sensitivity"]
 
 
 def test_secret_sampling(capsys):

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from dpoptim.noise import (
+    Banded,
     BandedInverse,
     BandedToeplitz,
     BufferedToeplitz,
@@ -23,6 +24,7 @@ from dpoptim.noise import (
     ToeplitzStrategy,
 )
 from dpoptim.noise import stream as stream_module
+from dpoptim.noise.memory import KeptRows
 from tests.noise.explicit import DEVICES, KEY, fresh_normals, make, rows
 
 STEPS = 12
@@ -214,3 +216,30 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> Non
 def test_narrow_noise_is_refused(strategy: Strategy, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"dtype={dtype}: noise in fewer bits than float32 .*use float32"):
         make(strategy, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("spec", [BandedToeplitz(bands=4), Banded(bands=3), BufferedToeplitz(buffers=2)], ids=repr)
+@pytest.mark.parametrize("after_the_write", [False, True])
+def test_an_interrupted_row_is_made_anew(spec, bits, after_the_write, monkeypatch):
+    """Out of memory or Ctrl-C while the past is written: noise on a half-written past would be too small."""
+    strategy = spec.optimize(steps=STEPS)
+
+    def made():
+        memory = NoiseMemory(bits=bits)
+        return strategy.stream(KEY, stream="gradient", name="weight", numel=33, memory=memory)
+
+    whole, stream, write = rows(made(), STEPS), made(), KeptRows.write
+    for step in range(5):
+        stream.row(step)
+
+    def interrupted(self, *args, **kwargs):
+        if after_the_write:
+            write(self, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeptRows, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.row(5)
+    assert torch.equal(torch.stack([stream.row(step) for step in range(5, STEPS)]), whole[5:])

@@ -15,6 +15,7 @@ import dpoptim
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
 RUN: Any = {"key": KEY, "run_id": "the run"}
+DRAWS = KEY.for_run("loader the run")
 
 
 def dataset(examples: int = 60) -> TensorDataset:
@@ -40,7 +41,7 @@ def plan(**changes) -> dpoptim.PrivacyPlan:
 
 def train(the_plan: dpoptim.PrivacyPlan, make=dpoptim.scale_then_privatize, **loader_options) -> Tensor:
     model = mlp()
-    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **loader_options)
+    loader = dpoptim.private_loader(dataset(), the_plan, **RUN, **loader_options)
     optimizer = make(model, the_plan, lr=1e-2, **RUN)
     for batch in loader:
         losses(model, batch).sum().backward()
@@ -69,14 +70,14 @@ def test_micro_batches_of_any_size_take_the_same_steps(sampling, size, make):
 def test_empty_batches_take_noise_steps():
     """At a rate of 1/60 most batches are empty: what arrives for them is a stand-in that must not count."""
     sparse = plan(sampling=dpoptim.Poisson(), batch_size=1, steps=40)
-    drawn = [len(sparse.sampling.indices(KEY, t, num_examples=60, batch_size=1)) for t in range(40)]
+    drawn = [len(sparse.sampling.indices(DRAWS, t, num_examples=60, batch_size=1)) for t in range(40)]
     assert 0 in drawn
     found = train(sparse)
     model = mlp()
     optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, own_batches=True, **RUN)
     x, y = dataset().tensors
     for t in range(40):
-        chosen = sparse.sampling.indices(KEY, t, num_examples=60, batch_size=1)
+        chosen = sparse.sampling.indices(DRAWS, t, num_examples=60, batch_size=1)
         if len(chosen):
             losses(model, [x[chosen], y[chosen]]).sum().backward()
         optimizer.step()
@@ -95,7 +96,7 @@ def test_a_broken_off_run_continues_bitwise():
     the_plan = plan(noise=dpoptim.BandedToeplitz(bands=3))
     whole = train(the_plan)
     model = mlp()
-    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
+    loader = dpoptim.private_loader(dataset(), the_plan, **RUN)
     optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, **RUN)
     for t, batch in enumerate(loader):
         losses(model, batch).sum().backward()
@@ -106,7 +107,7 @@ def test_a_broken_off_run_continues_bitwise():
     del loader, optimizer
     fresh = mlp()
     fresh.load_state_dict(saved["model"])
-    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY)
+    loader = dpoptim.private_loader(dataset(), the_plan, **RUN)
     loader.load_state_dict(saved["loader"])
     optimizer = dpoptim.scale_then_privatize(fresh, the_plan, lr=1e-2, **RUN)
     optimizer.load_state_dict(saved["optimizer"])
@@ -118,7 +119,7 @@ def test_a_broken_off_run_continues_bitwise():
 
 def test_a_scheduler_advances_where_a_step_ends():
     the_plan, model = plan(), mlp()
-    loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, micro_batch_size=4)
+    loader = dpoptim.private_loader(dataset(), the_plan, **RUN, micro_batch_size=4)
     optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=the_plan.steps)
     for batch in loader:
@@ -133,7 +134,7 @@ class TestMisuseIsCaught:
     def run(self, misuse, **options) -> None:
         the_plan = plan()
         model = mlp()
-        loader = dpoptim.private_loader(dataset(), the_plan, key=KEY, **options)
+        loader = dpoptim.private_loader(dataset(), the_plan, **RUN, **options)
         optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, **RUN)
         misuse(model, loader, optimizer)
 
@@ -168,7 +169,7 @@ class TestMisuseIsCaught:
     def test_a_loader_of_another_plan_object(self):
         """Made before calibration, say: its stand-in for an empty batch would count as an example."""
         model, other = mlp(), plan(noise_multiplier=None)
-        loader = dpoptim.private_loader(dataset(), other, key=KEY)
+        loader = dpoptim.private_loader(dataset(), other, **RUN)
         optimizer = dpoptim.scale_then_privatize(model, other.replace(noise_multiplier=0.8), lr=1e-2)
         losses(model, next(iter(loader))).sum().backward()
         with pytest.raises(ValueError, match="another plan object"):
@@ -215,9 +216,9 @@ class TestMisuseIsCaught:
         saved, key = optimizer.state_dict(), optimizer.key
         again = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2, key=key)
         again.load_state_dict(saved)
-        other = dpoptim.private_loader(dataset(), the_plan, key=key, start_step=1)
+        other = dpoptim.private_loader(dataset(), the_plan, key=key, run_id="another", start_step=1)
         losses(model, next(iter(other))).sum().backward()
-        with pytest.raises(ValueError, match="drawn with another key than the run's"):
+        with pytest.raises(ValueError, match="drawn with another key or run_id than the run's"):
             again.step()
 
     def test_frozen_after_the_optimizer_was_made(self):
@@ -277,7 +278,7 @@ def test_stock_language_models_train_in_four_changed_lines(kind, make):
     the_plan = dpoptim.PrivacyPlan(
         num_examples=400, batch_size=100, steps=40, clip_norm=1.0, sampling=dpoptim.Poisson()
     ).calibrate(epsilon=8.0, delta=1e-4)
-    loader = dpoptim.private_loader(TensorDataset(texts), the_plan, key=KEY)
+    loader = dpoptim.private_loader(TensorDataset(texts), the_plan, **RUN)
     optimizer = make(model, the_plan, lr=2e-2, **RUN)
     for (batch,) in loader:
         loss_per_example(model, batch).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from dpoptim import (
 )
 from dpoptim.privacy import Candidate, format_bytes
 
-TARGET = {"epsilon": 4.0, "delta": 1e-6}
+TARGET: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-6}
 
 
 def shuffled(**changes):
@@ -86,7 +87,7 @@ def test_more_mechanisms_and_another_workload():
     found = {candidate.name: candidate for candidate in choice.candidates}
     assert found[repr(dense)].rmse_mean == min(c.rmse_mean for c in choice.candidates)
     strategy = choice.plan.strategy
-    unit = choice.plan.noise_multiplier * strategy.column_norm / plan.batch_size
+    unit = float(choice.plan.noise_multiplier or 0) * strategy.column_norm / plan.batch_size
     assert choice.chosen.rmse_mean == pytest.approx(unit * strategy.mean_error(workload))
 
 
@@ -100,7 +101,7 @@ class TestAmplified:
             tried = plan.replace(noise=noise, sampling=CyclicPoisson(bands=bands)).calibrate(**TARGET)
             errors[bands] = Candidate(plan=tried, parameters=10).rmse_mean
         assert choice.chosen.rmse_mean <= 1.01 * min(errors.values())
-        bands = choice.plan.noise.bands
+        bands = choice.plan.strategy.bands
         assert choice.plan.sampling == CyclicPoisson(bands=bands)
         assert choice.chosen.rmse_mean == pytest.approx(errors[bands], rel=1e-4)
         assert f"BandedToeplitz(bands={bands})" in choice.reason
@@ -125,7 +126,7 @@ def test_bad_arguments_are_named(changes, words):
 
 
 def test_progress_names_each():
-    told = []
+    told: list[str] = []
     choice = choose_noise(shuffled(), **TARGET, parameters=10, progress=told.append)
     assert told == [c.name for c in choice.candidates]
 

@@ -23,6 +23,7 @@ from dpoptim.noise import (
     Independent,
     NoiseKey,
     SquareRoot,
+    remembered,
 )
 from dpoptim.privacy import (
     Adjacency,
@@ -361,12 +362,12 @@ class TestTraining:
         )  # fmt: skip
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1, bias=False)
-        loader = private_loader(torch.utils.data.TensorDataset(torch.randn(50, 3)), plan, key=KEY)
+        loader = private_loader(torch.utils.data.TensorDataset(torch.randn(50, 3)), plan, key=KEY, run_id="")
         optimizer = dpoptim.dp_sgd(model, plan, lr=1.0, key=KEY, run_id="")
         noise = plan.strategy.stream(KEY.for_run(""), stream="gradient", name="weight", numel=3)
         empty = 0
         for step, (inputs,) in enumerate(loader):
-            drawn = plan.sampling.indices(KEY, step, num_examples=50, batch_size=1)
+            drawn = plan.sampling.indices(KEY.for_run("loader "), step, num_examples=50, batch_size=1)
             before = model.weight.detach().clone()
             model(inputs).square().sum(1).sum().backward()
             optimizer.step()
@@ -385,3 +386,41 @@ class TestTraining:
             len(private_loader(data, plan, micro_batch_size=2))
         with pytest.raises(ValueError, match="num_examples=50"):
             private_loader(torch.utils.data.TensorDataset(torch.arange(49)), plan)
+
+
+class TestWhatTheProofRestsOn:
+    """The number of diagonals is read off the strategy itself, not off what its specification promises."""
+
+    def plan(self, noise):
+        return PrivacyPlan(
+            num_examples=400,
+            batch_size=10,
+            steps=24,
+            sampling=CyclicPoisson(bands=4),
+            noise=noise,
+            noise_multiplier=1.0,
+        )
+
+    def test_a_specification_that_breaks_its_promise(self):
+        class Wide(BandedToeplitz):
+            def optimize(self, **pattern):
+                return SquareRoot().optimize(**pattern)
+
+        with pytest.raises(ValueError, match="a strategy of 24 bands, which CyclicPoisson"):
+            _ = self.plan(Wide(bands=4)).strategy
+        with pytest.raises(ValueError, match="a strategy of 24 bands"):
+            self.plan(Wide(bands=4)).epsilon(delta=1e-6)
+
+    @pytest.mark.parametrize("spec", [BandedToeplitz(bands=4), Banded(bands=4)], ids=repr)
+    def test_a_forged_cache(self, spec, tmp_path, monkeypatch):
+        monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(tmp_path))
+        honest = spec.optimize(steps=23)  # writes entries whose names and inputs we forge for 24 steps
+        assert honest.bands == 4
+        forged = np.ones(24) if isinstance(spec, BandedToeplitz) else np.ones((12, 24))
+        monkeypatch.setattr(remembered, "load", lambda kind, inputs: forged)
+        with pytest.raises(ValueError, match=r"bands|diagonals"):
+            self.plan(spec).epsilon(delta=1e-6)
+
+    def test_bands_that_are_no_number(self):
+        with pytest.raises(ValueError, match="bands=nan"):
+            BandedToeplitz(bands=float("nan"))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, private_l
 from dpoptim.privacy.tickets import bind, take
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
+RUN: Any = {"key": KEY, "run_id": "the run"}
+DRAWS = KEY.for_run("loader the run")
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -34,7 +37,7 @@ def make_plan(count=20, size=5, steps=8, **changes):
 
 def drawn(plan, step, count=None):
     return plan.sampling.indices(
-        KEY, step, num_examples=plan.num_examples, batch_size=plan.batch_size, dataset_size=count
+        DRAWS, step, num_examples=plan.num_examples, batch_size=plan.batch_size, dataset_size=count
     ).tolist()
 
 
@@ -42,7 +45,7 @@ def drawn(plan, step, count=None):
 @pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
 def test_yields_the_planned_examples_with_a_ticket_each(sampling, workers):
     plan = make_plan(sampling=sampling)
-    loader = private_loader(Numbers(20), plan, key=KEY, num_workers=workers)
+    loader = private_loader(Numbers(20), plan, **RUN, num_workers=workers)
     assert len(loader) == loader.steps == 8
     for step, batch in enumerate(loader):
         ticket = take(plan)
@@ -59,17 +62,17 @@ def test_yields_the_planned_examples_with_a_ticket_each(sampling, workers):
 def test_collates_tuples_and_takes_a_collate_function():
     data = TensorDataset(torch.arange(20).float().unsqueeze(1), torch.arange(20))
     plan = make_plan()
-    features, labels = next(iter(private_loader(data, plan, key=KEY)))
+    features, labels = next(iter(private_loader(data, plan, **RUN)))
     assert features.shape == (5, 1)
     assert labels.tolist() == drawn(plan, 0)
-    doubled = next(iter(private_loader(Numbers(20), plan, key=KEY, collate_fn=lambda rows: [2 * i for i in rows])))
+    doubled = next(iter(private_loader(Numbers(20), plan, **RUN, collate_fn=lambda rows: [2 * i for i in rows])))
     assert doubled == [2 * i for i in drawn(plan, 0)]
 
 
 def test_empty_samples_yield_a_placeholder_and_say_so():
     plan = make_plan(count=50, size=1, steps=60, sampling=Poisson())
     empty = 0
-    for step, batch in enumerate(private_loader(Numbers(50), plan, key=KEY)):
+    for step, batch in enumerate(private_loader(Numbers(50), plan, **RUN)):
         ticket = take(plan)
         assert ticket is not None
         assert ticket.is_placeholder == (not drawn(plan, step))
@@ -85,7 +88,7 @@ def test_empty_samples_yield_a_placeholder_and_say_so():
 @pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
 def test_micro_batches_make_up_the_logical_batch(sampling, workers):
     plan = make_plan(count=30, size=7, steps=6, sampling=sampling)
-    loader = private_loader(Numbers(30), plan, key=KEY, micro_batch_size=3, num_workers=workers)
+    loader = private_loader(Numbers(30), plan, **RUN, micro_batch_size=3, num_workers=workers)
     parts: dict[int, list[int]] = {}
     closed, fresh = [], True
     for batch in loader:
@@ -111,7 +114,7 @@ def test_length_where_it_is_known():
 
 def test_tickets_come_first_in_first_out_for_loaders_that_look_ahead():
     plan = make_plan()
-    iterator = iter(private_loader(Numbers(20), plan, key=KEY))
+    iterator = iter(private_loader(Numbers(20), plan, **RUN))
     current, seen = next(iterator), []
     for ahead in iterator:
         ticket = take(plan)
@@ -125,7 +128,7 @@ def test_tickets_come_first_in_first_out_for_loaders_that_look_ahead():
 def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
     plan, twin = make_plan(), make_plan()
     assert plan == twin
-    loader = private_loader(Numbers(20), plan, key=KEY)
+    loader = private_loader(Numbers(20), plan, **RUN)
     iterator = iter(loader)
     next(iterator)
     assert take(twin) is None
@@ -143,14 +146,14 @@ def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
 
 def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
     plan = make_plan()
-    loader = private_loader(Numbers(20), plan, key=KEY)
+    loader = private_loader(Numbers(20), plan, **RUN)
     iterator = iter(loader)
     next(iterator)
     del iterator, loader
     gc.collect()
     assert take(plan) is None
 
-    loader = private_loader(Numbers(20), plan, key=KEY, micro_batch_size=2)
+    loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
     old = iter(loader)
     next(old)  # the first third of step 0, then given up
     batch = next(iter(loader))
@@ -165,7 +168,7 @@ def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
 
 def test_a_loop_left_early_goes_on_and_does_not_draw_a_step_twice():
     plan = make_plan()
-    loader = private_loader(Numbers(20), plan, key=KEY)
+    loader = private_loader(Numbers(20), plan, **RUN)
     for step, _ in enumerate(loader):
         if step == 2:
             break
@@ -179,18 +182,26 @@ def test_a_loop_left_early_goes_on_and_does_not_draw_a_step_twice():
 
 def test_resuming_from_a_state_gives_the_rest_of_the_run():
     plan = make_plan(sampling=Poisson())
-    whole = [batch.tolist() for batch in private_loader(Numbers(20), plan, key=KEY)]
-    loader = private_loader(Numbers(20), plan, key=KEY)
+    whole = [batch.tolist() for batch in private_loader(Numbers(20), plan, **RUN)]
+    loader = private_loader(Numbers(20), plan, **RUN)
     iterator = iter(loader)
     begun = [next(iterator).tolist() for _ in range(3)]
     state = json.loads(json.dumps(loader.state_dict()))
     assert KEY.fingerprint() in state.values()
 
-    resumed = private_loader(Numbers(20), plan, key=KEY)
+    resumed = private_loader(Numbers(20), plan, **RUN)
     resumed.load_state_dict(state)
     assert begun + [batch.tolist() for batch in resumed] == whole
-    later = private_loader(Numbers(20), plan, key=KEY, start_step=6)
+    later = private_loader(Numbers(20), plan, **RUN, start_step=6)
     assert [batch.tolist() for batch in later] == whole[6:]
+
+    sibling = private_loader(Numbers(20), plan, key=KEY)  # a run of its own
+    assert [batch.tolist() for batch in sibling] != whole
+    sibling = private_loader(Numbers(20), plan, key=KEY)
+    sibling.load_state_dict(state)
+    assert [batch.tolist() for batch in sibling] == whole[3:]
+    with pytest.raises(ValueError, match="needs the run's own key and run_id"):
+        private_loader(Numbers(20), plan, key=KEY, start_step=6)
 
     other = private_loader(Numbers(20), plan)
     assert other.key != KEY
@@ -204,7 +215,7 @@ def test_resuming_from_a_state_gives_the_rest_of_the_run():
 
 def test_a_state_saved_amid_micro_batches_draws_the_whole_step_again():
     plan = make_plan()
-    loader = private_loader(Numbers(20), plan, key=KEY, micro_batch_size=2)
+    loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
     iterator = iter(loader)
     for _ in range(4):  # three parts of step 0, one of step 1
         next(iterator)
@@ -216,7 +227,7 @@ def test_number_of_examples_is_checked_where_it_is_public():
         with pytest.raises(ValueError, match="num_examples=20"):
             private_loader(Numbers(19), make_plan(adjacency=adjacency, sampling=Poisson()))
     plan = make_plan(adjacency=Adjacency.ADD_REMOVE, sampling=Poisson(), steps=40)
-    loader = private_loader(Numbers(60), plan, key=KEY)
+    loader = private_loader(Numbers(60), plan, **RUN)
     batches = [batch.tolist() for batch in loader]
     expected = [drawn(plan, step, 60) or [0] for step in range(40)]
     assert batches == expected

@@ -276,3 +276,26 @@ class TestVariant:
         assert self.made(plan, square_noise=Independent()).epsilon(delta=1e-6) == plan.epsilon(delta=1e-6)
         cheaper = make(SquareRoot(), None)
         assert self.made(cheaper, square_noise=Independent()).epsilon(delta=1e-6) < cheaper.epsilon(delta=1e-6)
+
+
+BALANCES = [0.01, "equal", "mse", 100.0]
+
+
+@pytest.mark.parametrize("squares", ["of_average", "average_of"])
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(BALANCES, 2)))
+def test_another_balance_never_raises_epsilon(before, after, squares):
+    """The shares of the budget weigh two unlike sensitivities: moving them moves ε."""
+    settings = {"num_examples": 400, "batch_size": 10, "steps": 100, "noise_multiplier": None}
+    plan = make(BandedToeplitz(bands=10), SquareRoot(), balance=before, **settings).calibrate(epsilon=4.0, delta=1e-6)
+    for other in ("of_average", "average_of"):
+        wanted = IndependentMoments(balance=after, squares=other, square_noise=SquareRoot())
+        true = plan.replace(release=wanted).epsilon()
+        if true > 4.0 + 1e-9:
+            with pytest.raises(ValueError, match="makes epsilon larger"):
+                plan.releasing(wanted)
+        else:
+            assert plan.releasing(wanted).epsilon() <= 4.0 + 1e-9
+    model = torch.nn.Linear(2, 1)
+    if plan.replace(release=IndependentMoments(balance=after, square_noise=SquareRoot())).epsilon() > 4.0 + 1e-9:
+        with pytest.raises(ValueError, match="makes epsilon larger"):
+            dpoptim.independent_moments(model, plan, balance=after, squares="of_average")

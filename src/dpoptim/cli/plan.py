@@ -137,8 +137,9 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
     """The comparison as plain values.
 
     `noise_multiplier` is relative to one participation, and `sensitivity` is to one participation (the largest
-    column norm), so that rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity` is that
-    of all participations, where sampling does not amplify.
+    column norm), so that rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity`, where
+    sampling does not amplify, is how far one neighbour moves the whole run: of all participations, and twice as much
+    under replace adjacency.
     """
     return {
         "epsilon": epsilon,
@@ -154,7 +155,7 @@ def _row(candidate: Candidate, delta: float) -> dict[str, Any]:
     plan, strategy = candidate.plan, candidate.plan.strategy
     total = None
     if isinstance(plan.sampling, Shuffled):
-        total = strategy.sensitivity(max_participations=plan.max_participations, min_separation=plan.min_separation)
+        total = plan.adjacency.sensitivity_factor * plan.sensitivity_ratio(strategy) * strategy.column_norm
     return {
         "name": candidate.name,
         "sampling": repr(plan.sampling),
@@ -203,9 +204,10 @@ def _print_table(choice: Choice, options: Namespace) -> None:
         )
     console.print(table)
     print(f"Use {choice.reason}:")
+    adjacency = "" if plan.adjacency is Adjacency.ZERO_OUT else f"adjacency=Adjacency.{plan.adjacency.name}, "
     print(
-        f"  PrivacyPlan(..., sampling={plan.sampling!r}, noise={plan.noise!r})"
-        f".calibrate(epsilon={options.epsilon:g}, delta={options.delta:g})"
+        f"  PrivacyPlan(..., {adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
+        f".calibrate(epsilon={options.epsilon!r}, delta={options.delta!r})"
     )
 
 

@@ -96,11 +96,6 @@ class PrivateRelease:
             self._stddevs[stream] *= strategy.column_norm
         self._row_norms = strategies["gradient"].row_norms()
 
-    def _sensitivity_ratio(self, strategy: Strategy) -> float:
-        """How far the plan's participations move Cx, over one of them: what the accountant's ε rests on."""
-        pattern = {"max_participations": self.plan.max_participations, "min_separation": self.plan.min_separation}
-        return strategy.sensitivity(**pattern) / strategy.column_norm
-
     def _begin_run(self, run_id: str) -> None:
         """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
         self.run_id = run_id
@@ -140,6 +135,8 @@ class PrivateRelease:
         The strategy is taken from the state: a search may end in other last bits on another machine.
         """
         run_id, step = state["run_id"], state["step"]
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.plan.steps:
+            raise ValueError(f"step={step!r} of the state is not a whole number from 0 to {self.plan.steps}")
         if run_id == self.run_id and step < self.step:
             raise ValueError(
                 f"step={step} lies behind step {self.step}, which has been released: going back would spend the same "
@@ -157,16 +154,17 @@ class PrivateRelease:
             for stream, saved in state["strategies"].items()
         }
         for stream, strategy in strategies.items():
-            if self._sensitivity_ratio(strategy) > (1 + 1e-6) * self._sensitivity_ratio(self._strategies[stream]):
+            accounted = self.plan.sensitivity_ratio(self._strategies[stream])
+            if self.plan.sensitivity_ratio(strategy) > (1 + 1e-6) * accounted:
                 raise ValueError(
                     f"the state's strategy of the {stream} has more sensitivity than the plan accounts for"
                 )
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
         tickets.bind(self._drawn_for, self)
+        self.step = step
         self._set_strategies(strategies)
         self._begin_run(run_id)
-        self.step = step
         self.loader_key_fingerprint = state["loader_key_fingerprint"]
 
     @property
@@ -207,8 +205,9 @@ class PrivateRelease:
         if ticket.step != self.step:
             self._refuse_batch(
                 f"the loader is at step {ticket.step} and the optimizer at step {self.step}; make the loader again "
-                f"with private_loader(dataset, plan, key=loader.key, start_step={self.step}). (A batch that was only "
-                "looked at counts as drawn; step() is called once for each batch.)"
+                "with private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, "
+                f"start_step={self.step}). (A batch that was only looked at counts as drawn; step() is called once for "
+                "each batch.)"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
@@ -263,8 +262,9 @@ class PrivateRelease:
         self._has_loader = True
         if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
             self._refuse_batch(
-                "the batches are drawn with another key than the run's; pass private_loader(key=...) the key that the "
-                "run's loader had (loader.key; it is not the optimizer's unless you gave both the same)"
+                "the batches are drawn with another key or run_id than the run's; load the state_dict of the run's "
+                "loader, or pass private_loader(key=..., run_id=...) what it had (its key is not the optimizer's "
+                "unless you gave both the same)"
             )
         self.loader_key_fingerprint = ticket.key_fingerprint
 

@@ -26,6 +26,11 @@ class Strategy(ABC):
 
     @property
     @abstractmethod
+    def bands(self) -> int:
+        """The number of diagonals of C, up to the last that is not zero."""
+
+    @property
+    @abstractmethod
     def sensitivity_is_exact(self) -> bool:
         """Whether `sensitivity` is the exact value, and not an upper bound, whatever the pattern."""
 
@@ -119,8 +124,8 @@ def check_steps(steps: int) -> None:
 
 
 def check_bands(bands: int, steps: int | None = None) -> None:
-    if bands < 1:
-        raise ValueError(f"bands={bands} must be at least 1; bands=1 is independent noise")
+    if isinstance(bands, bool) or not isinstance(bands, int) or bands < 1:
+        raise ValueError(f"bands={bands!r} must be a whole number, at least 1; bands=1 is independent noise")
     if steps is not None and bands > steps:
         raise ValueError(f"bands={bands} exceeds steps={steps}; use at most {steps} bands")
 

@@ -190,6 +190,7 @@ class RecurrentStream:
 
     def _advanced(self, step: int) -> torch.Tensor:
         """Row `step`, put into the ring; the ring must hold the rows before it."""
+        self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
         diagonal, *lagged = self._strategy_row(step)
         row = self.source.normals(step, dtype=self._ring.dtype)
         if diagonal != 1.0:
@@ -262,7 +263,8 @@ class BufferedStream:
         return self._advanced(step)
 
     def _advanced(self, step: int) -> torch.Tensor:
-        """The next row, which the buffers then hold."""
+        """Row `step`, which the buffers then hold; they must hold the rows before it."""
+        self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
         row = self.source.normals(step, dtype=self._buffers[0].dtype)
         on_cpu = row.device.type == "cpu"
 

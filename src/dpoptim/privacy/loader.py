@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, cast
@@ -17,7 +18,7 @@ from dpoptim.privacy.tickets import Ticket
 class PrivateLoader:
     """The steps of a plan, each as one or more collated batches; made by `private_loader`.
 
-    Guarantee: the batches of step t are a pure function of (key, t) and of the plan's numbers. Each step is
+    Guarantee: the batches of step t are a pure function of (key, run_id, t) and of the plan's numbers. Each step is
     drawn once: an iteration that is left early is taken up by the next one at the first step that was not
     yielded whole, and after the last step a new iteration is refused, since more steps are not covered by the
     plan.
@@ -31,6 +32,7 @@ class PrivateLoader:
         plan: PrivacyPlan,
         *,
         key: NoiseKey,
+        run_id: str,
         micro_batch_size: int | None,
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int,
@@ -45,7 +47,7 @@ class PrivateLoader:
         self.generation = 0
         self.look_ahead = look_ahead
         self.step_ends = False
-        self._fingerprint = key.fingerprint()
+        self._begin_run(run_id)
         self._dataset_size = len(cast(Sized, dataset))
         self._next_step = start_step
         self._loader_options: dict[str, Any] = {
@@ -53,6 +55,12 @@ class PrivateLoader:
             "num_workers": num_workers,
             "pin_memory": pin_memory,
         }
+
+    def _begin_run(self, run_id: str) -> None:
+        """Batches are a function of (key, run_id, step): two runs that shared their draws would not compose."""
+        self.run_id = run_id
+        self._draws = self.key.for_run(f"loader {run_id}")
+        self._fingerprint = self._draws.fingerprint()
 
     @property
     def steps(self) -> int:
@@ -107,7 +115,7 @@ class PrivateLoader:
         """The index lists of one step, each with its ticket."""
         plan = self.plan
         indices = plan.sampling.indices(
-            self.key,
+            self._draws,
             step,
             num_examples=plan.num_examples,
             batch_size=plan.batch_size,
@@ -145,6 +153,7 @@ class PrivateLoader:
         """Where the run stands, for its checkpoint; holds the key's fingerprint and never the key."""
         return {
             "next_step": self._next_step,
+            "run_id": self.run_id,
             "key_fingerprint": self.key.fingerprint(),
             "dataset": self._dataset_fingerprint(),
         }
@@ -169,6 +178,7 @@ class PrivateLoader:
         if isinstance(next_step, bool) or not isinstance(next_step, int) or not 0 <= next_step <= self.steps:
             raise ValueError(f"next_step must be a whole number from 0 to {self.steps}, got {next_step!r}")
         self.generation += 1
+        self._begin_run(str(state["run_id"]))
         self._next_step = next_step
 
 
@@ -191,6 +201,7 @@ def private_loader(
     plan: PrivacyPlan,
     *,
     key: NoiseKey | None = None,
+    run_id: str | None = None,
     micro_batch_size: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
@@ -208,8 +219,9 @@ def private_loader(
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset must have exactly `plan.num_examples` examples;
     under `ADD_REMOVE` that number is a declared constant, and sampling goes over the data at hand at the
     plan's rate.
-    Edge cases: without a `key` a new one is made; keep `loader.key` to resume. `look_ahead` is how many batches a
-    wrapper may fetch before the optimizer has stepped on them; by default none.
+    Edge cases: without a `key` a new one is made. The public `run_id` is new for every loader, so that runs with
+    one key draw on their own; to resume, load the loader's state, or give `key`, `run_id` and `start_step`.
+    `look_ahead` is how many batches a wrapper may fetch before the optimizer has stepped on them; by default none.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
     >>> loader = private_loader(list(range(6)), plan)
@@ -237,10 +249,10 @@ def private_loader(
         raise ValueError(f"micro_batch_size must be a whole number ≥ 1 or None, got {micro_batch_size!r}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or not 0 <= start_step <= plan.steps:
         raise ValueError(f"start_step must be a whole number from 0 to {plan.steps}, got {start_step!r}")
-    if start_step > 0 and key is None:
+    if start_step > 0 and (key is None or run_id is None):
         raise ValueError(
-            f"start_step={start_step} continues a run, which needs the run's own key: a new one would draw other "
-            "batches; pass key=NoiseKey.load(path)"
+            f"start_step={start_step} continues a run, which needs the run's own key and run_id: others would draw "
+            "other batches; pass key=NoiseKey.load(path) and run_id=loader.run_id, or load the loader's state_dict"
         )
     if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
         raise ValueError(f"look_ahead must be a whole number ≥ 0, got {look_ahead!r}")
@@ -250,6 +262,7 @@ def private_loader(
         dataset,
         plan,
         key=key if key is not None else NoiseKey.generate(),
+        run_id=os.urandom(16).hex() if run_id is None else run_id,
         micro_batch_size=micro_batch_size,
         collate_fn=collate_fn,
         num_workers=num_workers,

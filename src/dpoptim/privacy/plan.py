@@ -154,13 +154,21 @@ class PrivacyPlan:
         return self.strategy if self._square_noise == self.noise else self._optimized(self._square_noise)
 
     def _optimized(self, noise: StrategySpec) -> Strategy:
-        return noise.optimize(
+        strategy = noise.optimize(
             steps=self.steps, max_participations=self.max_participations, min_separation=self.min_separation
         )
+        groups = self.sampling.bands if isinstance(self.sampling, CyclicPoisson) else 1
+        if self.sampling.is_random and strategy.bands > groups:
+            raise ValueError(
+                f"{noise!r} gave a strategy of {strategy.bands} bands, which {self.sampling!r} does not amplify; if "
+                "the cache of strategies was tampered with, remove it"
+            )
+        return strategy
 
     @functools.cached_property
     def run(self) -> Run:
         """What the accountant is asked about."""
+        strategy, square_strategy = self.strategy, self.square_strategy  # which refuse what has no proof
         limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
         if limit is not None and limit < self.num_examples:
             return TruncatedPoissonRun(
@@ -172,11 +180,11 @@ class PrivacyPlan:
             )
         if self.sampling.is_random and self.sampling_prob < 1.0:
             return PoissonRun(sampling_prob=self.sampling_prob, steps=self.max_participations, adjacency=self.adjacency)
-        ratio = self._ratio(self.strategy)
+        ratio = self.sensitivity_ratio(strategy)
         if isinstance(self.release, IndependentMoments) and self._square_noise != self.noise:
             ratio = releases.joint_ratio(
                 self.release,
-                ratios=(ratio, self._ratio(self.square_strategy)),
+                ratios=(ratio, self.sensitivity_ratio(square_strategy)),
                 sampling=self.sampling,
                 adjacency=self.adjacency,
                 clip_norm=self.clip_norm,
@@ -184,7 +192,7 @@ class PrivacyPlan:
             )
         return GaussianRun(sensitivity=self.adjacency.sensitivity_factor * ratio)
 
-    def _ratio(self, strategy: Strategy) -> float:
+    def sensitivity_ratio(self, strategy: Strategy) -> float:
         """How far one example moves the whole run, in units of what one participation may."""
         sensitivity = strategy.sensitivity(
             max_participations=self.max_participations, min_separation=self.min_separation
@@ -235,10 +243,10 @@ class PrivacyPlan:
     def releasing(self, release: Release) -> PrivacyPlan:
         """A new plan that releases something else, with the same noise multiplier, and no larger an ε.
 
-        Edge cases: refused where another `square_noise` would make ε larger than the plan was calibrated for.
+        Edge cases: refused where a `square_noise` of its own, or another balance beside one, would make ε larger.
         """
         changed = self.replace(release=release)
-        if not self.noise_multiplier or changed._square_noise == self._square_noise:
+        if not self.noise_multiplier or self._square_noise == changed._square_noise == self.noise:
             return changed
         before, after = self.run, changed.run
         same = before == after
