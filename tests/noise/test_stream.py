@@ -24,7 +24,7 @@ from dpoptim.noise import (
     ToeplitzStrategy,
 )
 from dpoptim.noise import stream as stream_module
-from dpoptim.noise.memory import KeptRows
+from dpoptim.noise.memory import KeptRows, NoiseMemory
 from tests.noise.explicit import DEVICES, KEY, fresh_normals, make, rows
 
 STEPS = 12
