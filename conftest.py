@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+# Kernels can be imported only where Triton is.
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/dpoptim/**/triton_*.py"]
 
 # Set while this file is imported: test files search strategies while they are collected, before any fixture runs.
 # Workers of pytest-xdist import it too, so each has a directory of its own.

@@ -44,9 +44,9 @@ from dpoptim.privacy import (
     PrivacyPlan,
     PrivateLoader,
     Shuffled,
-    choose_noise,
     private_loader,
 )
+from dpoptim.theory import choose_noise
 
 __version__ = "0.1.0"
 

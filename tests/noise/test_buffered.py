@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpoptim.noise import BufferedToeplitz, StrategySpec
-from dpoptim.noise import stream as stream_module
+from dpoptim.noise import BufferedToeplitz, StrategySpec, parallel
 from dpoptim.noise.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import (
     DEVICES,
@@ -94,7 +93,7 @@ def test_shards_and_chunks_do_not_change_the_bits(monkeypatch: pytest.MonkeyPatc
     whole = rows(make(plain(), numel=50), STEPS)
     for start, numel in ((0, 7), (7, 20), (27, 23), (50, 0)):
         assert torch.equal(rows(make(plain(), numel=numel, start=start), STEPS), whole[:, start : start + numel])
-    monkeypatch.setattr(stream_module, "CHUNK", 7)
+    monkeypatch.setattr(parallel, "CHUNK", 7)
     assert torch.equal(rows(make(plain(), numel=50), STEPS), whole)
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpoptim.noise import MatrixStrategy, NoiseMemory, NormalSource, Strategy, ToeplitzStrategy, normals
-from dpoptim.noise import stream as stream_module
+from dpoptim.noise import MatrixStrategy, NoiseMemory, NormalSource, Strategy, ToeplitzStrategy, normals, parallel
 from dpoptim.noise.buffered import BufferedToeplitzStrategy
 from dpoptim.noise.memory import KeptRows
 from tests.noise.explicit import KEY, fresh_normals, make, rows
@@ -106,7 +105,7 @@ def test_rounding_without_dither_is_told_apart() -> None:
 
 
 def test_float32_rows_are_kept_alike() -> None:
-    source = NormalSource(key=KEY, stream="gradient", name="weight", numel=30_000)
+    source = NormalSource.of_tensor(KEY, "weight", numel=30_000)
     row = torch.stack([source.normals(step, dtype=torch.float32) for step in range(6)])
     store, read = KeptRows(source, SHORT, count=1, stddev=1.0, part="ring"), []
     for step in range(6):
@@ -119,7 +118,7 @@ def test_float32_rows_are_kept_alike() -> None:
 
 
 def test_read_with_another_step_s_dither_is_not_the_row() -> None:
-    source = NormalSource(key=KEY, stream="gradient", name="weight", numel=1000, dtype=torch.float64)
+    source = NormalSource.of_tensor(KEY, "weight", numel=1000, dtype=torch.float64)
     row, store = source.normals(0, dtype=torch.float64), KeptRows(source, SHORT, count=2, stddev=1.0, part="ring")
     store.write(0, row, step=5)
     store.write(1, row, step=5)
@@ -129,7 +128,7 @@ def test_read_with_another_step_s_dither_is_not_the_row() -> None:
 
 
 def test_what_lies_beyond_the_grid_is_clamped() -> None:
-    source = NormalSource(key=KEY, stream="gradient", name="weight", numel=4)
+    source = NormalSource.of_tensor(KEY, "weight", numel=4)
     store = KeptRows(source, SHORT, count=1, stddev=1.0, part="ring")
     store.write(0, torch.tensor([1e6, -1e6, 15.9, -15.9]), step=0)
     found = store.read(0, step=0)
@@ -168,7 +167,7 @@ def test_the_same_bits_on_any_road(
         shard = rows(make(strategy, numel, start, dtype=dtype, memory=memory), STEPS)
         assert torch.equal(shard, whole[:, start : start + numel])
     for chunk in (1, 7, 16):
-        monkeypatch.setattr(stream_module, "CHUNK", chunk)
+        monkeypatch.setattr(parallel, "CHUNK", chunk)
         assert torch.equal(rows(make(strategy, 50, dtype=dtype, memory=memory), STEPS), whole)
 
 

@@ -22,9 +22,11 @@ from dpoptim.noise import (
     SquareRoot,
     Strategy,
     ToeplitzStrategy,
+    parallel,
 )
-from dpoptim.noise import stream as stream_module
-from dpoptim.noise.memory import KeptRows, NoiseMemory
+from dpoptim.noise import source as source_module
+from dpoptim.noise.memory import KeptRows, NoiseMemory, add_product
+from dpoptim.noise.source import TensorPart
 from tests.noise.explicit import DEVICES, KEY, fresh_normals, make, rows
 
 STEPS = 12
@@ -111,8 +113,8 @@ def test_shards_are_slices(strategy: Strategy, dtype: torch.dtype) -> None:
 @every_dtype
 def test_chunks_do_not_change_the_bits(strategy: Strategy, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows(make(strategy, dtype=dtype), STEPS)
-    monkeypatch.setattr(stream_module, "CHUNK", 7)
-    monkeypatch.setattr(stream_module, "_DEVICE_CHUNK", 10)
+    monkeypatch.setattr(parallel, "CHUNK", 7)
+    monkeypatch.setattr(source_module, "_CHUNK", 10)
     assert torch.equal(rows(make(strategy, dtype=dtype), STEPS), whole)
 
 
@@ -135,7 +137,7 @@ def test_numpy_and_torch_add_products_alike(dtype: torch.dtype) -> None:
     expected = total.clone()
     for row, coef in zip(past, coefs, strict=True):
         expected += torch.mul(row, coef)
-        stream_module.add_product(total, row, coef, torch.empty_like(row))
+        add_product(total, row, coef, torch.empty_like(row))
     assert torch.equal(total, expected)
 
 
@@ -145,7 +147,7 @@ def test_independent_rows_are_the_normals() -> None:
 
 
 def test_one_band_by_either_stream_is_independent() -> None:
-    source = NormalSource(key=KEY, stream="gradient", name="weight", numel=33)
+    source = NormalSource.of_tensor(KEY, "weight", numel=33)
     recurrent = RecurrentStream(source, strategy_row=lambda step: [1.0], bands=1, steps=STEPS, row_norm=1.0)
     convolved = ConvolvedStream(source, noising_row=lambda step: [1.0], steps=STEPS)
     assert torch.equal(rows(recurrent, STEPS), rows(convolved, STEPS))
@@ -243,3 +245,20 @@ def test_an_interrupted_row_is_made_anew(spec, bits, after_the_write, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             stream.row(5)
     assert torch.equal(torch.stack([stream.row(step) for step in range(5, STEPS)]), whole[5:])
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("device", DEVICES)
+@every_strategy
+def test_many_tensors_end_to_end_are_each_as_alone(strategy: Strategy, bits: int, device: str) -> None:
+    """Neither neighbours in the row nor the order of tensors change an element's noise."""
+    parts = [TensorPart(name="a", numel=33), TensorPart(name="none", numel=0), TensorPart(name="b", numel=70, start=5)]
+    memory = NoiseMemory(bits=bits)
+    whole = strategy.stream_of(KEY, parts, stream="gradient", device=device, memory=memory)
+    alone = [
+        strategy.stream(KEY, stream="gradient", name=part.name, numel=part.numel, start=part.start, memory=memory)
+        for part in parts
+    ]
+    for step in range(STEPS):
+        assert torch.equal(whole.row(step).cpu(), torch.cat([stream.row(step) for stream in alone]))
+    assert whole.memory_bytes == sum(stream.memory_bytes for stream in alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,19 @@ from rich.table import Table
 
 from dpoptim.cli.units import count, size
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
-from dpoptim.privacy import Adjacency, Candidate, Choice, Poisson, PrivacyPlan, Shuffled, choose_noise, format_bytes
+from dpoptim.noise.dense import dense_seconds
+from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_MOST_DENSE_STEPS = 300
+_MOST_DENSE_SECONDS = 60.0
 
 _DESCRIPTION = """\
 Compare the mechanisms that a training could add its noise by, all at the same (epsilon, delta), and say which one to
-use. RMSE is the root mean square error of the noise on the prefix sums of averaged gradients, for clip norm 1: it
-includes the noise multiplier and the sensitivity, and is divided by the batch size.
+use. RMSE is the root mean square error of the noise on the prefix sums of averaged gradients (or on another
+workload), for clip norm 1: it includes the noise multiplier and the sensitivity, and is divided by the batch size.
 """
 
 _EXAMPLES = """\
@@ -89,7 +92,7 @@ def add_to(commands: Any) -> None:
     noise.add_argument(
         "--all",
         action="store_true",
-        help=f"also the mechanisms that take long to optimize: Banded, and Dense up to {_MOST_DENSE_STEPS} steps",
+        help="also Banded and, where it takes less than a minute or so, Dense; without amplification only",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
@@ -108,7 +111,9 @@ def run(options: Namespace) -> int:
     )
     if options.plot is not None:
         if options.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot {options.plot} must end in .png, .svg or .pdf")
+            raise ValueError(f"--plot {options.plot} must be a file name that ends in .png, .svg or .pdf")
+        if not options.plot.parent.is_dir():
+            raise ValueError(f"--plot {options.plot}: there is no folder {options.plot.parent}")
         from dpoptim.cli import plan_plot  # early, so that a missing matplotlib is told before the work
     console = Console(stderr=True)
     with console.status("...") as status:
@@ -123,13 +128,16 @@ def run(options: Namespace) -> int:
             more=_slow_mechanisms(plan, options.workload) if options.all else (),
             progress=lambda name: status.update(f"optimizing and calibrating {name} ..."),
         )
-    if options.plot is not None:
-        plan_plot.draw(choice, options.plot)
     if options.json:
         json.dump(as_json(choice, options.epsilon, options.delta), sys.stdout, indent=2)
         print()
     else:
         _print_table(choice, options)
+    if options.delta > 1 / options.num_examples:
+        console.print(f"note: delta = {options.delta:g} is above 1/num-examples, {1 / options.num_examples:.2g}: weak")
+    if options.plot is not None:
+        plan_plot.draw(choice, options.plot)
+        console.print(f"wrote {options.plot}")
     return 0
 
 
@@ -144,7 +152,12 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
     return {
         "epsilon": epsilon,
         "delta": delta,
+        "steps": choice.plan.steps,
+        "batch_size": choice.plan.batch_size,
+        "num_examples": choice.plan.num_examples,
         "adjacency": choice.plan.adjacency.value,
+        "workload": repr(choice.chosen.workload),
+        "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
         "mechanisms": [_row(candidate, delta) for candidate in choice.candidates],
@@ -171,10 +184,8 @@ def _row(candidate: Candidate, delta: float) -> dict[str, Any]:
 
 
 def _print_table(choice: Choice, options: Namespace) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    plan, independent = choice.plan, choice.candidates[0]
+    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
+    plan, independent = choice.plan, choice.independent
     sampling = "secret Poisson sampling (cyclic where noise is correlated)"
     if isinstance(plan.sampling, Shuffled):
         sampling = (
@@ -183,7 +194,8 @@ def _print_table(choice: Choice, options: Namespace) -> None:
         )
     console.print(
         f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
-        f"epsilon = {options.epsilon:g} at delta = {options.delta:g}; {plan.adjacency.value} neighbours; {sampling}",
+        f"epsilon = {options.epsilon:g} at delta = {options.delta:g}; {plan.adjacency.value} neighbours; {sampling}; "
+        f"RMSE of {'prefix sums' if options.workload == PrefixSums() else options.workload}",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -199,7 +211,7 @@ def _print_table(choice: Choice, options: Namespace) -> None:
             f"{candidate.rmse_mean / independent.rmse_mean:.4f}",
             "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
             f"{candidate.normal_rows:.0f}",
-            f"{_up(candidate.plan.epsilon(delta=options.delta)):.4f}",
+            _up(candidate.plan.epsilon(delta=options.delta)),
             style="bold green" if candidate is choice.chosen else None,
         )
     console.print(table)
@@ -211,16 +223,23 @@ def _print_table(choice: Choice, options: Namespace) -> None:
     )
 
 
-def _up(epsilon: float) -> float:
-    """Rounded up to four places, as the statement does: never a smaller claim than the accountant's."""
-    return math.ceil(epsilon * 1e4 - 1e-9) / 1e4
+def _up(epsilon: float) -> str:
+    """To five digits, rounded up: never a smaller claim than the accountant's.
+
+    >>> _up(9.99999), _up(1.23451e-5)
+    ('10.0000', '1.2346e-05')
+    """
+    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 4)
+    rounded = math.ceil(epsilon / unit - 1e-7) * unit
+    return f"{rounded:.4f}" if rounded >= 0.1 else f"{rounded:.4e}"
 
 
 def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
     if not isinstance(plan.sampling, Shuffled):
         return []
     kinds: list[StrategySpec] = [Banded(bands=min(128, plan.min_separation, plan.steps), workload=workload)]
-    return [*kinds, Dense(workload=workload)] if plan.steps <= _MOST_DENSE_STEPS else kinds
+    quick = dense_seconds(plan.steps, plan.max_participations) <= _MOST_DENSE_SECONDS
+    return [*kinds, Dense(workload=workload)] if quick else kinds
 
 
 def _workload(text: str) -> Workload:
@@ -228,6 +247,8 @@ def _workload(text: str) -> Workload:
     try:
         if kind == "prefix" and not value:
             return PrefixSums()
+        if kind in ("momentum", "moments") and not value:
+            raise ValueError(f"{kind} needs a number behind it, as in {kind}:0.9")
         if kind == "momentum":
             return PrefixSums(momentum=float(value))
         if kind == "moments":

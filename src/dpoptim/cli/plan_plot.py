@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dpoptim.privacy import Candidate, Choice
+from dpoptim.noise import PrefixSums
+from dpoptim.theory import Candidate, Choice
 
 try:
     import matplotlib
 except ImportError as missing:
-    raise ValueError("--plot needs matplotlib; install it with: pip install 'dpoptim[plots]'") from missing
+    raise ValueError("--plot needs matplotlib; install it with: pip install matplotlib") from missing
 
 matplotlib.use("agg")
 from matplotlib.figure import Figure
@@ -35,7 +36,9 @@ def draw(choice: Choice, path: Path) -> None:
             color=style["color"],
         )
     plan = choice.plan
-    by_step.set(xlabel="step", ylabel="RMSE of the sums of averaged gradients", yscale="log")
+    workload = choice.chosen.workload
+    what = "prefix sums" if workload == PrefixSums() else repr(workload)
+    by_step.set(xlabel="step", ylabel=f"RMSE, {what} of averaged gradients", yscale="log")
     by_step.set_title(f"noise at ε = {plan.epsilon():.4g}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
     figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
     by_memory.set(xlabel="memory for the noise, MB", ylabel="mean RMSE", yscale="log")
@@ -44,11 +47,10 @@ def draw(choice: Choice, path: Path) -> None:
     by_memory.set_title(f"{choice.chosen.parameters:,} parameters; the large one is chosen", fontsize=10)
     for axes in (by_step, by_memory):
         axes.grid(alpha=0.3, which="both")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _shown(choice: Choice) -> list[Candidate]:
     """At most ten: the first, the chosen, and those of least error."""
     best = sorted(choice.candidates, key=lambda c: c.rmse_mean)[:8]
-    return [c for c in choice.candidates if c in best or c is choice.chosen or c is choice.candidates[0]]
+    return [c for c in choice.candidates if c in best or c is choice.chosen or c is choice.independent]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
 from dpoptim.gradients.forms import wide_dtype
-from dpoptim.noise import NoiseKey, NoiseMemory, Strategy, saved_strategy, strategy_state
+from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import (
     IndependentMoments,
     JointMoments,
@@ -62,6 +62,8 @@ class PrivateRelease:
                 f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so plan "
                 "and optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
             )
+        if not isinstance(noise_memory, NoiseMemory):
+            raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
@@ -100,24 +102,23 @@ class PrivateRelease:
         """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
         self.run_id = run_id
         key = self.key.for_run(run_id)
-        self._noise = {
-            (stream, name): strategy.stream(
-                key,
-                stream=stream,
-                name=name,
-                numel=p.numel(),
-                dtype=wide_dtype(p.dtype),
-                device=p.device,
-                memory=self.noise_memory,
-            )
-            for stream, strategy in self._strategies.items()
-            for name, p in self._sums.parameters.items()
-        }
+        # One stream for all parameters of a kind, end to end: what each gets is what it would get alone.
+        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, parameter in self._sums.parameters.items():
+            groups.setdefault((wide_dtype(parameter.dtype), parameter.device), []).append(name)
+        self._noise: dict[str, list[tuple[list[str], NoiseStream]]] = {stream: [] for stream in self._strategies}
+        for stream, strategy in self._strategies.items():
+            for (dtype, device), names in groups.items():
+                parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in names]
+                rows = strategy.stream_of(
+                    key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
+                )
+                self._noise[stream].append((names, rows))
 
     @property
     def noise_memory_bytes(self) -> int:
         """What the noise keeps between steps."""
-        return sum(stream.memory_bytes for stream in self._noise.values())
+        return sum(rows.memory_bytes for streams in self._noise.values() for _, rows in streams)
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, as plain values without secrets; `resume` takes it."""
@@ -251,8 +252,9 @@ class PrivateRelease:
             )
         sums, square_sums = self._sums.take()
         square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
-        for name, total in sums.items():
-            self._add_noise("gradient", name, total, self.scale).div_(self.plan.batch_size)
+        self._add_noise("gradient", sums, self.scale)
+        for total in sums.values():
+            total.div_(self.plan.batch_size)
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
@@ -272,6 +274,8 @@ class PrivateRelease:
         """No batch of a private_loader stands behind this step: is that meant?"""
         if self._own_batches:
             return
+        if self._has_loader and self.step >= self.plan.steps:
+            self._refuse_batch(f"all {self.plan.steps} steps of the plan are done; end the loop with the loader")
         if self._has_loader:
             self._refuse_batch("step() was called twice for one batch of the loader; call it once for each")
         if tickets.pending_elsewhere(self._drawn_for):
@@ -323,7 +327,8 @@ class PrivateRelease:
                 return {name: (total / batch_size).square() for name, total in sums.items()}
             case _:
                 return None
-        return {name: self._add_noise("square", name, average, None) for name, average in squares.items()}
+        self._add_noise("square", squares, None)
+        return squares
 
     def _bounded_averages(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """The averaged gradient, brought to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
@@ -332,10 +337,13 @@ class PrivateRelease:
         factor = min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
         return {name: total * (factor / self.plan.batch_size) for name, total in sums.items()}
 
-    def _add_noise(self, stream: str, name: str, to: Tensor, scale: Mapping[str, Tensor] | None) -> Tensor:
-        """`to` + stddev·(row of this step) / scale, in place."""
+    def _add_noise(self, stream: str, to: dict[str, Tensor], scale: Mapping[str, Tensor] | None) -> None:
+        """Add stddev·(row of this step) / scale to every tensor of `to`, in place."""
         stddev = self._stddevs[stream]
         if stddev == 0:
-            return to
-        noise = self._noise[stream, name].row(self.step).view_as(to).mul_(stddev)
-        return to.add_(noise if scale is None else noise.div_(scale[name]))
+            return
+        for names, rows in self._noise[stream]:
+            row = rows.row(self.step).mul_(stddev)
+            for name, part in zip(names, row.split([to[name].numel() for name in names]), strict=True):
+                noise = part.view_as(to[name])
+                to[name].add_(noise if scale is None else noise.div_(scale[name]))

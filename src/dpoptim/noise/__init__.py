@@ -12,8 +12,9 @@ from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.normals import keystream, normals, uniform_words, words
 from dpoptim.noise.saved import saved_strategy, strategy_state
 from dpoptim.noise.series import divide, inverse_series, inverse_sqrt_series, multiply, sqrt_series
+from dpoptim.noise.source import NormalSource, TensorPart
 from dpoptim.noise.strategy import Strategy, StrategySpec
-from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
+from dpoptim.noise.stream import ConvolvedStream, NoiseStream, RecurrentStream
 from dpoptim.noise.toeplitz import ToeplitzStrategy
 from dpoptim.noise.workloads import DecayedSums, PrefixSums, Workload
 
@@ -36,6 +37,7 @@ __all__ = [
     "SquareRoot",
     "Strategy",
     "StrategySpec",
+    "TensorPart",
     "ToeplitzStrategy",
     "Workload",
     "divide",

@@ -15,8 +15,8 @@ from dpoptim.noise.goal import Goal
 from dpoptim.noise.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.remembered import Array, remembered
 from dpoptim.noise.short_repr import ShortRepr
-from dpoptim.noise.strategy import check_bands, check_steps
-from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.noise.strategy import check_bands, check_participation
+from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
 
 _MAX_EVALUATIONS = 300
 _ONE_THREAD_WIDTH = 512  # products of narrower blocks gain nothing from a second core
@@ -46,13 +46,14 @@ class Banded(ShortRepr):
 
     def __post_init__(self) -> None:
         check_bands(self.bands)
+        check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> MatrixStrategy:
         """The optimum for this many steps, by L-BFGS; a second call is answered from memory.
 
         The participations change nothing: they are taken to lie at least `bands` steps apart.
         """
-        check_steps(steps)
+        check_participation(steps, max_participations, min_separation)
         check_bands(self.bands, steps)
         return MatrixStrategy(diagonals=optimal_banded(steps, self.bands, self.workload))
 

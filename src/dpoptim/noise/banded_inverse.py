@@ -13,10 +13,11 @@ from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.remembered import Array, remembered
 from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
 from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategy import check_bands, check_steps
-from dpoptim.noise.stream import NoiseStream, NormalSource
+from dpoptim.noise.stream import NoiseStream
 from dpoptim.noise.toeplitz import ToeplitzStrategy, convolved
-from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
 
 _ROUNDING = 1e-13  # rises of the coefficients of C by less, where c_0 = 1, are rounding
 
@@ -52,6 +53,7 @@ class BandedInverse(ShortRepr):
 
     def __post_init__(self) -> None:
         check_bands(self.bands)
+        check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:
         """The best coefficients for this many steps and that participation; a second call is answered from memory."""

@@ -14,7 +14,7 @@ from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategy import check_bands, check_participation
 from dpoptim.noise.toeplitz import ToeplitzStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,6 +38,7 @@ class BandedToeplitz(ShortRepr):
 
     def __post_init__(self) -> None:
         check_bands(self.bands)
+        check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
         """The best coefficients for this many steps, by L-BFGS; a second call is answered from memory.
@@ -55,8 +56,8 @@ def optimized_bands(goal: Goal, bands: int) -> Array:
     """The coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS in float64.
 
     The search starts from the square root's coefficients. What it ends with is verified to be stationary,
-    non-negative and non-increasing, so that `sensitivity` is exact. Where the best coefficients increase, which
-    they do for no prefix sums tried, those that may not are searched instead.
+    non-negative and non-increasing, so that `sensitivity` is exact. Where the best coefficients increase, as they
+    may for an erratic learning rate, those that may not are searched instead.
 
     >>> optimized_bands(Goal(steps=2), 2)[1] < 0.5  # below the square root's
     np.True_

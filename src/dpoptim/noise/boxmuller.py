@@ -9,12 +9,12 @@ from typing import Any
 _PI = Fraction("3.14159265358979323846264338327950288419716939937510")
 _LN2 = Fraction("0.69314718055994530941723212145817656807550013436026")
 
-# sin(πx/4) = x·Σ _SINE[k]·x^2k on |x| ≤ 1: Taylor's series, whose ninth term is below 2^-54.
-_SINE = tuple(float((-1) ** k * (_PI / 4) ** (2 * k + 1) / factorial(2 * k + 1)) for k in range(8))
-# -2·ln((1+s)/(1-s)) = s·Σ _LOG[k]·s^2k on |s| ≤ 0.172: the series of atanh, cut where a term is below 2^-53.
-_LOG = tuple(-4.0 / (2 * k + 1) for k in range(10))
-_MINUS_2_LN2 = float(-2 * _LN2)
-_ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
+# sin(πx/4) = x·Σ SINE_COEFS[k]·x^2k on |x| ≤ 1: Taylor's series, whose ninth term is below 2^-54.
+SINE_COEFS = tuple(float((-1) ** k * (_PI / 4) ** (2 * k + 1) / factorial(2 * k + 1)) for k in range(8))
+# -2·ln((1+s)/(1-s)) = s·Σ LOG_COEFS[k]·s^2k on |s| ≤ 0.172: the series of atanh, cut where a term is below 2^-53.
+LOG_COEFS = tuple(-4.0 / (2 * k + 1) for k in range(10))
+MINUS_2_LN2 = float(-2 * _LN2)
+ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
 
 SCRATCH_ROWS = 4
 
@@ -50,7 +50,7 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a[...] = words.view(xp.uint64)[0::2]
     a += 0.5
     a *= 2.0**-64
-    xp.subtract(a_bits, _ROOT_HALF_BITS, out=b_bits)
+    xp.subtract(a_bits, ROOT_HALF_BITS, out=b_bits)
     b_bits >>= 52
     c[...] = b_bits  # e
     b_bits <<= 52
@@ -59,9 +59,9 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a -= 1.0
     a /= b  # s = (m-1)/(m+1), and ln m = 2·atanh(s)
     xp.multiply(a, a, out=b)
-    _horner(xp, _LOG, b, d)
+    _horner(xp, LOG_COEFS, b, d)
     a *= d
-    c *= _MINUS_2_LN2
+    c *= MINUS_2_LN2
     c += a
     xp.sqrt(c, out=c)  # r
 
@@ -69,7 +69,7 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a[...] = words[1::2]
     a *= 2.0**-63
     xp.multiply(a, a, out=b)
-    _horner(xp, _SINE, b, d)
+    _horner(xp, SINE_COEFS, b, d)
     a *= d  # sin(πx/4), at most √½
     xp.multiply(a, a, out=b)
     b *= -1.0

@@ -13,10 +13,11 @@ from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.powers import noising_series, powers
 from dpoptim.noise.series import Series, divide
 from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategy import check_steps
-from dpoptim.noise.stream import BufferedStream, NoiseStream, NormalSource
+from dpoptim.noise.stream import BufferedStream, NoiseStream
 from dpoptim.noise.toeplitz import ToeplitzStrategy, convolved
-from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -45,8 +46,11 @@ class BufferedToeplitz(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        if self.buffers < 1:
-            raise ValueError(f"buffers={self.buffers} must be at least 1; use Independent() for noise without memory")
+        check_workload(self.workload)
+        if isinstance(self.buffers, bool) or not isinstance(self.buffers, int) or self.buffers < 1:
+            raise ValueError(
+                f"buffers={self.buffers!r} must be a whole number, at least 1; Independent() is noise without memory"
+            )
         if self.objective not in ("mean", "max"):
             raise ValueError(f"objective={self.objective!r} must be 'mean' or 'max'")
 

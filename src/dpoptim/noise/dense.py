@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from dpoptim.noise.remembered import Array, remembered
 from dpoptim.noise.series import Series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategy import Strategy, check_participation
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
+from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, check_workload
 
 _GAP = 1e-5  # how far the squared error may be above the bound of the dual, relatively
 _GAP_OF_SEVERAL = 5e-3  # the same with several participations
@@ -56,6 +57,9 @@ class Dense(ShortRepr):
 
     workload: Workload = PrefixSums()  # noqa: RUF009
 
+    def __post_init__(self) -> None:
+        check_workload(self.workload)
+
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> MatrixStrategy:
         """The optimum for this many steps and that participation; a second call is answered from memory.
 
@@ -63,9 +67,20 @@ class Dense(ShortRepr):
         core seconds for 50 steps, a minute or two for 200.
         """
         check_participation(steps, max_participations, min_separation)
+        if (seconds := dense_seconds(steps, max_participations)) > 20:
+            warnings.warn(
+                f"Dense() for {max_participations} participations in {steps} steps takes about {seconds:.0f} s to find "
+                "the first time; BufferedToeplitz(buffers=4) is nearly as good and takes less than one",
+                stacklevel=2,
+            )
         if max_participations == 1:
             return MatrixStrategy(diagonals=optimal_dense(steps, self.workload))
         return MatrixStrategy(diagonals=optimal_overlap(steps, self.workload, max_participations, min_separation))
+
+
+def dense_seconds(steps: int, max_participations: int) -> float:
+    """Roughly how long the search takes, from a few measurements on one core."""
+    return steps**2 * max_participations / 1500 if max_participations > 1 else (steps / 700) ** 3
 
 
 @remembered("dense", version=1)
@@ -111,7 +126,7 @@ def optimal_dense(steps: int, workload: Workload) -> Array:
     gap = steps * strategy.mean_error(workload) ** 2 / bound - 1
     if not gap < _GAP:
         raise RuntimeError(f"the search for steps={steps} ended {gap:.1e} above its bound; use another number of steps")
-    return _padded(strategy.diagonals)
+    return strategy.diagonals
 
 
 def _square_root(workload: Workload, steps: int) -> Callable[[Series], tuple[Series, Matrix]]:
@@ -163,7 +178,7 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
     sums = workload.matrix(steps)
     if max_participations == steps:
         norms = np.sqrt(np.linalg.norm(sums, axis=0))
-        return _padded((norms / norms.max())[None])
+        return (norms / norms.max())[None]
     starts: tuple[Strategy, ...] = (
         BandedInverse(bands=min(max(min_separation, 2), 32, steps), workload=workload).optimize(steps=steps, **pattern),
         MatrixStrategy(diagonals=optimal_dense(steps, workload)),
@@ -187,7 +202,7 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
             f"the search for steps={steps}, max_participations={max_participations}, min_separation={min_separation} "
             f"ended {gap:.1e} above its bound; use fewer steps, or Banded(bands={min_separation})"
         )
-    return _padded(best.diagonals / best.column_norm)
+    return best.diagonals / best.column_norm
 
 
 def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
@@ -306,9 +321,3 @@ def _filled(entries: Series, steps: int) -> Matrix:
     matrix = np.zeros((steps, steps))
     matrix[np.tril_indices(steps)] = entries
     return matrix
-
-
-def _padded(diagonals: Matrix) -> Matrix:
-    """All the diagonals of the matrix, those that are zero too."""
-    steps = diagonals.shape[1]
-    return np.concatenate([diagonals, np.zeros((steps - len(diagonals), steps))])

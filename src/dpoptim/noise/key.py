@@ -59,8 +59,10 @@ class NoiseKey:
     def load_or_create(cls, path: str | os.PathLike[str]) -> Self:
         """Read the key file, or write a new one where there is none; safe when many ranks call it at once.
 
-        The file is created with O_EXCL, so exactly one caller writes it; the others wait for its bytes.
+        The file is created with O_EXCL, so exactly one caller writes it; the others wait for its bytes. Its folder is
+        made where there is none.
         """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         for _ in range(100):
             try:
                 secret = _read(path)

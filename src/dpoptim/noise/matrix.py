@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike
 
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series
+from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategy import Strategy, check_participation
-from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
+from dpoptim.noise.stream import ConvolvedStream, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 _ROUNDING = 1e-12  # column products that differ by no more than this are taken for equal
@@ -170,15 +171,6 @@ class MatrixStrategy(Strategy):
             at = np.arange(count)
             dense[at + lag, at] = diagonal[first : first + count]
         return dense
-
-    @property
-    def kept_rows(self) -> int:
-        """bands - 1 past rows, or none where C is full and its old normals are made again."""
-        return 0 if self.bands == self.steps else self.bands - 1
-
-    @property
-    def normal_rows(self) -> float:
-        return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
     def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from dpoptim.noise.stream import NormalSource
+from dpoptim.noise import gpu
+from dpoptim.noise.parallel import in_chunks_on
+from dpoptim.noise.source import NormalSource
 
 _REACH = 16.0  # standard deviations that a 16-bit number spans on either side; beyond lies 1e-57 of the noise
 
@@ -43,13 +46,21 @@ class NoiseMemory:
         return self.bits // 8
 
 
+class KeptTerm(NamedTuple):
+    """A multiple of a kept row: where it is kept, the step that it was written for, and by what it is multiplied."""
+
+    slot: int
+    step: int
+    coef: float
+
+
 class KeptRows:
     """`count` rows of a stream's tensor, written and read in parts.
 
     `stddev` is the largest standard deviation of what is written, and `part` names the dither.
 
     >>> from dpoptim.noise import NoiseKey, NormalSource
-    >>> source = NormalSource(key=NoiseKey.from_bytes(bytes(32)), stream="gradient", name="weight", numel=4)
+    >>> source = NormalSource.of_tensor(NoiseKey.from_bytes(bytes(32)), "weight", numel=4)
     >>> rows = KeptRows(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
     >>> row = source.normals(0, dtype=torch.float32)
     >>> rows.write(0, row, step=0)
@@ -88,7 +99,34 @@ class KeptRows:
         dither = self._dither(index, step, start, start + len(part))
         return part.to(self.dtype).sub_(dither).mul_(self._grid)
 
+    def add_products(self, row: torch.Tensor, terms: Sequence[KeptTerm]) -> None:
+        """row += coef·(kept row) for each term in turn."""
+        if not self._dithered and gpu.available(row.device):
+            gpu.add_products(row, self._rows, [term.slot for term in terms], [term.coef for term in terms])
+            return
+
+        def add(begin: int, end: int) -> None:
+            total = row[begin:end]
+            scratch = torch.empty_like(total)
+            for term in terms:
+                add_product(total, self.read(term.slot, step=term.step, start=begin, stop=end), term.coef, scratch)
+
+        in_chunks_on(row.device, add, len(row))
+
     def _dither(self, index: int, step: int, start: int, stop: int) -> torch.Tensor:
         """Uniform on [-½, ½) grid steps, in 2^16 values: a function of the key, the step and the element."""
         shorts = self._source.uniform_shorts(f"{self._part}/{index}", step, start=start, count=stop - start)
         return shorts.to(self.dtype).mul_(2.0**-16)
+
+
+def add_product(total: torch.Tensor, row: torch.Tensor, coef: float, scratch: torch.Tensor) -> None:
+    """total += coef·row.
+
+    Product and sum are two operations: one fused multiply-add would round otherwise, where there is one. On the
+    processor they are numpy's, which leave the threads to `in_chunks`.
+    """
+    if total.device.type == "cpu":
+        product = np.multiply(row.numpy(), coef, out=scratch.numpy())
+        np.add(total.numpy(), product, out=total.numpy())
+    else:
+        total += torch.mul(row, coef, out=scratch)

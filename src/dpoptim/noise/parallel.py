@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+CHUNK = 2**16  # elements worked on at a time by a core: they stay in its cache
+DEVICE_CHUNK = 2**22  # the same on an accelerator
 
-def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int, threads: int | None = None) -> None:
-    """Call work(begin, end) over [0, count) in pieces of at most `chunk`, on `threads` threads.
 
-    By default these are torch.get_num_threads().
+def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int) -> None:
+    """Call work(begin, end) over [0, count) in pieces of at most `chunk`, on torch.get_num_threads() threads.
+
     `work` must treat each element by itself: then pieces and threads cannot change what comes out. It should
     spend its time in calls that let other Python threads run, as numpy's do. An error in it is raised here.
 
@@ -23,7 +25,7 @@ def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int, threa
     [0, 1, 4, 9, 16]
     """
     pieces = [(begin, min(begin + chunk, count)) for begin in range(0, count, chunk)]
-    workers = min(threads or torch.get_num_threads(), len(pieces))
+    workers = min(torch.get_num_threads(), len(pieces))
     if workers <= 1:
         for begin, end in pieces:
             work(begin, end)
@@ -32,3 +34,12 @@ def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int, threa
     with ThreadPoolExecutor(workers) as pool:
         for job in [pool.submit(work, begin, end) for begin, end in pieces]:
             job.result()
+
+
+def in_chunks_on(device: torch.device, work: Callable[[int, int], None], count: int) -> None:
+    """`in_chunks` for tensors on `device`: on an accelerator one larger piece after another, from this thread."""
+    if device.type == "cpu":
+        in_chunks(work, count, chunk=CHUNK)
+        return
+    for begin in range(0, count, DEVICE_CHUNK):
+        work(begin, min(begin + DEVICE_CHUNK, count))

@@ -9,23 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 
-from dpoptim.noise.banded_inverse import BandedInverseStrategy
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
-from dpoptim.noise.matrix import MatrixStrategy
 from dpoptim.noise.strategy import Strategy
-from dpoptim.noise.toeplitz import ToeplitzStrategy
-
-_KINDS: dict[str, type[Strategy]] = {
-    kind.__name__: kind for kind in (ToeplitzStrategy, BufferedToeplitzStrategy, BandedInverseStrategy, MatrixStrategy)
-}
 
 
 def strategy_state(strategy: Strategy) -> dict[str, Any]:
     """What the strategy is made of, as numbers and float64 tensors.
 
+    >>> from dpoptim.noise import ToeplitzStrategy
     >>> strategy_state(ToeplitzStrategy(steps=3, strategy_coefs=(1.0, 0.5)))
     {'kind': 'ToeplitzStrategy', 'steps': 3, 'strategy_coefs': tensor([1.0000, 0.5000], dtype=torch.float64)}
     """
@@ -40,6 +32,7 @@ def strategy_state(strategy: Strategy) -> dict[str, Any]:
 def saved_strategy(state: Mapping[str, Any], *, like: Strategy) -> Strategy:
     """The strategy of a state, which must be `like` up to rounding.
 
+    >>> from dpoptim.noise import ToeplitzStrategy
     >>> strategy = ToeplitzStrategy(steps=3, strategy_coefs=(1.0, 0.5))
     >>> saved_strategy(strategy_state(strategy), like=strategy) == strategy
     True
@@ -54,17 +47,9 @@ def saved_strategy(state: Mapping[str, Any], *, like: Strategy) -> Strategy:
             f"the state's strategy ({state.get('kind')}) is not the plan's ({type(like).__name__}) up to rounding: it "
             "was optimized otherwise; continue the run with the version that began it"
         )
-    given = {name: value for name, value in state.items() if name != "kind"}
-    arguments = {name: _argument(value, like, name) for name, value in given.items()}
-    return _KINDS[state["kind"]](**arguments)
+    values = {name: value for name, value in state.items() if name != "kind"}
+    return type(like)(**{name: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for name, v in values.items()})
 
 
 def _close(saved: torch.Tensor, now: torch.Tensor) -> bool:
     return saved.shape == now.shape and bool(torch.allclose(saved.cpu(), now, rtol=1e-3, atol=1e-5))
-
-
-def _argument(value: Any, like: Strategy, name: str) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    array = value.double().cpu().numpy()
-    return array if isinstance(getattr(like, name), np.ndarray) else tuple(array.tolist())

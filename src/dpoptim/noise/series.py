@@ -8,7 +8,7 @@ from scipy import fft
 
 Series = NDArray[np.float64]
 
-_DIRECT_PRODUCTS = 2**22  # below this many products the direct way is as fast, and rounds better
+_DIRECT_PRODUCTS = 2**22  # below this many products the direct way is fast enough, and rounds better
 
 
 def multiply(a: ArrayLike, b: ArrayLike, n: int) -> Series:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series
-from dpoptim.noise.stream import NoiseStream, NormalSource, OnHost
+from dpoptim.noise.source import NormalSource, TensorPart
+from dpoptim.noise.stream import NoiseStream, OnHost
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 
@@ -72,14 +74,17 @@ class Strategy(ABC):
         """‖row t of C⁻¹‖ for each step, float64 [steps]."""
 
     @property
-    @abstractmethod
     def kept_rows(self) -> int:
-        """How many numbers a stream keeps between steps for each element of a tensor."""
+        """How many numbers a stream keeps between steps for each element of a tensor.
+
+        The bands - 1 past rows; none where C is full, as its old normals are made again.
+        """
+        return 0 if self.bands == self.steps else self.bands - 1
 
     @property
-    @abstractmethod
     def normal_rows(self) -> float:
         """How many rows of normals a streamed row is made of, on average over the steps."""
+        return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
     def memory_bytes(self, parameters: int, *, memory: NoiseMemory = NoiseMemory()) -> int:  # noqa: B008
         """What the streams of that many float32 parameters keep between steps, in bytes."""
@@ -103,8 +108,22 @@ class Strategy(ABC):
 
         `memory` says in how many bits the past is kept and where; the rows come on `device`.
         """
+        part = TensorPart(name=name, numel=numel, start=start)
+        return self.stream_of(key, [part], stream=stream, dtype=dtype, device=device, memory=memory)
+
+    def stream_of(
+        self,
+        key: NoiseKey,
+        parts: Sequence[TensorPart],
+        *,
+        stream: str,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+    ) -> NoiseStream:
+        """The same for many tensors, their rows end to end: what each gets is what it would get alone."""
         where = "cpu" if memory.on_host else device
-        source = NormalSource(key=key, stream=stream, name=name, numel=numel, start=start, dtype=dtype, device=where)
+        source = NormalSource(key=key, stream=stream, parts=tuple(parts), dtype=dtype, device=where)
         made = self._rows(source, memory)
         return OnHost(made, device) if memory.on_host and torch.device(device).type != "cpu" else made
 

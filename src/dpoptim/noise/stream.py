@@ -1,21 +1,15 @@
-"""Rows of C⁻¹z for one named tensor, made step by step from the key."""
+"""Rows of C⁻¹z for the tensors of a model, made step by step from the key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.memory import KeptRows, NoiseMemory
-from dpoptim.noise.normals import normals, words
-from dpoptim.noise.parallel import in_chunks
-
-CHUNK = 2**16  # elements summed at a time by a core: the running sum stays in its cache
-_DEVICE_CHUNK = 2**22  # the same on an accelerator, and where the dtype is torch's alone
+from dpoptim.noise.memory import KeptRows, KeptTerm, NoiseMemory, add_product
+from dpoptim.noise.parallel import in_chunks_on
+from dpoptim.noise.source import NormalSource
 
 
 class NoiseStream(Protocol):
@@ -46,52 +40,6 @@ class OnHost:
         return self._stream.row(step).to(self._device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormalSource:
-    """Which normals a stream is made of: elements [start, start + numel) of tensor `name` in noise `stream`.
-
-    `dtype` and `device` are those of the rows. A shard of a tensor is the same source with its own `start`.
-    """
-
-    key: NoiseKey
-    stream: str
-    name: str
-    numel: int
-    start: int = 0
-    dtype: torch.dtype = torch.float32
-    device: str | torch.device = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.numel < 0:
-            raise ValueError(f"numel={self.numel} is negative; give the number of elements of the tensor")
-        if self.start < 0:
-            raise ValueError(f"start={self.start} is negative; give the shard's first element")
-        if self.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype={self.dtype}: noise in fewer bits than float32 shows what it hides; use float32")
-
-    def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
-        """Row `step` of z, or the part [start, start + count) of it."""
-        return normals(
-            self.key,
-            stream=self.stream,
-            name=self.name,
-            step=step,
-            start=self.start + start,
-            count=self.numel - start if count is None else count,
-            dtype=dtype,
-            device=self.device,
-        )
-
-    def uniform_shorts(self, part: str, step: int, *, start: int, count: int) -> torch.Tensor:
-        """Elements [start, start + count) of int16 numbers, uniform and secret, that no normal is made of."""
-        first = self.start + start
-        stop = first + count
-        subkey = self.key.subkey(f"dither/{self.stream}", f"{self.name}/{part}")
-        made = words(subkey, step=step, start=first // 4, count=-(-stop // 4) - first // 4).view(np.int16)
-        shorts = torch.from_numpy(made[first % 4 : first % 4 + count])
-        return shorts if torch.device(self.device).type == "cpu" else shorts.to(self.device)
-
-
 class ConvolvedStream:
     """Rows of C⁻¹z from the rows of C⁻¹, with the old normals made again: no memory at all.
 
@@ -103,8 +51,9 @@ class ConvolvedStream:
     Guarantee: rows may be asked in any order; products and sums are separate, correctly rounded operations on
     each element, so shards and devices agree bit for bit.
 
+    >>> from dpoptim.noise import NoiseKey
     >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3, dtype=torch.float64)
+    >>> source = NormalSource.of_tensor(key, "weight", numel=3, dtype=torch.float64)
     >>> stream = ConvolvedStream(source, noising_row=lambda step: [1.0, -0.5][: step + 1], steps=10)
     >>> z = [source.normals(step, dtype=torch.float64) for step in range(2)]
     >>> torch.equal(stream.row(1), z[1] + -0.5 * z[0]), stream.memory_bytes
@@ -122,17 +71,7 @@ class ConvolvedStream:
 
     def row(self, step: int) -> torch.Tensor:
         check_step(step, self.steps)
-        source, coefs = self.source, self._noising_row(step)
-        if list(coefs) == [1.0]:
-            return source.normals(step, dtype=source.dtype)
-        out = torch.empty(source.numel, dtype=source.dtype, device=source.device)
-        for at in range(0, source.numel, _DEVICE_CHUNK):
-            count = min(_DEVICE_CHUNK, source.numel - at)
-            total = torch.zeros(count, dtype=torch.float64, device=source.device)
-            for lag, coef in enumerate(coefs):
-                total += source.normals(step - lag, dtype=torch.float64, start=at, count=count).mul_(coef)
-            out[at : at + count] = total
-        return out
+        return self.source.combined(step, self._noising_row(step))
 
 
 class RecurrentStream:
@@ -149,8 +88,9 @@ class RecurrentStream:
     not the next one (after a restart, or going back), the stream replays the steps before it from the
     key, which costs one row of normals and one substitution for each.
 
+    >>> from dpoptim.noise import NoiseKey
     >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3)
+    >>> source = NormalSource.of_tensor(key, "weight", numel=3)
     >>> a = RecurrentStream(source, strategy_row=lambda step: [1.0, 0.5], bands=2, steps=10, row_norm=1.2)
     >>> b = RecurrentStream(source, strategy_row=lambda step: [1.0, 0.5], bands=2, steps=10, row_norm=1.2)
     >>> rows = [a.row(step) for step in range(4)]
@@ -195,16 +135,11 @@ class RecurrentStream:
         row = self.source.normals(step, dtype=self._ring.dtype)
         if diagonal != 1.0:
             row *= 1.0 / diagonal
-        terms = [(step - lag, -coef / diagonal) for lag, coef in enumerate(lagged[:step], start=1)]
-        on_cpu = row.device.type == "cpu"
-
-        def substitute(begin: int, end: int) -> None:
-            total = row[begin:end]
-            scratch = torch.empty_like(total)
-            for past, coef in terms:
-                add_product(total, self._ring.read(past % self._size, step=past, start=begin, stop=end), coef, scratch)
-
-        in_chunks(substitute, len(row), chunk=CHUNK if on_cpu else _DEVICE_CHUNK, threads=None if on_cpu else 1)
+        terms = [
+            KeptTerm(slot=(step - lag) % self._size, step=step - lag, coef=-coef / diagonal)
+            for lag, coef in enumerate(lagged[:step], start=1)
+        ]
+        self._ring.add_products(row, terms)
         self._ring.write(step % self._size, row, step=step)
         self._next = step + 1
         return row
@@ -222,8 +157,9 @@ class BufferedStream:
     operations on each element, in one order. Asked for a step that is not the next one, the same one again
     included, the stream replays the steps before it from the key, at one row of normals for each.
 
+    >>> from dpoptim.noise import NoiseKey
     >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> source = NormalSource(key=key, stream="gradient", name="weight", numel=3)
+    >>> source = NormalSource.of_tensor(key, "weight", numel=3)
     >>> buffers = dict(decays=[0.9, 0.5], weights=[0.1, 0.3], buffer_norms=[2.0, 1.2])
     >>> a, b = BufferedStream(source, **buffers, steps=10), BufferedStream(source, **buffers, steps=10)
     >>> rows = [a.row(step) for step in range(4)]
@@ -266,7 +202,6 @@ class BufferedStream:
         """Row `step`, which the buffers then hold; they must hold the rows before it."""
         self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
         row = self.source.normals(step, dtype=self._buffers[0].dtype)
-        on_cpu = row.device.type == "cpu"
 
         def advance(begin: int, end: int) -> None:
             total = row[begin:end]
@@ -280,22 +215,9 @@ class BufferedStream:
                     add_product(following, sums[index], self._decays[index], scratch)
                 buffer.write(0, following, step=step, start=begin)
 
-        in_chunks(advance, len(row), chunk=CHUNK if on_cpu else _DEVICE_CHUNK, threads=None if on_cpu else 1)
+        in_chunks_on(row.device, advance, len(row))
         self._next = step + 1
         return row
-
-
-def add_product(total: torch.Tensor, row: torch.Tensor, coef: float, scratch: torch.Tensor) -> None:
-    """total += coef·row.
-
-    Product and sum are two operations: one fused multiply-add would round otherwise, where there is one. On the
-    processor they are numpy's, which leave the threads to `in_chunks`.
-    """
-    if total.device.type == "cpu":
-        product = np.multiply(row.numpy(), coef, out=scratch.numpy())
-        np.add(total.numpy(), product, out=total.numpy())
-    else:
-        total += torch.mul(row, coef, out=scratch)
 
 
 def check_step(step: int, steps: int) -> None:

@@ -10,8 +10,9 @@ from scipy import linalg
 
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series, inverse_series
+from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategy import Strategy, check_participation, check_steps
-from dpoptim.noise.stream import ConvolvedStream, NoiseStream, NormalSource, RecurrentStream
+from dpoptim.noise.stream import ConvolvedStream, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 
 
@@ -115,15 +116,6 @@ class ToeplitzStrategy(Strategy):
     def noising_matrix(self) -> Matrix:
         """C⁻¹ as float64 [steps, steps]."""
         return _lower_toeplitz(self.noising_coefs)
-
-    @property
-    def kept_rows(self) -> int:
-        """bands - 1 past rows, or none where C is full and its old normals are made again."""
-        return 0 if self.bands == self.steps else self.bands - 1
-
-    @property
-    def normal_rows(self) -> float:
-        return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
     def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         """

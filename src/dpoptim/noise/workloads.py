@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.noise.series import Series, correlate, divide, multiply
+from dpoptim.noise.series import Series, divide, multiply
 from dpoptim.noise.short_repr import ShortRepr
 
 Matrix = NDArray[np.float64]
@@ -141,6 +141,11 @@ class DecayedSums(ShortRepr):
 Workload = PrefixSums | DecayedSums
 
 
+def check_workload(workload: object) -> None:
+    if not isinstance(workload, Workload):
+        raise ValueError(f"workload={workload!r} must be a workload such as PrefixSums() or DecayedSums(beta=0.999)")
+
+
 def toeplitz_errors(workload: Workload, noising_coefs: Series) -> Series:
     """‖row t of AC⁻¹‖² for each step, where C⁻¹ is Toeplitz with this first column.
 
@@ -186,9 +191,7 @@ def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = F
         weights = np.ones(steps) if last_row else np.cumsum(scales[::-1])[::-1] / steps
         summed = _summed(workload, noising_coefs)
         pull = 2 * weights * summed
-        if isinstance(workload, PrefixSums) and workload == PrefixSums():
-            return float(weights @ summed**2), np.cumsum(pull[::-1])[::-1]
-        return float(weights @ summed**2), correlate(pull, workload.coefs(steps))
+        return float(weights @ summed**2), _summed(workload, pull[::-1])[::-1]
     if last_row:
         raise ValueError(f"objective='max' is not offered for workload={workload}; use objective='mean'")
     form = _quadratic_form(workload, steps)
@@ -197,7 +200,7 @@ def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = F
 
 
 def _summed(workload: Workload, noising_coefs: Series) -> Series:
-    if isinstance(workload, PrefixSums) and workload == PrefixSums():
+    if workload == PrefixSums():
         return np.cumsum(noising_coefs)
     if isinstance(workload, DecayedSums):
         return divide(noising_coefs * (1 - workload.beta), [1.0, -workload.beta], len(noising_coefs))

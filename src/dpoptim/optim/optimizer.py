@@ -143,8 +143,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
         if PrivacyPlan.from_dict(privacy["plan"]) != self.plan:
+            now = self.plan.to_dict()
+            other = sorted(name for name in now if privacy["plan"].get(name) != now[name])
             raise ValueError(
-                "state_dict belongs to another privacy plan; make the optimizer with the plan of the run it continues"
+                f"state_dict belongs to another privacy plan (its {', '.join(other)} differ); make the optimizer with "
+                "the plan of the run it continues"
             )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(

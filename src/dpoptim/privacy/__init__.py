@@ -2,7 +2,6 @@
 
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.choice import Candidate, Choice, choose_noise, format_bytes
 from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
 from dpoptim.privacy.loader import PrivateLoader, private_loader
 from dpoptim.privacy.plan import PrivacyPlan
@@ -22,8 +21,6 @@ from dpoptim.privacy.statement import privacy_statement
 
 __all__ = [
     "Adjacency",
-    "Candidate",
-    "Choice",
     "CyclicPoisson",
     "GaussianRun",
     "Gradient",
@@ -39,8 +36,6 @@ __all__ = [
     "Sampling",
     "Shuffled",
     "TruncatedPoissonRun",
-    "choose_noise",
-    "format_bytes",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",

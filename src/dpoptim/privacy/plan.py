@@ -75,7 +75,7 @@ class PrivacyPlan:
         if self.delta is not None:
             _check_delta(self.delta)
         if not isinstance(self.adjacency, Adjacency):
-            raise ValueError(f"adjacency must be an Adjacency, got {self.adjacency!r}; use Adjacency.ZERO_OUT")
+            raise ValueError(f"adjacency must be Adjacency.ZERO_OUT, .ADD_REMOVE or .REPLACE, got {self.adjacency!r}")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
             raise ValueError(
                 f"sampling must be Shuffled(), Poisson() or CyclicPoisson(bands=...), got {self.sampling!r}"
@@ -83,7 +83,9 @@ class PrivacyPlan:
         if not isinstance(self.release, Release):
             raise ValueError(f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}")
         if isinstance(self.noise, type) or not hasattr(self.noise, "optimize"):
-            raise ValueError(f"noise must be a noise specification such as Independent(), got {self.noise!r}")
+            raise ValueError(
+                f"noise must be made by a call such as Independent() or BandedToeplitz(bands=8), got {self.noise!r}"
+            )
         self._refuse_unproved()
 
     def _refuse_unproved(self) -> None:
@@ -318,10 +320,11 @@ def _refuse_unamplified(name: str, noise: StrategySpec, sampling: Sampling) -> N
     if isinstance(sampling, CyclicPoisson):
         bands = _strategy_bands(noise)
         if bands is None or bands > sampling.bands:
+            more = "Shuffled() for this noise" if bands is None else f"CyclicPoisson(bands={bands})"
             raise ValueError(
                 f"{name}={noise!r} with {sampling!r} has no proof: amplification needs a strategy of at most "
                 f"{sampling.bands} diagonals; use Independent(), or BandedToeplitz or Banded with bands ≤ "
-                f"{sampling.bands}, or more bands in CyclicPoisson"
+                f"{sampling.bands}, or {more}"
             )
     elif not isinstance(noise, Independent):
         raise ValueError(

@@ -232,14 +232,22 @@ def noise_stddevs(
         clip_norm=clip_norm,
         batch_size=batch_size,
     )
+    share = gradient_share(release, second / first)
+    return NoiseStddevs(batch_size * unit * first / math.sqrt(share), unit * second / math.sqrt(1.0 - share))
+
+
+def gradient_share(release: IndependentMoments, ratio: float) -> float:
+    """Which part of the budget the gradient takes, for ratio = Δ₂/Δ₁; noise and ε both follow from it.
+
+    (Δ₁/std₁)² = share·(f/σ)² and (Δ₂/std₂)² = (1 - share)·(f/σ)²: ½ for "equal", Δ₁ : Δ₂ for "mse", Δ₁² : c²Δ₂² for c.
+
+    >>> gradient_share(IndependentMoments(), 3.0), gradient_share(IndependentMoments(balance="mse"), 3.0)
+    (0.5, 0.25)
+    """
     if release.balance == "equal":
-        stds = (math.sqrt(2.0) * unit * first, math.sqrt(2.0) * unit * second)
-    elif release.balance == "mse":
-        stds = (unit * math.sqrt(first * (first + second)), unit * math.sqrt(second * (first + second)))
-    else:
-        joint = unit * math.hypot(first, release.balance * second)
-        stds = (joint, joint / release.balance)
-    return NoiseStddevs(batch_size * stds[0], stds[1])
+        return 0.5
+    odds = ratio if release.balance == "mse" else (release.balance * ratio) ** 2
+    return 1.0 / (1.0 + odds)
 
 
 def default_square_weight(release: JointMoments, clip_norm: float) -> float:
@@ -281,11 +289,5 @@ def joint_ratio(
     unit = square_sensitivity(
         squares=release.squares, sampling=sampling, adjacency=adjacency, clip_norm=1.0, batch_size=batch_size
     )
-    odds = unit * batch_size / adjacency.sensitivity_factor * clip_norm
-    if release.balance == "equal":
-        odds = 1.0
-    elif release.balance != "mse":
-        odds *= release.balance
-        odds *= odds
-    gradient_share = 1.0 / (1.0 + odds)
-    return math.sqrt(gradient_share * ratios[0] ** 2 + (1.0 - gradient_share) * ratios[1] ** 2)
+    share = gradient_share(release, unit * batch_size / adjacency.sensitivity_factor * clip_norm)
+    return math.sqrt(share * ratios[0] ** 2 + (1.0 - share) * ratios[1] ** 2)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.noise import NoiseKey, uniform_words
+from dpoptim.noise.short_repr import ShortRepr
 
 Indices = NDArray[np.int64]
 
@@ -125,8 +126,8 @@ def _drawn(key: NoiseKey, step: int, *, domain: str, count: int, rate: tuple[int
     return np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Poisson:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Poisson(ShortRepr):
     """Each example takes part in each step independently, with probability q = batch_size / num_examples.
 
     An example is in when its 64 random bits, as an integer, are below ⌊q·2⁶⁴⌋: the probability is q, rounded

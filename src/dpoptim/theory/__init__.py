@@ -1,5 +1,6 @@
 """The theory of private adaptive optimizers, as functions."""
 
 from dpoptim.theory.bias import second_moment_bias
+from dpoptim.theory.choice import Candidate, Choice, choose_noise, format_bytes
 
-__all__ = ["second_moment_bias"]
+__all__ = ["Candidate", "Choice", "choose_noise", "format_bytes", "second_moment_bias"]

@@ -20,12 +20,11 @@ from dpoptim import (
     NoiseKey,
     NoiseMemory,
     Poisson,
-    PrefixSums,
     PrivacyPlan,
     Shuffled,
     choose_noise,
 )
-from dpoptim.privacy import Candidate, format_bytes
+from dpoptim.theory import Candidate, format_bytes
 
 TARGET: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-6}
 
@@ -85,7 +84,7 @@ def test_more_mechanisms_and_another_workload():
     plan = shuffled(num_examples=6000)  # one participation
     choice = choose_noise(plan, **TARGET, parameters=1000, workload=workload, more=[dense])
     found = {candidate.name: candidate for candidate in choice.candidates}
-    assert found[repr(dense)].rmse_mean == min(c.rmse_mean for c in choice.candidates)
+    assert found["Dense()"].rmse_mean == min(c.rmse_mean for c in choice.candidates)
     strategy = choice.plan.strategy
     unit = float(choice.plan.noise_multiplier or 0) * strategy.column_norm / plan.batch_size
     assert choice.chosen.rmse_mean == pytest.approx(unit * strategy.mean_error(workload))
@@ -146,4 +145,3 @@ def test_bytes_for_people(count, text):
 
 def test_sampling_of_a_shuffled_choice_stays():
     assert choose_noise(shuffled(), **TARGET, parameters=10).plan.sampling == Shuffled()
-    assert PrefixSums() == PrefixSums(momentum=0.0)

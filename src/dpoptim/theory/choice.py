@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from dpoptim.noise import (
     BandedInverse,
@@ -20,8 +23,7 @@ from dpoptim.noise import (
     Workload,
 )
 from dpoptim.noise.series import Series
-from dpoptim.privacy.plan import PrivacyPlan
-from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Shuffled
+from dpoptim.privacy import Adjacency, CyclicPoisson, Poisson, PrivacyPlan, Sampling, Shuffled
 
 _MOST_NORMAL_ROWS = 16.0  # a mechanism that makes more rows of normals a step costs more time than a model's step
 _AS_GOOD = 1.005  # errors within half a percent are equal: time decides, then memory
@@ -46,14 +48,17 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As it is written in a plan: BandedToeplitz(bands=128)."""
-        return repr(self.plan.noise)
+        """As it is written in a plan, without the workload that all are compared on: BandedToeplitz(bands=128)."""
+        noise: Any = self.plan.noise
+        if getattr(noise, "workload", None) == self.workload:
+            noise = dataclasses.replace(noise, workload=PrefixSums())
+        return repr(noise)
 
     @cached_property
     def errors(self) -> Series:
         """The root mean square error at each step."""
         plan = self.plan
-        unit = float(plan.noise_multiplier or 0.0) * plan.strategy.column_norm / plan.batch_size
+        unit = plan.noise_stddevs().gradient_sum / plan.clip_norm * plan.strategy.column_norm / plan.batch_size
         return np.asarray(unit * np.sqrt(plan.strategy.squared_errors(self.workload)), dtype=np.float64)
 
     @property
@@ -66,7 +71,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> int:
-        """Kept between steps for all parameters."""
+        """Kept between steps for all parameters, for the gradient's noise."""
         return self.plan.strategy.memory_bytes(self.parameters, memory=self.memory)
 
     @property
@@ -88,13 +93,18 @@ class Choice:
         """The plan to train with, calibrated."""
         return self.chosen.plan
 
+    @property
+    def independent(self) -> Candidate:
+        """The candidate with independent noise, which is always there."""
+        return next(c for c in self.candidates if isinstance(c.plan.noise, Independent))
+
 
 def choose_noise(
     plan: PrivacyPlan,
     *,
     epsilon: float,
     delta: float,
-    parameters: int,
+    parameters: int | nn.Module,
     memory_budget: int | None = None,
     memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     workload: Workload = PrefixSums(),  # noqa: B008
@@ -106,7 +116,8 @@ def choose_noise(
     `Shuffled()` amplifies nothing, and every mechanism is tried, `more` included. Under `Poisson()` and
     `CyclicPoisson()` the proof wants banded noise and cyclic sampling: the number of bands of least error is
     searched, and the chosen plan's sampling is CyclicPoisson with as many (Poisson for one). `parameters` is the
-    number of trained parameters; `memory_budget` is in bytes, by default 16 a parameter but at least 4 GiB.
+    number of trained parameters, or the model; `memory_budget` is in bytes, by default 16 a parameter but at least
+    4 GiB. Among errors within half a percent of the least, the fewest normals a step decide, then memory.
 
     Guarantee: each candidate is a calibrated plan, whose own accountant stands for its ε.
     Edge cases: independent noise needs no memory, so something always fits. Mechanisms that make more than 16 rows of
@@ -117,44 +128,44 @@ def choose_noise(
     >>> choice.chosen.name
     'BufferedToeplitz(buffers=2)'
     """
-    if parameters < 1:
-        raise ValueError(f"parameters={parameters} must be at least 1: the number of trained parameters")
+    if isinstance(parameters, nn.Module):
+        parameters = sum(p.numel() for p in parameters.parameters() if p.requires_grad)
+    if isinstance(parameters, bool) or not isinstance(parameters, int) or parameters < 1:
+        raise ValueError(f"parameters={parameters!r} must be the number of trained parameters, or the model")
     if memory_budget is None:
         memory_budget = max(_LEAST_BUDGET, _BUDGET_PER_PARAMETER * parameters)
-    if memory_budget < 0:
-        raise ValueError(f"memory_budget={memory_budget} is negative; give bytes")
+    if not isinstance(memory_budget, int) or memory_budget < 0:
+        raise ValueError(f"memory_budget={memory_budget!r} must be a number of bytes, 0 or more")
     tell = progress or (lambda text: None)
 
-    def candidate(noise: StrategySpec, sampling: Shuffled | Poisson | CyclicPoisson | None = None) -> Candidate:
+    def candidate(noise: StrategySpec, sampling: Sampling = plan.sampling) -> Candidate:
         tell(repr(noise))
-        tried = plan.replace(noise=noise, sampling=sampling or plan.sampling, noise_multiplier=None)
-        calibrated = tried.calibrate(epsilon=epsilon, delta=delta)
+        calibrated = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None).calibrate(
+            epsilon=epsilon, delta=delta
+        )
         return Candidate(plan=calibrated, parameters=parameters, memory=memory, workload=workload)
 
     if isinstance(plan.sampling, Shuffled):
         candidates = [candidate(noise) for noise in (*_unamplified(plan, workload), *more)]
-    elif isinstance(plan.sampling, Poisson) and plan.sampling.max_batch_size is not None:
-        candidates = [candidate(Independent())]
+    elif plan.adjacency is Adjacency.ADD_REMOVE or getattr(plan.sampling, "max_batch_size", None) is not None:
+        candidates = [candidate(Independent())]  # nothing else is proved there
     else:
         candidates = _amplified(plan, workload, candidate)
     return _best(candidates, memory_budget)
 
 
 def _unamplified(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
-    steps, separation = plan.steps, min(plan.min_separation, plan.steps)
-    bands = min(128, separation)
+    bands = min(128, plan.min_separation, plan.steps)
     kinds: list[StrategySpec] = [Independent()]
     if bands > 1:
         kinds.append(BandedToeplitz(bands=bands, workload=workload))
     kinds += [BufferedToeplitz(buffers=buffers, workload=workload) for buffers in (2, 3, 4)]
-    kinds += [BandedInverse(bands=count, workload=workload) for count in (16, 128) if count <= steps]
+    kinds += [BandedInverse(bands=count, workload=workload) for count in (16, 128) if count <= plan.steps]
     return [*kinds, SquareRoot()]
 
 
 def _amplified(
-    plan: PrivacyPlan,
-    workload: Workload,
-    candidate: Callable[[StrategySpec, Shuffled | Poisson | CyclicPoisson | None], Candidate],
+    plan: PrivacyPlan, workload: Workload, candidate: Callable[[StrategySpec, Sampling], Candidate]
 ) -> list[Candidate]:
     """Bands in powers of two, then halfway to either side of the best, while that helps.
 
@@ -192,28 +203,26 @@ def _best(candidates: Sequence[Candidate], memory_budget: int) -> Choice:
     fitting = [c for c in candidates if c.memory_bytes <= memory_budget and c.normal_rows <= _MOST_NORMAL_ROWS]
     least = min(c.rmse_mean for c in fitting)
     chosen = min((c for c in fitting if c.rmse_mean <= _AS_GOOD * least), key=lambda c: (c.normal_rows, c.memory_bytes))
-    independent = next(c for c in candidates if isinstance(c.plan.noise, Independent))
+    choice = Choice(chosen=chosen, reason="", candidates=tuple(candidates))
+    return dataclasses.replace(choice, reason=_reason(choice, memory_budget))
+
+
+def _reason(choice: Choice, memory_budget: int) -> str:
+    """One line: what was chosen, what it gains, and what was better but too dear."""
+    chosen, candidates = choice.chosen, choice.candidates
     reason = f"{chosen.name}: RMSE {chosen.rmse_mean:.4g}"
-    if chosen is not independent:
-        reason += f", {independent.rmse_mean / chosen.rmse_mean:.3g} times below independent noise"
+    if chosen is not choice.independent:
+        reason += f", {choice.independent.rmse_mean / chosen.rmse_mean:.3g} times below independent noise"
     reason += f", in {format_bytes(chosen.memory_bytes)}"
+    if not isinstance(chosen.plan.sampling, Shuffled) and len(candidates) > 1:
+        reason += f"; the best of 1 to {max(c.plan.strategy.bands for c in candidates)} bands"
     better = [c for c in candidates if c.rmse_mean * _AS_GOOD < chosen.rmse_mean]
-    if isinstance(chosen.plan.sampling, (Poisson, CyclicPoisson)):
-        reason += f"; of 1 to {max(_bands(c) for c in candidates)} bands the best "
-        reason += "that fits" if better else "between correlation and amplification"
-    elif better:
+    if better:
         other = min(better, key=lambda c: c.rmse_mean)
-        cost = (
-            f"{format_bytes(other.memory_bytes)}"
-            if other.memory_bytes > memory_budget
-            else f"{other.normal_rows:.0f} rows of normals a step"
-        )
-        reason += f" ({other.name}, {other.rmse_mean:.4g}, would take {cost})"
-    return Choice(chosen=chosen, reason=reason, candidates=tuple(candidates))
-
-
-def _bands(candidate: Candidate) -> int:
-    return int(getattr(candidate.plan.noise, "bands", 1))
+        slow, large = f"{other.normal_rows:.0f} rows of normals a step", format_bytes(other.memory_bytes)
+        dear = f"{large} of the {format_bytes(memory_budget)} allowed" if other.memory_bytes > memory_budget else slow
+        reason += f" that fits ({other.name}, {other.rmse_mean:.4g}, would take {dear})"
+    return reason
 
 
 def format_bytes(count: int) -> str:

@@ -1,0 +1,34 @@
+"""Noise on a CUDA device: where Triton is there, one kernel in place of many, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def available(device: str | torch.device) -> bool:
+    """Whether tensors on this device go through the kernels."""
+    return torch.device(device).type == "cuda" and _has_triton()
+
+
+def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:
+    """The normals of elements [start, stop) of several tensors; has `combined(step, coefs, dtype)`."""
+    from dpoptim.noise.triton_normals import DeviceNormals
+
+    return DeviceNormals(subkeys, ranges, torch.device(device))
+
+
+def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:
+    """row += coefs[i]·ring[slots[i]] for each i in turn, in one pass over the ring."""
+    from dpoptim.noise import triton_normals
+
+    triton_normals.add_products(row, ring, slots, coefs)
