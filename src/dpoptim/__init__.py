@@ -47,10 +47,10 @@ from dpoptim.privacy import (
     private_loader,
 )
 from dpoptim.theory import choose_noise
-
-__version__ = "0.1.0"
+from dpoptim.version import __version__
 
 __all__ = [
+    "__version__",
     "AdaGrad",
     "Adam",
     "AdamW",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from dpoptim.cli import plan
+from dpoptim.version import __version__
 
 _COMMANDS = (plan,)
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="dpoptim",
         description="Differentially private training with adaptive optimizers for PyTorch.",
     )
-    parser.add_argument("--version", action="version", version=f"dpoptim {version('dpoptim')}")
+    parser.add_argument("--version", action="version", version=f"dpoptim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.add_to(commands)
