@@ -1,7 +1,7 @@
 """Differentially private training with adaptive optimizers for PyTorch."""
 
 from dpoptim import gradients, noise, optim, privacy, theory
-from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, public_data
+from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, linear_cross_entropy, public_data
 from dpoptim.noise import (
     Banded,
     BandedInverse,
@@ -88,6 +88,7 @@ __all__ = [
     "gradients",
     "independent_moments",
     "joint_moments",
+    "linear_cross_entropy",
     "noise",
     "noiseless_preconditioner",
     "optim",

@@ -2,6 +2,7 @@
 
 from dpoptim.gradients.engine import public_data
 from dpoptim.gradients.functional import check_examples_do_not_mix, clipped_sum
+from dpoptim.gradients.losses import linear_cross_entropy
 from dpoptim.gradients.public import PublicGradients
 from dpoptim.gradients.release import PrivateRelease, Released
 
@@ -11,5 +12,6 @@ __all__ = [
     "Released",
     "check_examples_do_not_mix",
     "clipped_sum",
+    "linear_cross_entropy",
     "public_data",
 ]

@@ -85,8 +85,8 @@ class ClippedSums:
         bounds: Tensor | float = 0.0
         for name, gradients in batch.gradients.items():
             scale = None if self.scale is None else self.scale[name]
-            squared = squared + gradients.squared_norms(scale)
-            bounds = bounds + gradients.cancellation_bounds(scale)
+            more, bound = gradients.measured(scale)
+            squared, bounds = squared + more, bounds + bound
         assert isinstance(squared, Tensor)
         norms = squared.sqrt() * factor
         precision = wide_dtype(next(iter(self.parameters.values())).dtype)

@@ -267,6 +267,14 @@ class _PrivateForward:
         return getattr, (self.module, "forward")
 
 
+def keeper_of(module: nn.Module) -> tuple[Engine | None, str]:
+    """The engine that a module's gradients go to now, and the module's name there; None where they are ordinary."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, _PrivateForward) or not forward.engine.capturing:
+        return None, ""
+    return forward.engine, forward.layer.name
+
+
 def _begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     engine = model.__dict__.get(_ENGINE)
     if engine is not None and engine.capturing:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dpoptim.gradients import kernels
+
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
 
@@ -64,6 +66,20 @@ class Outer:
     def select(self, keep: Tensor) -> Outer:
         return Outer(self.left[keep], self.right[keep])
 
+    @property
+    def is_smaller_formed(self) -> bool:
+        """Whether g_j itself takes no more memory than its factors; asked on a GPU, where forming it costs no more
+        than the weight gradient that it replaces.
+        """
+        (_, positions, rows), cols = self.left.shape, self.right.shape[2]
+        return self.left.is_cuda and self.left.dtype != torch.float64 and rows * cols <= positions * (rows + cols)
+
+    def formed(self) -> Tensor:
+        """g_j as [examples, rows, cols], in the dtype of the factors: rounded once, and from then on what is both
+        measured and summed.
+        """
+        return torch.bmm(self.left.mT, self.right)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -107,8 +123,10 @@ class ExampleGradients:
     kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
 
     def add(self, form: Form) -> None:
+        if isinstance(form, Outer) and form.is_smaller_formed:
+            form = Dense(form.formed())
         if isinstance(form, Dense) and self.dense is not None:
-            self.dense = self.dense + wide(form.grads)  # a new tensor: the parts need not be held
+            self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
             return
         self.kept += [(part, part._version) for part in vars(form).values()]
         if isinstance(form, Outer):
@@ -116,7 +134,7 @@ class ExampleGradients:
         elif isinstance(form, Rows):
             self.rows.append(form)
         else:
-            self.dense = wide(form.grads)
+            self.dense = form.grads
 
     @property
     def was_overwritten(self) -> bool:
@@ -139,10 +157,36 @@ class ExampleGradients:
             kept=[],
         )
 
+    def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(`squared_norms`, `cancellation_bounds`), by kernels where there are any for these forms."""
+        if kernels.on_gpu(*self._tensors(), scale) is None or len(self.outers) > 1 or len(self.rows) > 1:
+            return self.squared_norms(scale), self.cancellation_bounds(scale)
+        if self.dense is not None and (self.outers or self.rows):
+            return self.squared_norms(scale), self.cancellation_bounds(scale)
+        zero = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        if self.dense is not None:
+            return kernels.squares(self.dense, scale), zero
+        by_outer = kernels.outer_squares(self.outers[0].left, self.outers[0].right, scale) if self.outers else zero
+        if not self.rows:
+            return by_outer, zero
+        use = self.rows[0]
+        by_rows, bound = kernels.row_squares(use.ids, use.values, scale, self.shape[0])
+        if not self.outers:
+            return by_rows, bound
+        outer = self.outers[0]
+        cross = kernels.outer_row_products(outer.left, outer.right, use.ids, use.values, scale)
+        return (by_outer + 2 * cross + by_rows).clamp(min=0), by_outer.sqrt() + bound
+
+    def _tensors(self) -> list[Tensor]:
+        floats = [part for form in self.outers for part in (form.left, form.right)] + [
+            form.values for form in self.rows
+        ]
+        return floats if self.dense is None else [*floats, self.dense]
+
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
         """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32)."""
         if self.dense is not None and not self.outers and not self.rows:
-            return _squares(self.dense if scale is None else self.dense * scale)
+            return kernels.squares(self.dense, scale)
         if self.rows and not self.outers and self.dense is None:
             return self._rows_squared_norms(scale)
         if self.outers and not self.rows and self.dense is None:
@@ -166,7 +210,7 @@ class ExampleGradients:
     def example(self, j: int) -> Tensor:
         """g_j itself, of the parameter's shape."""
         if self.dense is not None and not self.outers and not self.rows:
-            return self.dense[j]
+            return wide(self.dense[j])
         own = self.select(torch.tensor([j], device=self._device()))
         return torch.cat([block[0] for _, block in own._blocks()])
 
@@ -179,20 +223,19 @@ class ExampleGradients:
         """Σ_j weights[j]·g_j, of the parameter's shape."""
         total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
         for outer in self.outers:
-            left = wide(outer.left) * weights[:, None, None]
-            total += left.flatten(0, 1).T @ wide(outer.right).flatten(0, 1)
+            total += kernels.outer_weighted_sum(outer.left, outer.right, weights)
         for use in self.rows:
             values = wide(use.values) * weights[:, None, None]
             total.index_add_(0, use.ids.flatten(), values.flatten(0, 1))
         if self.dense is not None:
-            total += torch.tensordot(weights, self.dense, dims=1)
+            total += kernels.weighted_sum(self.dense, weights)
         return total
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
         """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape."""
         if not self.shape:
             assert self.dense is not None
-            return (weights * self.dense).square().sum()
+            return (weights * wide(self.dense)).square().sum()
         total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
         for rows, block in self._blocks():
             total[rows] = torch.tensordot(weights.square(), block.square(), dims=1)
@@ -233,15 +276,7 @@ class ExampleGradients:
         """Values of equal ids of one example are summed before they are squared."""
         ids = torch.cat([form.ids for form in self.rows], dim=1)
         values = torch.cat([wide(form.values) for form in self.rows], dim=1)
-        examples, num_rows = len(ids), self.shape[0]
-        slots = ids + num_rows * torch.arange(examples, device=ids.device)[:, None]
-        distinct, where = torch.unique(slots, return_inverse=True)
-        sums = values.new_zeros(len(distinct), values.shape[-1])
-        sums.index_add_(0, where.flatten(), values.flatten(0, 1))
-        if scale is not None:
-            sums *= scale[distinct % num_rows]
-        total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
-        return total.index_add_(0, distinct // num_rows, _squares(sums))
+        return kernels.row_squares(ids, values, scale, self.shape[0])[0]
 
     def _squared_norms_by_blocks(self, scale: Tensor | None) -> Tensor:
         total: Tensor | None = None
@@ -259,7 +294,7 @@ class ExampleGradients:
             yield slice(start, start + step), self._block(start, min(start + step, self.shape[0]))
 
     def _block(self, start: int, stop: int) -> Tensor:
-        block: Tensor | None = None if self.dense is None else self.dense[:, start:stop].clone()
+        block: Tensor | None = None if self.dense is None else wide(self.dense[:, start:stop]).clone()
         for outer in self.outers:
             product = wide(outer.left[..., start:stop]).mT @ wide(outer.right)
             block = product if block is None else block.add_(product)

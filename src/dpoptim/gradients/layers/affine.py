@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, wide
+from dpoptim.gradients.kernels import normalised_sums
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
 
 
@@ -58,11 +59,56 @@ def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
     return grad.sum(axes) if axes else grad
 
 
+class _LayerNorm(torch.autograd.Function):
+    """The whole layer in torch's own kernels; gradients of weight and bias from what they keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,  # [examples, positions, width]
+        weight: nn.Parameter,
+        bias: nn.Parameter,
+        eps: float,
+        keeper: Keeper,
+        use: Use,
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.weight, ctx.bias = keeper, use, weight, bias
+        output, mean, rstd = torch.native_layer_norm(inputs, [inputs.shape[-1]], weight, bias, eps)
+        ctx.save_for_backward(inputs, weight, bias, mean, rstd)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight, bias, mean, rstd = ctx.saved_tensors
+        by_weight, by_bias = normalised_sums(grad, inputs, mean.squeeze(-1), rstd.squeeze(-1))
+        if trainable(ctx.weight):
+            ctx.keeper.keep(ctx.weight, Dense(by_weight), ctx.use)
+        if trainable(ctx.bias):
+            ctx.keeper.keep(ctx.bias, Dense(by_bias), ctx.use)
+        to_inputs = None
+        if ctx.needs_input_grad[0]:
+            to_inputs = torch.ops.aten.native_layer_norm_backward(
+                grad, inputs, [inputs.shape[-1]], mean, rstd, weight, bias, [True, False, False]
+            )[0]
+        return to_inputs, None, None, None, None, None
+
+
 def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    if _runs_whole(module, inputs):
+        flat = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+        output = _LayerNorm.apply(flat, module.weight, module.bias, module.eps, keeper, keeper.use())
+        return output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)
     return _apply(normalised, module, first_axis, name, keeper)
+
+
+def _runs_whole(module: Any, inputs: Tensor) -> bool:
+    """On a GPU, where the kept statistics are float32, and without a change of dtype."""
+    plain = len(module.normalized_shape) == 1 and module.weight is not None and module.bias is not None
+    return plain and inputs.is_cuda and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
 def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

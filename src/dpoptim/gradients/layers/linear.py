@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpoptim.gradients.forms import Dense, Outer, wide
+from dpoptim.gradients.forms import Dense, Outer, wide_dtype
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
 
 
@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
             form = Outer(inputs_side, outputs_side) if ctx.inputs_first else Outer(outputs_side, inputs_side)
             ctx.keeper.keep(ctx.weight, form, ctx.use)
         if trainable(ctx.bias):
-            ctx.keeper.keep(ctx.bias, Dense(wide(by_position).sum(1)), ctx.use)
+            ctx.keeper.keep(ctx.bias, Dense(by_position.sum(1, dtype=wide_dtype(by_position.dtype))), ctx.use)
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight

@@ -1,0 +1,138 @@
+"""The inner loops of clipping, each as a plain function; on a CUDA device with Triton a kernel of the same signature.
+
+All take per-example gradients or their factors in any floating dtype and reduce them in float32 at least: a product
+is formed once, and what a norm measures is what a sum adds, to the rounding of float32. No kernel uses atomics, so
+results do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    from dpoptim.gradients import triton_kernels
+
+    return triton_kernels
+
+
+def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels, where they run for all of these tensors; float64 stays with the plain functions."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(not tensor.is_cuda or tensor.dtype == torch.float64 for tensor in given):
+        return None
+    return _kernels()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
+    """‖scale ⊙ grads[j]‖² for each j, as float64 [examples]; `scale` has the shape of one gradient."""
+    kernels = on_gpu(grads, scale)
+    if kernels is not None:
+        return kernels.squares(grads, scale)
+    scaled = _wide(grads) if scale is None else _wide(grads) * scale
+    return scaled.square().reshape(len(grads), -1).sum(1, dtype=torch.float64)
+
+
+def weighted_sum(grads: Tensor, weights: Tensor) -> Tensor:
+    """Σ_j weights[j]·grads[j], in the dtype of `weights`."""
+    kernels = on_gpu(grads, weights)
+    if kernels is not None:
+        return kernels.weighted_sum(grads, weights)
+    return torch.tensordot(weights, _wide(grads).to(weights.dtype), dims=1)
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, as float64 [examples]; the product is never stored."""
+    kernels = on_gpu(left, right, scale)
+    if kernels is not None:
+        return kernels.outer_squares(left, right, scale)
+    return squares(_wide(left).mT @ _wide(right), scale)
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`."""
+    kernels = on_gpu(left, right, weights)
+    if kernels is not None:
+        return kernels.outer_weighted_sum(left, right, weights)
+    weighted = _wide(left) * weights[:, None, None]
+    return weighted.flatten(0, 1).T @ _wide(right).flatten(0, 1)
+
+
+def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """(Σ_t grad·x̂, Σ_t grad) for each example, float32 [examples, width], with x̂ = (inputs - mean)·rstd.
+
+    `grad` and `inputs` are [examples, positions, width], `mean` and `rstd` [examples, positions].
+    """
+    kernels = on_gpu(grad, inputs, mean, rstd)
+    if kernels is not None:
+        return kernels.normalised_sums(grad, inputs, mean, rstd)
+    normalised = (_wide(inputs) - mean[..., None]) * rstd[..., None]
+    return (_wide(grad) * normalised).sum(1), _wide(grad).sum(1)
+
+
+def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Squared norms of the tables that receive values[j, t] at row ids[j, t], as float64 [examples].
+
+    Values of equal ids of one example are summed before they are squared. The second result is a bound on the norms
+    if nothing in those sums cancelled, √(positions·Σ_t ‖scale ⊙ values[j, t]‖²).
+    """
+    kernels = on_gpu(values, scale)
+    if kernels is not None:
+        return kernels.row_squares(ids, values, scale)
+    examples = len(ids)
+    slots = ids + num_rows * torch.arange(examples, device=ids.device)[:, None]
+    distinct, where = torch.unique(slots, return_inverse=True)
+    sums = _wide(values).new_zeros(len(distinct), values.shape[-1])
+    sums.index_add_(0, where.flatten(), _wide(values).flatten(0, 1))
+    if scale is not None:
+        sums *= scale[distinct % num_rows]
+    total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
+    each = _wide(values) if scale is None else _wide(values) * scale[ids]
+    bound = (each.square().sum((1, 2), dtype=torch.float64) * ids.shape[1]).sqrt()
+    return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
+
+
+def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t] and E_j the table of values.
+
+    D_j is looked at in the rows that `ids` name, and nowhere else.
+    """
+    columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        there = torch.bmm(columns.mT, right, out_dtype=torch.float32)
+    else:
+        there = _wide(columns).mT @ _wide(right)
+    if scale is not None:
+        there = there * scale[ids].square()
+    return (there * _wide(values)).sum((1, 2), dtype=torch.float64)
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """-ln softmax of each row at its label, float32; `logits` [rows, ≥ classes] become its gradient, softmax - one-hot.
+
+    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0.
+    """
+    kernels = on_gpu(logits)
+    if kernels is not None:
+        return kernels.softmax_gradient_(logits, labels, classes)
+    log_probs = _wide(logits[:, :classes]).log_softmax(1)
+    valid = labels >= 0
+    picked = labels.clamp(min=0)[:, None]
+    losses = -log_probs.gather(1, picked)[:, 0]
+    gradient = log_probs.exp()
+    gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
+    logits[:, :classes] = gradient * valid[:, None]
+    logits[:, classes:] = 0
+    return torch.where(valid, losses, 0.0)

@@ -1,0 +1,282 @@
+"""Triton kernels for the inner loops of clipping; `kernels` says what each computes, and holds the plain functions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SPAN = 1 << 15  # elements of one gradient that a program squares
+
+
+@triton.jit
+def _squares(grads, scale, out, numel, spans, SCALED: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    example = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(span * SPAN, min((span + 1) * SPAN, numel), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < numel
+        grad = tl.load(grads + example * numel + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            grad = grad * tl.load(scale + at, mask=inside, other=0.0)
+        total += grad * grad
+    tl.store(out + example * spans + span, tl.sum(total, 0))
+
+
+def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
+    grads = grads.contiguous()
+    examples, numel = len(grads), grads[0].numel() if len(grads) else 0
+    if not examples or not numel:
+        return torch.zeros(examples, dtype=torch.float64, device=grads.device)
+    spans = triton.cdiv(numel, _SPAN)
+    out = torch.empty(examples, spans, dtype=torch.float32, device=grads.device)
+    given = grads if scale is None else scale.float().contiguous()
+    _squares[(examples, spans)](grads, given, out, numel, spans, SCALED=scale is not None, SPAN=_SPAN, BLOCK=1024)
+    return out.sum(1, dtype=torch.float64)
+
+
+@triton.jit
+def _weighted_sum(grads, weights, out, examples, numel, SHARE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    share = tl.program_id(1)
+    inside = at < numel
+    total = tl.zeros([BLOCK], tl.float32)
+    for example in range(share * SHARE, min((share + 1) * SHARE, examples)):
+        weight = tl.load(weights + example)
+        total += weight * tl.load(grads + example.to(tl.int64) * numel + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + share.to(tl.int64) * numel + at, total, mask=inside)
+
+
+def weighted_sum(grads: Tensor, weights: Tensor) -> Tensor:
+    grads = grads.contiguous()
+    shape = grads.shape[1:]
+    examples, numel = len(grads), shape.numel()
+    if not examples or not numel:
+        return torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+    blocks = triton.cdiv(numel, 1024)
+    share = max(16, examples // max(1, 512 // blocks))
+    shares = triton.cdiv(examples, share)
+    out = torch.empty(shares, numel, dtype=torch.float32, device=grads.device)
+    _weighted_sum[(blocks, shares)](grads, weights.float(), out, examples, numel, SHARE=share, BLOCK=1024)
+    return out.sum(0).view(shape).to(weights.dtype)
+
+
+@triton.jit
+def _product(
+    left, right, example, positions, rows, cols, row, col, left_stride,
+    IEEE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """A tile of Σ_t left[example, t] ⊗ right[example, t]; the same bits for its norm and for its sum."""
+    total = tl.zeros([BR, BC], tl.float32)
+    for start in range(0, positions, BT):
+        t = start + tl.arange(0, BT)
+        columns = tl.load(
+            left + (example * positions + t[None, :]) * left_stride + row[:, None],
+            mask=(t[None, :] < positions) & (row[:, None] < rows),
+            other=0.0,
+        )
+        values = tl.load(
+            right + (example * positions + t[:, None]) * cols + col[None, :],
+            mask=(t[:, None] < positions) & (col[None, :] < cols),
+            other=0.0,
+        )
+        if IEEE:  # noqa: SIM108
+            total = tl.dot(columns, values, total, input_precision="ieee")
+        else:
+            total = tl.dot(columns, values, total)
+    return total
+
+
+@triton.jit
+def _outer_squares(
+    left, right, scale, out, examples, positions, rows, cols, left_stride, tiles,
+    SCALED: tl.constexpr, IEEE: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    col = tl.program_id(1) * BC + tl.arange(0, BC)
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    weight = tl.full([BR, BC], 1.0, tl.float32)
+    if SCALED:
+        inside = (row[:, None] < rows) & (col[None, :] < cols)
+        weight = tl.load(scale + row[:, None].to(tl.int64) * cols + col[None, :], mask=inside, other=0.0)
+    for member in range(GROUP):
+        example = tl.program_id(2).to(tl.int64) * GROUP + member
+        if example < examples:
+            product = _product(left, right, example, positions, rows, cols, row, col, left_stride, IEEE, BR, BC, BT)
+            if SCALED:
+                product = product * weight
+            tl.store(out + example * tiles + tile, tl.sum(tl.sum(product * product, 1), 0))
+
+
+@triton.jit
+def _outer_weighted_sum(
+    left, right, weights, out, examples, positions, rows, cols, left_stride,
+    IEEE: tl.constexpr, SHARE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    col = tl.program_id(1) * BC + tl.arange(0, BC)
+    share = tl.program_id(2)
+    total = tl.zeros([BR, BC], tl.float32)
+    for example in range(share * SHARE, min((share + 1) * SHARE, examples)):
+        weight = tl.load(weights + example)
+        product = _product(
+            left, right, example.to(tl.int64), positions, rows, cols, row, col, left_stride, IEEE, BR, BC, BT
+        )
+        total += weight * product
+    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    place = (share.to(tl.int64) * rows + row[:, None]) * cols + col[None, :]
+    tl.store(out + place, total, mask=inside)
+
+
+def _factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
+    """Both in one dtype, rows of `left` at any stride, and the sizes of tiles."""
+    dtype = left.dtype if left.dtype == right.dtype else torch.float32
+    left, right = left.to(dtype), right.to(dtype).contiguous()
+    if left.stride(2) != 1 or left.stride(0) != left.stride(1) * left.shape[1]:
+        left = left.contiguous()
+    cols = right.shape[2]
+    wide = 128 if cols > 64 else max(16, triton.next_power_of_2(cols))
+    narrow = 64 if left.shape[2] > 32 else max(16, triton.next_power_of_2(left.shape[2]))
+    short = 128 if left.element_size() == 2 and left.shape[1] > 32 else 32
+    return left, right, {"IEEE": dtype == torch.float32, "BR": narrow, "BC": wide, "BT": short, "num_stages": 1}
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    left, right, sizes = _factors(left, right)
+    examples, positions, rows = left.shape
+    cols = right.shape[2]
+    grid = (triton.cdiv(rows, sizes["BR"]), triton.cdiv(cols, sizes["BC"]))
+    tiles, group = grid[0] * grid[1], 8
+    out = torch.zeros(examples, tiles, dtype=torch.float32, device=left.device)
+    if examples and positions:
+        given = left if scale is None else scale.float().contiguous()
+        _outer_squares[(*grid, triton.cdiv(examples, group))](
+            left, right, given, out, examples, positions, rows, cols, left.stride(1), tiles,
+            SCALED=scale is not None, GROUP=group, **sizes,
+        )  # fmt: skip
+    return out.sum(1, dtype=torch.float64)
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    left, right, sizes = _factors(left, right)
+    examples, positions, rows = left.shape
+    cols = right.shape[2]
+    grid = (triton.cdiv(rows, sizes["BR"]), triton.cdiv(cols, sizes["BC"]))
+    share = max(1, triton.cdiv(examples, max(1, 528 // (grid[0] * grid[1]))))
+    shares = triton.cdiv(examples, share) if examples else 1
+    out = torch.zeros(shares, rows, cols, dtype=torch.float32, device=left.device)
+    if examples and positions:
+        _outer_weighted_sum[(*grid, shares)](
+            left, right, weights.float(), out, examples, positions, rows, cols, left.stride(1), SHARE=share, **sizes
+        )
+    return out.sum(0).to(weights.dtype)
+
+
+@triton.jit
+def _normalised_sums(grad, inputs, mean, rstd, weighted, plain, positions, width, BW: tl.constexpr, BT: tl.constexpr):
+    example = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BW + tl.arange(0, BW)
+    by_weight = tl.zeros([BT, BW], tl.float32)
+    by_bias = tl.zeros([BT, BW], tl.float32)
+    for start in range(0, positions, BT):
+        t = start + tl.arange(0, BT)
+        there = (t[:, None] < positions) & (col[None, :] < width)
+        at = (example * positions + t[:, None]) * width + col[None, :]
+        g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
+        m = tl.load(mean + example * positions + t, mask=t < positions, other=0.0)
+        s = tl.load(rstd + example * positions + t, mask=t < positions, other=0.0)
+        by_weight += g * ((x - m[:, None]) * s[:, None])
+        by_bias += g
+    tl.store(weighted + example * width + col, tl.sum(by_weight, 0), mask=col < width)
+    tl.store(plain + example * width + col, tl.sum(by_bias, 0), mask=col < width)
+
+
+def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    grad, inputs = grad.contiguous(), inputs.contiguous()
+    examples, positions, width = grad.shape
+    weighted = torch.empty(examples, width, dtype=torch.float32, device=grad.device)
+    plain = torch.empty_like(weighted)
+    if examples and width:
+        block = min(128, triton.next_power_of_2(width))
+        _normalised_sums[(examples, triton.cdiv(width, block))](
+            grad, inputs, mean.float().contiguous(), rstd.float().contiguous(), weighted, plain, positions, width,
+            BW=block, BT=32,
+        )  # fmt: skip
+    return weighted, plain
+
+
+@triton.jit
+def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
+    """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
+    example = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BW)
+    inside = col < width
+    total = tl.zeros([BW], tl.float32)
+    run = tl.zeros([BW], tl.float32)
+    alone = tl.zeros([BW], tl.float32)
+    for at in range(positions):
+        here = tl.load(ids + example * positions + at)
+        place = tl.load(order + example * positions + at)
+        value = tl.load(values + (example * positions + place) * width + col, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            value = value * tl.load(scale + here * width + col, mask=inside, other=0.0)
+        alone += value * value
+        run += value
+        after = tl.load(ids + example * positions + min(at + 1, positions - 1))
+        if (at == positions - 1) | (after != here):
+            total += run * run
+            run = tl.zeros([BW], tl.float32)
+    tl.store(out + example, tl.sum(total, 0))
+    tl.store(apart + example, tl.sum(alone, 0))
+
+
+def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = values.contiguous()
+    examples, positions, width = values.shape
+    out, apart = torch.zeros(2, examples, dtype=torch.float32, device=values.device)
+    if examples and positions:
+        sorted_ids, order = torch.sort(ids, dim=1, stable=True)
+        given = values if scale is None else scale.float().contiguous()
+        _row_squares[(examples,)](
+            sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,
+            BW=triton.next_power_of_2(width), num_warps=1 if width <= 128 else 4,
+        )  # fmt: skip
+    return out.double(), (apart.double() * positions).sqrt()
+
+
+@triton.jit
+def _softmax_gradient(logits, labels, losses, classes, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    label = tl.load(labels + row)
+    largest = -float("inf")
+    total = 0.0
+    for start in range(0, classes, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(base + col, mask=col < classes, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    log_sum = largest + tl.log(total)
+    valid = label >= 0
+    picked = tl.load(base + tl.maximum(label, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(valid, log_sum - picked, 0.0))
+    tl.debug_barrier()
+    for start in range(0, stride, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(base + col, mask=col < classes, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - log_sum) - tl.where(col == label, 1.0, 0.0)
+        gradient = tl.where(valid & (col < classes), gradient, 0.0)
+        tl.store(base + col, gradient.to(logits.dtype.element_ty), mask=col < stride)
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _softmax_gradient[(len(logits),)](
+            logits, labels.contiguous(), losses, classes, logits.stride(0), BLOCK=2048, num_warps=4
+        )
+    return losses

@@ -1,0 +1,155 @@
+"""The inner loops against brute force, and the kernels against the plain functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpoptim.gradients import kernels
+
+GPU = pytest.mark.skipif(kernels._kernels() is None, reason="needs a CUDA device and Triton")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
+SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
+
+
+def made(*shape, dtype=torch.float64, seed=0, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def close(found, expected, tolerance):
+    assert found.shape == expected.shape
+    error = (found.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert float(error) < tolerance, float(error)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [False, True])
+class TestPlain:
+    """By the definition, one example at a time, in float64."""
+
+    def test_outer(self, shape, scaled):
+        examples, positions, rows, cols = shape
+        left, right = made(examples, positions, rows), made(examples, positions, cols, seed=1)
+        scale, weights = made(rows, cols, seed=2).abs() if scaled else None, made(examples, seed=3)
+        whole = torch.zeros(examples, rows, cols, dtype=torch.float64)
+        for j in range(examples):
+            for t in range(positions):
+                whole[j] += torch.outer(left[j, t], right[j, t])
+        each = (whole if scale is None else whole * scale).square().sum((1, 2))
+        close(kernels.outer_squares(left, right, scale), each, 1e-12)
+        close(
+            kernels.outer_weighted_sum(left, right, weights),
+            torch.einsum("j,jrc->rc", weights, whole),
+            1e-12,
+        )
+        close(kernels.squares(whole, scale), each, 1e-12)
+        close(
+            kernels.weighted_sum(whole, weights),
+            torch.einsum("j,jrc->rc", weights, whole),
+            1e-12,
+        )
+
+    def test_rows(self, shape, scaled):
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4))
+        values, scale = made(examples, positions, cols), made(rows, cols, seed=2).abs() if scaled else None
+        left, right = made(examples, positions + 1, rows, seed=5), made(examples, positions + 1, cols, seed=6)
+        tables = torch.zeros(examples, rows, cols, dtype=torch.float64)
+        for j in range(examples):
+            for t in range(positions):
+                tables[j, ids[j, t]] += values[j, t]
+        products = left.mT @ right
+        factor = 1.0 if scale is None else scale
+        close(kernels.row_squares(ids, values, scale, rows)[0], (tables * factor).square().sum((1, 2)), 1e-12)
+        close(
+            kernels.outer_row_products(left, right, ids, values, scale),
+            (tables * factor * products * factor).sum((1, 2)),
+            1e-12,
+        )
+
+
+def test_normalised_sums_are_those_of_layer_norm():
+    inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
+    weight, bias = torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
+    _, mean, rstd = torch.native_layer_norm(inputs, [10], weight, bias, 1e-5)
+    for j in range(4):
+        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        (torch.nn.functional.layer_norm(inputs[j], [10], w, b) * grad[j]).sum().backward()
+        by_weight, by_bias = kernels.normalised_sums(grad, inputs, mean[..., 0], rstd[..., 0])
+        close(by_weight[j], w.grad, 1e-12)
+        close(by_bias[j], b.grad, 1e-12)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_softmax_gradient_is_autograds(padding):
+    logits = made(6, 11 + padding)
+    labels = torch.tensor([0, 10, 3, -100, 5, 5])
+    free = logits[:, :11].clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(free, labels, reduction="none")
+    expected.sum().backward()
+    losses = kernels.softmax_gradient_(logits, labels, 11)
+    close(losses, expected.detach(), 1e-12)
+    close(logits[:, :11], free.grad, 1e-12)
+    assert not logits[:, 11:].any()
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [False, True])
+class TestKernels:
+    """Kernels and plain functions from the same numbers of a narrow dtype: both accumulate in float32 or more."""
+
+    def test_outer(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        left = made(examples, positions, rows + 3, dtype=dtype, device="cuda")[..., :rows]  # at a stride
+        right = made(examples, positions, cols, seed=1, dtype=dtype, device="cuda")
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device="cuda").abs() if scaled else None
+        weights = made(examples, seed=3, dtype=torch.float32, device="cuda")
+        exact = left.double().mT @ right.double()
+        factor = 1.0 if scale is None else scale.double()
+        total = torch.einsum("j,jrc->rc", weights.double(), exact)
+        for _ in range(2):
+            close(kernels.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
+            close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
+        again = kernels.outer_squares(left, right, scale)
+        assert torch.equal(again, kernels.outer_squares(left, right, scale))
+        grads = exact.to(dtype)
+        close(kernels.squares(grads, scale), (grads.double() * factor).square().sum((1, 2)), 1e-6)
+        close(kernels.weighted_sum(grads, weights), torch.einsum("j,jrc->rc", weights.double(), grads.double()), 1e-6)
+
+    def test_rows(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).cuda()
+        values = made(examples, positions, cols, dtype=dtype, device="cuda")
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device="cuda").abs() if scaled else None
+        wide = None if scale is None else scale.double()
+        exact = kernels.row_squares(ids, values.double(), wide, rows)
+        for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
+            close(found, expected, 1e-6)
+        left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device="cuda")
+        right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device="cuda")
+        found = kernels.outer_row_products(left, right, ids, values, scale)
+        close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
+
+    def test_normalised_sums(self, shape, scaled, dtype):
+        examples, positions, _, width = shape
+        inputs = made(examples, positions, width, dtype=dtype, device="cuda")
+        grad = made(examples, positions, width, seed=1, dtype=dtype, device="cuda")
+        mean, rstd = made(examples, positions, seed=2).float().cuda(), made(examples, positions, seed=3).float().cuda()
+        found = kernels.normalised_sums(grad, inputs, mean, rstd)
+        expected = kernels.normalised_sums(grad.double(), inputs.double(), mean.double(), rstd.double())
+        for a, b in zip(found, expected, strict=True):
+            close(a, b, 1e-6)
+
+    def test_softmax_gradient(self, shape, scaled, dtype):
+        rows, classes, padding = shape[0] * shape[1], 10 * shape[2] + 1, 3 if scaled else 0
+        logits = made(rows, classes + padding, dtype=dtype, device="cuda")
+        labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).cuda()
+        exact = logits.double()
+        losses, expected = (kernels.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+        close(losses, expected, 1e-6)
+        close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
+        assert not logits[:, classes:].any()
