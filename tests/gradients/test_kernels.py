@@ -59,6 +59,10 @@ class TestPlain:
         for j in range(examples):
             for t in range(positions):
                 tables[j, ids[j, t]] += values[j, t]
+        weights = made(examples, seed=7)
+        close(kernels.row_weighted_sum(ids, values, weights, rows), torch.einsum("j,jrc->rc", weights, tables), 1e-12)
+        by_position = made(examples, positions, seed=8)
+        close(kernels.position_sums(values, by_position), torch.einsum("jt,jtc->jc", by_position, values), 1e-12)
         products = left.mT @ right
         factor = 1.0 if scale is None else scale
         close(kernels.row_squares(ids, values, scale, rows)[0], (tables * factor).square().sum((1, 2)), 1e-12)
@@ -129,6 +133,15 @@ class TestKernels:
         exact = kernels.row_squares(ids, values.double(), wide, rows)
         for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
             close(found, expected, 1e-6)
+        weights = made(examples, seed=7, dtype=torch.float32, device="cuda")
+        total = kernels.row_weighted_sum(ids, values, weights, rows)
+        close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
+        by_position = made(examples, positions, seed=8, dtype=dtype, device="cuda")
+        close(
+            kernels.position_sums(values, by_position),
+            kernels.position_sums(values.double(), by_position.double()),
+            1e-6,
+        )
         left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device="cuda")
         right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device="cuda")
         found = kernels.outer_row_products(left, right, ids, values, scale)

@@ -93,18 +93,19 @@ class ClippedSums:
         finite = norms.isfinite()
         apart = finite & (bounds * factor > CANCELLATION[precision] * norms)
         plain = finite & ~apart
-        # One transfer from the device for all that the host must know.
+        weights = self._weights(norms) * factor
+        # What is summed for all examples is used if none must be left out, which the host learns behind it: so an
+        # accelerator is never kept waiting. 0 · NaN is NaN: examples are left out, not weighted by 0.
+        sums = {name: self._sums_of(name, gradients, weights) for name, gradients in batch.gradients.items()}
         clipped, kept, alone = torch.stack([norms > self.clip_norm, plain, apart]).sum(1).tolist()
         self.counts.examples += batch.examples
         self.counts.clipped += clipped
         self.counts.nonfinite += batch.examples - kept - alone
         self.norms.append(norms.to(precision))
-        weights = self._weights(norms) * factor
         for name, gradients in batch.gradients.items():
-            if kept == batch.examples:
-                self._accumulate(name, gradients, weights)
-            else:  # 0 · NaN is NaN: examples are left out, not weighted by 0
-                self._accumulate(name, gradients.select(plain), weights[plain])
+            if kept < batch.examples:
+                sums[name] = self._sums_of(name, gradients.select(plain), weights[plain])
+            self._accumulate(name, sums[name])
         for j in torch.nonzero(apart).flatten().tolist() if alone else []:
             self._clip_and_sum_one(batch, j, factor)
 
@@ -116,17 +117,23 @@ class ClippedSums:
         weight = self._weights(norm[None]) * factor
         for name, g in own.items():
             alone = ExampleGradients(g.shape, dense=g[None])
-            self._accumulate(name, alone, weight)
+            self._accumulate(name, self._sums_of(name, alone, weight))
 
     def _weights(self, norms: Tensor) -> Tensor:
         """min(1, clip_norm/norm); a norm of 0 gives 1."""
         return (self.clip_norm / norms).clamp(max=1.0)
 
-    def _accumulate(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
+    def _sums_of(self, name: str, gradients: ExampleGradients, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Σ_j c_j g_j, and Σ_j (c_j g_j)² where asked."""
         weights = weights.to(wide_dtype(self.parameters[name].dtype))
-        _add_to(self.sums, name, gradients.weighted_sum(weights))
-        if self.square_sums is not None:
-            _add_to(self.square_sums, name, gradients.weighted_square_sum(weights))
+        squares = None if self.square_sums is None else gradients.weighted_square_sum(weights)
+        return gradients.weighted_sum(weights), squares
+
+    def _accumulate(self, name: str, sums: tuple[Tensor, Tensor | None]) -> None:
+        total, squares = sums
+        _add_to(self.sums, name, total)
+        if self.square_sums is not None and squares is not None:
+            _add_to(self.square_sums, name, squares)
 
 
 def _add_to(into: dict[str, Tensor], name: str, value: Tensor) -> None:

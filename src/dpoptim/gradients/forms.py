@@ -91,6 +91,22 @@ class Rows:
     def select(self, keep: Tensor) -> Rows:
         return Rows(self.ids[keep], self.values[keep])
 
+    @property
+    def _shared(self) -> bool:
+        """Whether all examples look up the same rows, as they do positions: one row of ids, expanded."""
+        return len(self.ids) > 1 and self.ids.stride(0) == 0
+
+    def is_smaller_formed(self, num_rows: int) -> bool:
+        """Whether the table itself takes hardly more memory than the values; asked on a GPU."""
+        on_gpu = self.values.is_cuda and self.values.dtype != torch.float64
+        return on_gpu and (num_rows <= 16 or (self._shared and num_rows <= 2 * self.ids.shape[1]))
+
+    def formed(self, num_rows: int) -> Tensor:
+        """g_j as [examples, num_rows, cols], in the dtype of the values."""
+        ids = self.ids[0] if self._shared else self.ids
+        chosen = torch.nn.functional.one_hot(ids, num_rows).to(self.values.dtype)
+        return chosen.mT @ self.values
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -125,6 +141,8 @@ class ExampleGradients:
     def add(self, form: Form) -> None:
         if isinstance(form, Outer) and form.is_smaller_formed:
             form = Dense(form.formed())
+        elif isinstance(form, Rows) and form.is_smaller_formed(self.shape[0]):
+            form = Dense(form.formed(self.shape[0]))
         if isinstance(form, Dense) and self.dense is not None:
             self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
             return
@@ -225,8 +243,7 @@ class ExampleGradients:
         for outer in self.outers:
             total += kernels.outer_weighted_sum(outer.left, outer.right, weights)
         for use in self.rows:
-            values = wide(use.values) * weights[:, None, None]
-            total.index_add_(0, use.ids.flatten(), values.flatten(0, 1))
+            total += kernels.row_weighted_sum(use.ids, use.values, weights, self.shape[0])
         if self.dense is not None:
             total += kernels.weighted_sum(self.dense, weights)
         return total

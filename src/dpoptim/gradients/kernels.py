@@ -62,12 +62,33 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`."""
-    kernels = on_gpu(left, right, weights)
-    if kernels is not None:
-        return kernels.outer_weighted_sum(left, right, weights)
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`.
+
+    On a GPU bfloat16 factors stay what they are, exactly: weights[j]·right is split into three bfloat16 numbers that
+    sum to it, and one product, which reads `left` once, takes all three.
+    """
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
+        rest = _wide(right) * weights.float()[:, None, None]
+        parts = []
+        for _ in range(3):
+            parts.append(rest.to(right.dtype))
+            rest = rest - parts[-1]
+        columns = torch.cat(parts, 2).flatten(0, 1)
+        products = torch.mm(_whole_rows(left).T, columns, out_dtype=torch.float32)[: left.shape[2]]
+        first, second, third = products.split(right.shape[2], 1)
+        return (first + second + third).to(weights.dtype)
     weighted = _wide(left) * weights[:, None, None]
     return weighted.flatten(0, 1).T @ _wide(right).flatten(0, 1)
+
+
+def _whole_rows(values: Tensor) -> Tensor:
+    """[examples·positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
+    stride, rows = values.stride(1), values.shape[0] * values.shape[1]
+    held = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
+    even = values.stride(2) == 1 and values.stride(0) == stride * values.shape[1]
+    if even and stride % 8 == 0 and held >= rows * stride:
+        return values.as_strided((rows, stride), (stride, 1))
+    return values.flatten(0, 1)
 
 
 def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +123,22 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     each = _wide(values) if scale is None else _wide(values) * scale[ids]
     bound = (each.square().sum((1, 2), dtype=torch.float64) * ids.shape[1]).sqrt()
     return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
+
+
+def row_weighted_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`."""
+    weighted = (values * weights[:, None, None]).to(weights.dtype).flatten(0, 1)
+    if values.is_cuda:
+        return torch.ops.aten.embedding_dense_backward(weighted, ids.flatten(), num_rows, -1, False)
+    return weighted.new_zeros(num_rows, values.shape[-1]).index_add_(0, ids.flatten(), weighted)
+
+
+def position_sums(values: Tensor, weights: Tensor) -> Tensor:
+    """Σ_t weights[j, t]·values[j, t] for each j, in float32 or float64."""
+    kernels = on_gpu(values, weights)
+    if kernels is not None:
+        return kernels.position_sums(values, weights)
+    return (_wide(weights)[:, None] @ _wide(values))[:, 0]
 
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:

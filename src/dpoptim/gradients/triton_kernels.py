@@ -68,7 +68,7 @@ def _product(
     left, right, example, positions, rows, cols, row, col, left_stride,
     IEEE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of Σ_t left[example, t] ⊗ right[example, t]; the same bits for its norm and for its sum."""
+    """A tile of Σ_t left[example, t] ⊗ right[example, t]."""
     total = tl.zeros([BR, BC], tl.float32)
     for start in range(0, positions, BT):
         t = start + tl.arange(0, BT)
@@ -111,40 +111,52 @@ def _outer_squares(
 
 
 @triton.jit
-def _outer_weighted_sum(
-    left, right, weights, out, examples, positions, rows, cols, left_stride,
-    IEEE: tl.constexpr, SHARE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    col = tl.program_id(1) * BC + tl.arange(0, BC)
-    share = tl.program_id(2)
-    total = tl.zeros([BR, BC], tl.float32)
-    for example in range(share * SHARE, min((share + 1) * SHARE, examples)):
-        weight = tl.load(weights + example)
-        product = _product(
-            left, right, example.to(tl.int64), positions, rows, cols, row, col, left_stride, IEEE, BR, BC, BT
+def _position_sums(values, weights, out, positions, width, stride, BLOCK: tl.constexpr):
+    example = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for t in range(positions):
+        weight = tl.load(weights + example * positions + t).to(tl.float32)
+        total += weight * tl.load(values + (example * positions + t) * stride + col, mask=col < width, other=0.0).to(
+            tl.float32
         )
-        total += weight * product
-    inside = (row[:, None] < rows) & (col[None, :] < cols)
-    place = (share.to(tl.int64) * rows + row[:, None]) * cols + col[None, :]
-    tl.store(out + place, total, mask=inside)
+    tl.store(out + example * width + col, total, mask=col < width)
 
 
-def _factors(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
+def position_sums(values: Tensor, weights: Tensor) -> Tensor:
+    values = _evenly(values)
+    examples, positions, width = values.shape
+    out = torch.zeros(examples, width, dtype=torch.float32, device=values.device)
+    if examples and positions:
+        _position_sums[(examples, triton.cdiv(width, 1024))](
+            values, weights.contiguous(), out, positions, width, values.stride(1), BLOCK=1024
+        )
+    return out
+
+
+def _evenly(tensor: Tensor) -> Tensor:
+    """With all positions of all examples at one stride, as the kernels read them."""
+    even = tensor.stride(2) == 1 and tensor.stride(0) == tensor.stride(1) * tensor.shape[1]
+    return tensor if even else tensor.contiguous()
+
+
+def _factors(left: Tensor, right: Tensor, scaled: bool) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
     """Both in one dtype, rows of `left` at any stride, and the sizes of tiles."""
     dtype = left.dtype if left.dtype == right.dtype else torch.float32
-    left, right = left.to(dtype), right.to(dtype).contiguous()
-    if left.stride(2) != 1 or left.stride(0) != left.stride(1) * left.shape[1]:
-        left = left.contiguous()
+    left, right = _evenly(left.to(dtype)), right.to(dtype).contiguous()
     cols = right.shape[2]
     wide = 128 if cols > 64 else max(16, triton.next_power_of_2(cols))
     narrow = 64 if left.shape[2] > 32 else max(16, triton.next_power_of_2(left.shape[2]))
-    short = 128 if left.element_size() == 2 and left.shape[1] > 32 else 32
-    return left, right, {"IEEE": dtype == torch.float32, "BR": narrow, "BC": wide, "BT": short, "num_stages": 1}
+    short = 128 if scaled and left.element_size() == 2 and left.shape[1] > 32 else 32
+    return (
+        left,
+        right,
+        {"IEEE": dtype == torch.float32, "BR": narrow, "BC": wide, "BT": short, "num_stages": 1 if short == 128 else 3},
+    )
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
-    left, right, sizes = _factors(left, right)
+    left, right, sizes = _factors(left, right, scale is not None)
     examples, positions, rows = left.shape
     cols = right.shape[2]
     grid = (triton.cdiv(rows, sizes["BR"]), triton.cdiv(cols, sizes["BC"]))
@@ -157,21 +169,6 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
             SCALED=scale is not None, GROUP=group, **sizes,
         )  # fmt: skip
     return out.sum(1, dtype=torch.float64)
-
-
-def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-    left, right, sizes = _factors(left, right)
-    examples, positions, rows = left.shape
-    cols = right.shape[2]
-    grid = (triton.cdiv(rows, sizes["BR"]), triton.cdiv(cols, sizes["BC"]))
-    share = max(1, triton.cdiv(examples, max(1, 528 // (grid[0] * grid[1]))))
-    shares = triton.cdiv(examples, share) if examples else 1
-    out = torch.zeros(shares, rows, cols, dtype=torch.float32, device=left.device)
-    if examples and positions:
-        _outer_weighted_sum[(*grid, shares)](
-            left, right, weights.float(), out, examples, positions, rows, cols, left.stride(1), SHARE=share, **sizes
-        )
-    return out.sum(0).to(weights.dtype)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Outer
-from dpoptim.gradients.kernels import softmax_gradient_
+from dpoptim.gradients.kernels import position_sums, softmax_gradient_
 from dpoptim.gradients.layers.rule import Keeper, Use, trainable
 
 _ALIGNMENT = 64  # classes are padded to a multiple of this: tensor cores want aligned rows
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if trainable(ctx.weight):
                 ctx.keeper.keep(ctx.weight, Outer(outputs, inputs * by_position[..., None]), ctx.use)
             if trainable(ctx.bias):
-                ctx.keeper.keep(ctx.bias, Dense(torch.bmm(by_position[:, None], outputs)[:, 0]), ctx.use)
+                ctx.keeper.keep(ctx.bias, Dense(position_sums(outputs, by_position)), ctx.use)
         if to_inputs is not None:
             to_inputs = to_inputs * by_position[..., None]
         return to_inputs, by_weight, by_bias, None, None, None
