@@ -64,50 +64,53 @@ def weighted_sum(grads: Tensor, weights: Tensor) -> Tensor:
 
 
 @triton.jit
-def _product(
-    left, right, example, positions, rows, cols, row, col, left_stride,
-    IEEE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """A tile of Σ_t left[example, t] ⊗ right[example, t]."""
-    total = tl.zeros([BR, BC], tl.float32)
-    for start in range(0, positions, BT):
-        t = start + tl.arange(0, BT)
-        columns = tl.load(
-            left + (example * positions + t[None, :]) * left_stride + row[:, None],
-            mask=(t[None, :] < positions) & (row[:, None] < rows),
-            other=0.0,
-        )
-        values = tl.load(
-            right + (example * positions + t[:, None]) * cols + col[None, :],
-            mask=(t[:, None] < positions) & (col[None, :] < cols),
-            other=0.0,
-        )
-        if IEEE:  # noqa: SIM108
-            total = tl.dot(columns, values, total, input_precision="ieee")
-        else:
-            total = tl.dot(columns, values, total)
+def _add_product(left, right, example, t, positions, rows, cols, row, col, left_stride, total, IEEE: tl.constexpr):
+    """total += Σ_t left[example, t, row] ⊗ right[example, t, col]."""
+    here = (example * positions + t)[:, None]
+    columns = tl.load(
+        left + here * left_stride + row[None, :], mask=(t[:, None] < positions) & (row[None, :] < rows), other=0.0
+    )
+    values = tl.load(
+        right + here * cols + col[None, :], mask=(t[:, None] < positions) & (col[None, :] < cols), other=0.0
+    )
+    if IEEE:
+        total = tl.dot(tl.trans(columns), values, total, input_precision="ieee")
+    else:
+        total = tl.dot(tl.trans(columns), values, total)
     return total
 
 
 @triton.jit
 def _outer_squares(
     left, right, scale, out, examples, positions, rows, cols, left_stride, tiles,
-    SCALED: tl.constexpr, IEEE: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    SCALED: tl.constexpr, IEEE: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    LONG: tl.constexpr, UNROLLED: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
+    """Each program takes one tile of the product for GROUP examples; positions go in blocks of 64, then of 16."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     col = tl.program_id(1) * BC + tl.arange(0, BC)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    weight = tl.full([BR, BC], 1.0, tl.float32)
     if SCALED:
         inside = (row[:, None] < rows) & (col[None, :] < cols)
         weight = tl.load(scale + row[:, None].to(tl.int64) * cols + col[None, :], mask=inside, other=0.0)
-    for member in range(GROUP):
-        example = tl.program_id(2).to(tl.int64) * GROUP + member
-        if example < examples:
-            product = _product(left, right, example, positions, rows, cols, row, col, left_stride, IEEE, BR, BC, BT)
-            if SCALED:
-                product = product * weight
-            tl.store(out + example * tiles + tile, tl.sum(tl.sum(product * product, 1), 0))
+    for member in tl.range(GROUP, num_stages=2):
+        # Beyond the last example the last one is measured again, and stored where it belongs.
+        example = tl.minimum(tl.program_id(2) * GROUP + member, examples - 1).to(tl.int64)
+        total = tl.zeros([BR, BC], tl.float32)
+        if UNROLLED:
+            for block in tl.static_range(LONG):
+                t = block * 64 + tl.arange(0, 64)
+                total = _add_product(left, right, example, t, positions, rows, cols, row, col, left_stride, total, IEEE)
+        else:
+            for block in range(LONG):
+                t = block * 64 + tl.arange(0, 64)
+                total = _add_product(left, right, example, t, positions, rows, cols, row, col, left_stride, total, IEEE)
+        for block in tl.static_range(SHORT):
+            t = LONG * 64 + block * 16 + tl.arange(0, 16)
+            total = _add_product(left, right, example, t, positions, rows, cols, row, col, left_stride, total, IEEE)
+        if SCALED:
+            total = total * weight
+        tl.store(out + example * tiles + tile, tl.sum(tl.sum(total * total, 1), 0))
 
 
 @triton.jit
@@ -140,33 +143,24 @@ def _evenly(tensor: Tensor) -> Tensor:
     return tensor if even else tensor.contiguous()
 
 
-def _factors(left: Tensor, right: Tensor, scaled: bool) -> tuple[Tensor, Tensor, dict[str, int | bool]]:
-    """Both in one dtype, rows of `left` at any stride, and the sizes of tiles."""
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     dtype = left.dtype if left.dtype == right.dtype else torch.float32
     left, right = _evenly(left.to(dtype)), right.to(dtype).contiguous()
-    cols = right.shape[2]
-    wide = 128 if cols > 64 else max(16, triton.next_power_of_2(cols))
-    narrow = 64 if left.shape[2] > 32 else max(16, triton.next_power_of_2(left.shape[2]))
-    short = 128 if scaled and left.element_size() == 2 and left.shape[1] > 32 else 32
-    return (
-        left,
-        right,
-        {"IEEE": dtype == torch.float32, "BR": narrow, "BC": wide, "BT": short, "num_stages": 1 if short == 128 else 3},
-    )
-
-
-def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
-    left, right, sizes = _factors(left, right, scale is not None)
-    examples, positions, rows = left.shape
-    cols = right.shape[2]
-    grid = (triton.cdiv(rows, sizes["BR"]), triton.cdiv(cols, sizes["BC"]))
-    tiles, group = grid[0] * grid[1], 8
+    (examples, positions, rows), cols = left.shape, right.shape[2]
+    most = 64 if dtype == torch.float32 else 128
+    high, wide = (max(16, min(most, triton.next_power_of_2(size))) for size in (rows, cols))
+    grid = (triton.cdiv(rows, high), triton.cdiv(cols, wide))
+    tiles, group = grid[0] * grid[1], 16
     out = torch.zeros(examples, tiles, dtype=torch.float32, device=left.device)
+    long, short = divmod(positions, 64)
+    if short > 48:
+        long, short = long + 1, 0
     if examples and positions:
         given = left if scale is None else scale.float().contiguous()
         _outer_squares[(*grid, triton.cdiv(examples, group))](
             left, right, given, out, examples, positions, rows, cols, left.stride(1), tiles,
-            SCALED=scale is not None, GROUP=group, **sizes,
+            SCALED=scale is not None, IEEE=dtype == torch.float32, GROUP=group, BR=high, BC=wide,
+            LONG=long, UNROLLED=long <= 4, SHORT=triton.cdiv(short, 16), num_warps=4,
         )  # fmt: skip
     return out.sum(1, dtype=torch.float64)
 
