@@ -1,7 +1,7 @@
 """Geometries: the scale s_t that multiplies gradients before clipping and divides the noise. A function of released
 values alone.
 
-`scale(slot)` is s for the step after `slot.step` completed ones and reads the state only, so it can be made again
+`scale(bundle)` is s for the step after `bundle.step` completed ones and reads the state only, so it can be made again
 after a restart; `begin` prepares the state before the first step, `observe` takes in what a step released.
 """
 
@@ -13,30 +13,30 @@ from typing import Protocol
 
 from torch import Tensor
 
+from dpoptim.optim.bundle import Bundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import OncePerStep
-from dpoptim.optim.slot import Slot
 
 
 class Geometry(Protocol):
     """The first slot: the shape of the clipping ball and of the noise."""
 
-    def begin(self, slot: Slot) -> None: ...
-    def observe(self, slot: Slot, noisy_grad: Tensor) -> None: ...
-    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor | None: ...
+    def begin(self, bundle: Bundle) -> None: ...
+    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None: ...
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class Flat:
     """s = 1: plain clipping, isotropic noise."""
 
-    def begin(self, slot: Slot) -> None:
+    def begin(self, bundle: Bundle) -> None:
         pass
 
-    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, slot: Slot, rule: UpdateRule) -> None:
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> None:
         return None
 
 
@@ -69,18 +69,18 @@ class InverseRoot:
         if not self.start >= 0:
             raise ValueError(f"start={self.start} must be 0 or more")
 
-    def begin(self, slot: Slot) -> None:
-        slot.get("second_moment")
+    def begin(self, bundle: Bundle) -> None:
+        bundle.get("second_moment")
 
-    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
-        total = slot.get("second_moment")
-        if slot.step == 0:
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor:
+        total = bundle.get("second_moment")
+        if bundle.step == 0:
             nu_hat = total + self.start
         else:
-            nu_hat = rule.estimate(total, slot.group, slot.step) if self.debias else total
+            nu_hat = rule.estimate(total, bundle.group, bundle.step) if self.debias else total
         top = self.eps_scale if self.normalise else 1.0
         return top / (nu_hat.clamp(min=0) ** self.exponent + self.eps_scale)
 
@@ -111,30 +111,30 @@ class Delayed:
         if not self.clip_ratio > 0:
             raise ValueError(f"clip_ratio={self.clip_ratio} must be positive")
 
-    def begin(self, slot: Slot) -> None:
-        slot.get("preconditioner")
-        slot.get("release_sum")
+    def begin(self, bundle: Bundle) -> None:
+        bundle.get("preconditioner")
+        bundle.get("release_sum")
 
-    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
-        position = (slot.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step that is now complete
+    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+        position = (bundle.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step that is now complete
         if position >= self.plain_steps:
             return
-        total = slot.get("release_sum").add_(noisy_grad)
+        total = bundle.get("release_sum").add_(noisy_grad)
         if position == self.plain_steps - 1:
             squares = (total / self.plain_steps).square()
-            preconditioner = slot.get("preconditioner")
+            preconditioner = bundle.get("preconditioner")
             if self.decay is None:
                 preconditioner.add_(squares)
             else:
                 preconditioner.lerp_(squares, 1 - self.decay)
             total.zero_()
 
-    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor | None:
-        if slot.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
-            slot.state.pop("divided_by", None)
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None:
+        if bundle.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
+            bundle.passing.pop("divided_by", None)
             return None
-        slot.state["divided_by"] = slot.get("preconditioner").sqrt() + self.eps
-        return 1 / (self.clip_ratio * slot.state["divided_by"])
+        bundle.passing["divided_by"] = bundle.get("preconditioner").sqrt() + self.eps
+        return 1 / (self.clip_ratio * bundle.passing["divided_by"])
 
 
 class FromPublic:
@@ -159,18 +159,18 @@ class FromPublic:
         self.renew_every, self.decay, self.eps = renew_every, decay, eps
         self._source = OncePerStep(gradients)
 
-    def begin(self, slot: Slot) -> None:
-        self._renew(slot)
+    def begin(self, bundle: Bundle) -> None:
+        self._renew(bundle)
 
-    def observe(self, slot: Slot, noisy_grad: Tensor) -> None:
-        if slot.step % self.renew_every == 0:
-            self._renew(slot)
+    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+        if bundle.step % self.renew_every == 0:
+            self._renew(bundle)
 
-    def _renew(self, slot: Slot) -> None:
-        public = self._source.at(slot.step)[slot.name]
-        total = slot.get("preconditioner")
-        total.lerp_(public.to(total.dtype).square(), 1 - self.decay)
+    def _renew(self, bundle: Bundle) -> None:
+        public = bundle.flat(self._source.at(bundle.step))
+        total = bundle.get("preconditioner")
+        total.lerp_(public.square(), 1 - self.decay)
 
-    def scale(self, slot: Slot, rule: UpdateRule) -> Tensor:
-        slot.state["divided_by"] = (slot.get("preconditioner") + self.eps).sqrt()
-        return 1 / slot.state["divided_by"]
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor:
+        bundle.passing["divided_by"] = (bundle.get("preconditioner") + self.eps).sqrt()
+        return 1 / bundle.passing["divided_by"]

@@ -5,7 +5,7 @@ values alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import PrivateRelease
 from dpoptim.noise import NoiseKey, NoiseMemory
+from dpoptim.optim.bundle import SCALARS, Bundle
 from dpoptim.optim.geometries import Geometry
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
-from dpoptim.optim.slot import Slot
 from dpoptim.privacy import PrivacyPlan, Release
 
 
@@ -76,9 +76,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
             noise_memory=noise_memory,
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
+        self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
         self._names = {p: name for p, name in names.items() if p.requires_grad}
-        for slot in self._slots():
-            geometry.begin(slot)
+        self._kept = [({}, {}) for _ in self._members()]
+        for bundle in self._bundles():
+            geometry.begin(bundle)
         self._set_scale()
 
     @property
@@ -101,18 +103,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self.release.close_physical_batch():
             return loss
         released = self.release.release()
-        for slot in self._slots():
-            gradient, group, parameter = released.gradient[slot.name], slot.group, slot.parameter
-            decay = group["weight_decay"]
+        noisy_vectors = []
+        for bundle in self._bundles():
+            noisy = bundle.flat(released.gradient)
+            noisy_vectors.append(noisy)
+            lr, decay = bundle.group["lr"], bundle.group["weight_decay"]
+            gradient = noisy
             if decay and not self.rule.decoupled:
-                gradient = gradient.add(parameter.to(gradient.dtype), alpha=decay)
-            denominator = self.second_moment.denominator(slot, self.rule, gradient, released)
-            direction = self.rule.direction(gradient, denominator, slot)
+                gradient = noisy.add(bundle.flat_parameters(), alpha=decay)
+            denominator = self.second_moment.denominator(bundle, self.rule, gradient, released)
+            direction = self.rule.direction(gradient, denominator, bundle)
             if decay and self.rule.decoupled:
-                parameter.mul_(1 - group["lr"] * decay)
-            parameter.add_(direction, alpha=-group["lr"])
-        for slot in self._slots():
-            self.geometry.observe(slot, released.gradient[slot.name])
+                torch._foreach_mul_(bundle.parameters, 1 - lr * decay)
+            torch._foreach_add_(bundle.parameters, bundle.split(direction), alpha=-lr)
+        for bundle, noisy in zip(self._bundles(), noisy_vectors, strict=True):
+            self.geometry.observe(bundle, noisy)
         self._set_scale()
         return loss
 
@@ -162,6 +167,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.release.resume(privacy)
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._restore_precision(state_dict)
+        self._gather_state()
         self._set_scale()
 
     def _variant(self) -> list[str]:
@@ -178,17 +184,47 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     value = value.detach().to(device=device, copy=True)
                 self.state[parameter][name] = copy.copy(value)
 
-    def _slots(self) -> Iterable[Slot]:
-        step = self.release.step
-        for group in self.param_groups:
+    def _members(self) -> list[tuple[int, list[nn.Parameter]]]:
+        """The trained parameters of each bundle, with the number of their group."""
+        found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
+        for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter in self._names:
-                    yield Slot(self._names[parameter], parameter, self.state[parameter], group, step)
+                    kind = (index, parameter.dtype == torch.float64, parameter.device)
+                    found.setdefault(kind, []).append(parameter)
+        return [(index, parameters) for (index, _, _), parameters in found.items()]
+
+    def _bundles(self) -> Iterator[Bundle]:
+        """Each bundle in turn; state that is new when the next one is asked for gets its views."""
+        for (index, parameters), (state, passing) in zip(self._members(), self._kept, strict=True):
+            names = [self._names[parameter] for parameter in parameters]
+            bundle = Bundle(names, list(parameters), state, passing, self.param_groups[index], self.release.step)
+            yield bundle
+            for key, vector in state.items():
+                views = [vector] * len(parameters) if key in SCALARS else bundle.split(vector)
+                for parameter, view in zip(parameters, views, strict=True):
+                    self.state[parameter].setdefault(key, view)
+
+    def _gather_state(self) -> None:
+        """Make the bundles' vectors of what was loaded for each parameter, and views into them again."""
+        for bundle in self._bundles():
+            loaded = [self.state.pop(parameter, {}) for parameter in bundle.parameters]
+            bundle.state.clear()
+            bundle.passing.clear()
+            for key in dict.fromkeys(key for state in loaded for key in state):
+                if key in SCALARS:
+                    bundle.state[key] = loaded[0][key]
+                else:
+                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(bundle.dtype) for state in loaded])
 
     @torch.no_grad()
     def _set_scale(self) -> None:
-        scales = {slot.name: self.geometry.scale(slot, self.rule) for slot in self._slots()}
-        self.release.scale = {name: s for name, s in scales.items() if s is not None} or None
+        scale: dict[str, Tensor] = {}
+        for bundle in self._bundles():
+            vector = self.geometry.scale(bundle, self.rule)
+            if vector is not None:
+                scale.update(zip(bundle.names, bundle.split(vector), strict=True))
+        self.release.scale = scale or None
 
 
 def _checked_groups(names: dict[nn.Parameter, str], groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dpoptim.optim.slot import Slot
+from dpoptim.optim.bundle import Bundle
 
 
 class UpdateRule(Protocol):
@@ -27,7 +27,7 @@ class UpdateRule(Protocol):
     def defaults(self) -> dict[str, Any]: ...
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None: ...
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor: ...
-    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor: ...
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class Adam:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total / (1 - group["betas"][1] ** step)
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
-        beta1 = slot.group["betas"][0]
-        mu = slot.get("first_moment").lerp_(gradient, 1 - beta1)
-        return _ratio(mu / (1 - beta1**slot.step), denominator)
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+        beta1 = bundle.group["betas"][0]
+        mu = bundle.get("first_moment").lerp_(gradient, 1 - beta1)
+        return _ratio(mu / (1 - beta1**bundle.step), denominator)
 
 
 def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:
@@ -91,7 +91,7 @@ class AdaGrad:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
         return _ratio(gradient, denominator)
 
 
@@ -126,8 +126,8 @@ class RMSProp:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
-        return _momentum(_ratio(gradient, denominator), slot)
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+        return _momentum(_ratio(gradient, denominator), bundle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +153,14 @@ class SGD:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         raise AssertionError("SGD keeps no second moment")
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, slot: Slot) -> Tensor:
-        return _momentum(_ratio(gradient, denominator), slot)
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+        return _momentum(_ratio(gradient, denominator), bundle)
 
 
-def _momentum(direction: Tensor, slot: Slot) -> Tensor:
-    if slot.group["momentum"] == 0:
+def _momentum(direction: Tensor, bundle: Bundle) -> Tensor:
+    if bundle.group["momentum"] == 0:
         return direction
-    return slot.get("momentum_buffer").mul_(slot.group["momentum"]).add_(direction)
+    return bundle.get("momentum_buffer").mul_(bundle.group["momentum"]).add_(direction)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor | None) -> Tensor:

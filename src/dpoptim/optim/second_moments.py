@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from dpoptim.gradients import Released
+from dpoptim.optim.bundle import Bundle
 from dpoptim.optim.rules import UpdateRule
-from dpoptim.optim.slot import Slot
 
 
 class SecondMoment(Protocol):
     """The third slot: turns a release into the denominator of the update."""
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None: ...
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class NoSecondMoment:
     """The update divides by nothing (SGD)."""
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
         return None
 
 
@@ -36,9 +36,9 @@ class NoSecondMoment:
 class OfNoisyGradient:
     """ν of g̃², as Adam on the noisy gradient has it; denominator √ν̂ + eps. Biased upwards by the noise's variance."""
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
-        nu_hat = _accumulate(slot, rule, gradient.square())
-        return nu_hat.sqrt() + slot.group["eps"]
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+        nu_hat = _accumulate(bundle, rule, gradient.square())
+        return nu_hat.sqrt() + bundle.group["eps"]
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ class NoiseCorrected:
     mechanism. The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
     """
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
-        nu_hat = _accumulate(slot, rule, gradient.square())
-        if "noise_moment" not in slot.state:
-            slot.state["noise_moment"] = torch.zeros((), dtype=torch.float64)
-        total = slot.state["noise_moment"]
-        rule.accumulate(total, torch.tensor(released.noise_variance, dtype=torch.float64), slot.group)
-        bias = float(rule.estimate(total, slot.group, slot.step))
-        return (nu_hat - bias).clamp_(min=slot.group["eps"] ** 2).sqrt_()
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+        nu_hat = _accumulate(bundle, rule, gradient.square())
+        if "noise_moment" not in bundle.state:
+            bundle.state["noise_moment"] = torch.zeros((), dtype=torch.float64)
+        total = bundle.state["noise_moment"]
+        rule.accumulate(total, torch.tensor(released.noise_variance, dtype=torch.float64), bundle.group)
+        bias = float(rule.estimate(total, bundle.group, bundle.step))
+        return (nu_hat - bias).clamp_(min=bundle.group["eps"] ** 2).sqrt_()
 
 
 @dataclass(frozen=True)
 class OfReleasedSquare:
     """ν of the second release (IME, JME; un-noised under the non-private plan); denominator √max(ν̂, 0) + eps."""
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         assert released.square is not None
-        nu_hat = _accumulate(slot, rule, released.square[slot.name])
-        return nu_hat.clamp(min=0).sqrt_() + slot.group["eps"]
+        nu_hat = _accumulate(bundle, rule, bundle.flat(released.square))
+        return nu_hat.clamp(min=0).sqrt_() + bundle.group["eps"]
 
 
 class OfPublicGradient:
@@ -75,10 +75,10 @@ class OfPublicGradient:
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._source = OncePerStep(gradients)
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
-        public = self._source.at(slot.step)[slot.name].to(gradient.dtype)
-        nu_hat = _accumulate(slot, rule, public.square())
-        return nu_hat.sqrt() + slot.group["eps"]
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+        public = bundle.flat(self._source.at(bundle.step))
+        nu_hat = _accumulate(bundle, rule, public.square())
+        return nu_hat.sqrt() + bundle.group["eps"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class OfScale:
     (DP², AdaDPS).
     """
 
-    def denominator(self, slot: Slot, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None:
-        return slot.state.get("divided_by")
+    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None:
+        return bundle.passing.get("divided_by")
 
 
 class OncePerStep:
@@ -105,7 +105,7 @@ class OncePerStep:
         return self._latest
 
 
-def _accumulate(slot: Slot, rule: UpdateRule, value: Tensor) -> Tensor:
-    total = slot.get("second_moment")
-    rule.accumulate(total, value, slot.group)
-    return rule.estimate(total, slot.group, slot.step)
+def _accumulate(bundle: Bundle, rule: UpdateRule, value: Tensor) -> Tensor:
+    total = bundle.get("second_moment")
+    rule.accumulate(total, value, bundle.group)
+    return rule.estimate(total, bundle.group, bundle.step)
