@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dpoptim.gradients import kernels
 from dpoptim.gradients.engine import Engine, PhysicalBatch
-from dpoptim.gradients.forms import ExampleGradients, wide_dtype
+from dpoptim.gradients.forms import ExampleGradients, joined_small, wide, wide_dtype
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 """Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
@@ -83,30 +84,36 @@ class ClippedSums:
         factor = batch.examples if self.mean_loss else 1
         squared: Tensor | float = 0.0
         bounds: Tensor | float = 0.0
-        for name, gradients in batch.gradients.items():
-            scale = None if self.scale is None else self.scale[name]
-            more, bound = gradients.measured(scale)
+        joined = joined_small(batch.gradients)
+        alone = {name: g for name, g in batch.gradients.items() if not any(name in names for names, _ in joined)}
+        for name, gradients in alone.items():
+            more, bound = gradients.measured(None if self.scale is None else self.scale[name])
             squared, bounds = squared + more, bounds + bound
+        for names, grads in joined:
+            scale = None if self.scale is None else torch.cat([self.scale[name].reshape(-1) for name in names])
+            squared = squared + kernels.squares(grads, scale)
         assert isinstance(squared, Tensor)
         norms = squared.sqrt() * factor
         precision = wide_dtype(next(iter(self.parameters.values())).dtype)
         finite = norms.isfinite()
-        apart = finite & (bounds * factor > CANCELLATION[precision] * norms)
+        apart = finite & (torch.as_tensor(bounds, device=norms.device) * factor > CANCELLATION[precision] * norms)
         plain = finite & ~apart
         weights = self._weights(norms) * factor
         # What is summed for all examples is used if none must be left out, which the host learns behind it: so an
         # accelerator is never kept waiting. 0 · NaN is NaN: examples are left out, not weighted by 0.
-        sums = {name: self._sums_of(name, gradients, weights) for name, gradients in batch.gradients.items()}
-        clipped, kept, alone = torch.stack([norms > self.clip_norm, plain, apart]).sum(1).tolist()
+        sums = {name: self._sums_of(name, gradients, weights) for name, gradients in alone.items()}
+        for names, grads in joined:
+            sums.update(self._joined_sums(names, grads, weights))
+        clipped, kept, single = torch.stack([norms > self.clip_norm, plain, apart]).sum(1).tolist()
         self.counts.examples += batch.examples
         self.counts.clipped += clipped
-        self.counts.nonfinite += batch.examples - kept - alone
+        self.counts.nonfinite += batch.examples - kept - single
         self.norms.append(norms.to(precision))
         for name, gradients in batch.gradients.items():
             if kept < batch.examples:
                 sums[name] = self._sums_of(name, gradients.select(plain), weights[plain])
             self._accumulate(name, sums[name])
-        for j in torch.nonzero(apart).flatten().tolist() if alone else []:
+        for j in torch.nonzero(apart).flatten().tolist() if single else []:
             self._clip_and_sum_one(batch, j, factor)
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
@@ -128,6 +135,21 @@ class ClippedSums:
         weights = weights.to(wide_dtype(self.parameters[name].dtype))
         squares = None if self.square_sums is None else gradients.weighted_square_sum(weights)
         return gradients.weighted_sum(weights), squares
+
+    def _joined_sums(self, names: list[str], grads: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """`_sums_of` for small parameters that stand side by side in one tensor."""
+        shapes = [self.parameters[name].shape for name in names]
+        weights = weights.to(wide_dtype(grads.dtype))
+
+        def by_name(total: Tensor) -> list[Tensor]:
+            parts = total.split([shape.numel() for shape in shapes])
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        totals = by_name(kernels.weighted_sum(grads, weights))
+        if self.square_sums is None:
+            return {name: (total, None) for name, total in zip(names, totals, strict=True)}
+        squares = by_name(torch.tensordot(weights.square(), wide(grads).square(), dims=1))
+        return {name: both for name, *both in zip(names, totals, squares, strict=True)}  # type: ignore[misc]
 
     def _accumulate(self, name: str, sums: tuple[Tensor, Tensor | None]) -> None:
         total, squares = sums

@@ -25,6 +25,8 @@ from dpoptim.gradients import kernels
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
 
+_SMALL = 1 << 14  # elements of a parameter whose gradients are put side by side with others
+
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
@@ -324,3 +326,15 @@ class ExampleGradients:
             block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
         assert block is not None
         return block
+
+
+def joined_small(gradients: dict[str, ExampleGradients]) -> list[tuple[list[str], Tensor]]:
+    """Small gradients that are kept as they are (biases, norms), side by side: (names, [examples, all elements]).
+
+    A model has many of them, and one operation on all costs hardly more than on one. One list for each dtype.
+    """
+    kinds: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, own in gradients.items():
+        if own.dense is not None and not own.outers and not own.rows and own.shape.numel() <= _SMALL:
+            kinds.setdefault(own.dense.dtype, {})[name] = own.dense.reshape(own.examples, -1)
+    return [(list(parts), torch.cat(list(parts.values()), 1)) for parts in kinds.values() if len(parts) > 1]

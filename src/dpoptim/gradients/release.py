@@ -253,8 +253,7 @@ class PrivateRelease:
         sums, square_sums = self._sums.take()
         square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
-        for total in sums.values():
-            total.div_(self.plan.batch_size)
+        torch._foreach_div_(list(sums.values()), self.plan.batch_size)
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
@@ -344,6 +343,9 @@ class PrivateRelease:
             return
         for names, rows in self._noise[stream]:
             row = rows.row(self.step).mul_(stddev)
-            for name, part in zip(names, row.split([to[name].numel() for name in names]), strict=True):
-                noise = part.view_as(to[name])
-                to[name].add_(noise if scale is None else noise.div_(scale[name]))
+            tensors = [to[name] for name in names]
+            parts = row.split([tensor.numel() for tensor in tensors])
+            noise = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+            if scale is not None:
+                torch._foreach_div_(noise, [scale[name] for name in names])
+            torch._foreach_add_(tensors, noise)
