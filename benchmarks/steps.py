@@ -50,6 +50,12 @@ class Case:
     loss: Callable[[Any, Batch], Tensor]
 
 
+def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of each example, from stored logits; flat, as a class axis in the middle is slow."""
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    return losses.view(labels.shape).mean(1)
+
+
 class MaskedLM(nn.Module):
     """BERT that looks at its masked positions alone behind the encoder."""
 
@@ -79,7 +85,7 @@ def bert_tiny(device: str, examples: int, positions: int) -> Case:
 
     def plain(model: Any, batch: Batch) -> Tensor:
         logits = model.bert.cls.predictions.decoder(model(batch[0], batch[1]))
-        return F.cross_entropy(logits.transpose(1, 2).float(), batch[2], reduction="none").mean(1)
+        return flat_cross_entropy(logits, batch[2])
 
     def fused(model: Any, batch: Batch) -> Tensor:
         hidden = model(batch[0], batch[1])
@@ -115,7 +121,7 @@ def gpt2(device: str, examples: int, positions: int, *, lora: bool = False) -> C
 
     def plain(model: Any, batch: Batch) -> Tensor:
         logits = model(batch[0]).logits
-        return F.cross_entropy(logits.transpose(1, 2).float(), batch[1], reduction="none").mean(1)
+        return flat_cross_entropy(logits, batch[1])
 
     def fused(model: Any, batch: Batch) -> Tensor:
         hidden = model.transformer(batch[0]).last_hidden_state
