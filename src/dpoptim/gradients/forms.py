@@ -178,22 +178,31 @@ class ExampleGradients:
         )
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(`squared_norms`, `cancellation_bounds`), by kernels where there are any for these forms."""
-        if kernels.on_gpu(*self._tensors(), scale) is None or len(self.outers) > 1 or len(self.rows) > 1:
-            return self.squared_norms(scale), self.cancellation_bounds(scale)
-        if self.dense is not None and (self.outers or self.rows):
+        """(`squared_norms`, `cancellation_bounds`), in the cheapest way for these forms."""
+        if len(self.outers) == len(self.rows) == 1 and self.dense is None:
+            return self._tied_measure(scale)
+        on_gpu = kernels.on_gpu(*self._tensors(), scale) is not None
+        if not on_gpu or len(self.outers) > 1 or len(self.rows) > 1 or (self.dense is not None and self._in_parts):
             return self.squared_norms(scale), self.cancellation_bounds(scale)
         zero = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         if self.dense is not None:
             return kernels.squares(self.dense, scale), zero
-        by_outer = kernels.outer_squares(self.outers[0].left, self.outers[0].right, scale) if self.outers else zero
-        if not self.rows:
-            return by_outer, zero
-        use = self.rows[0]
+        if self.outers:
+            return kernels.outer_squares(self.outers[0].left, self.outers[0].right, scale), zero
+        return kernels.row_squares(self.rows[0].ids, self.rows[0].values, scale, self.shape[0])
+
+    @property
+    def _in_parts(self) -> bool:
+        return bool(self.outers or self.rows)
+
+    def _tied_measure(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed."""
+        outer, use = self.outers[0], self.rows[0]
+        if kernels.on_gpu(outer.left, outer.right, scale) is not None:
+            by_outer = kernels.outer_squares(outer.left, outer.right, scale)
+        else:
+            by_outer = replace(self, rows=[], kept=[]).squared_norms(scale)
         by_rows, bound = kernels.row_squares(use.ids, use.values, scale, self.shape[0])
-        if not self.outers:
-            return by_rows, bound
-        outer = self.outers[0]
         cross = kernels.outer_row_products(outer.left, outer.right, use.ids, use.values, scale)
         return (by_outer + 2 * cross + by_rows).clamp(min=0), by_outer.sqrt() + bound
 
@@ -298,11 +307,10 @@ class ExampleGradients:
         return kernels.row_squares(ids, values, scale, self.shape[0])[0]
 
     def _squared_norms_by_blocks(self, scale: Tensor | None) -> Tensor:
-        total: Tensor | None = None
-        for rows, block in self._blocks():
-            scaled = block if scale is None else block * scale[rows]
-            total = _squares(scaled) if total is None else total + _squares(scaled)
-        assert total is not None
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        for rows, block in self._blocks():  # which are ours to overwrite
+            scaled = block if scale is None else block.mul_(scale[rows])
+            total += scaled.square_().reshape(*scaled.shape[:2], -1).sum(2).sum(1, dtype=torch.float64)
         return total
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
