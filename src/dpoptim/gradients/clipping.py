@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import kernels
 from dpoptim.gradients.engine import Engine, PhysicalBatch
-from dpoptim.gradients.forms import ExampleGradients, joined_small, wide, wide_dtype
+from dpoptim.gradients.forms import ExampleGradients, joined_small
+from dpoptim.gradients.kernels import wide, wide_dtype
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 """Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
@@ -85,7 +86,8 @@ class ClippedSums:
         squared: Tensor | float = 0.0
         bounds: Tensor | float = 0.0
         joined = joined_small(batch.gradients)
-        alone = {name: g for name, g in batch.gradients.items() if not any(name in names for names, _ in joined)}
+        together = {name for names, _ in joined for name in names}
+        alone = {name: gradients for name, gradients in batch.gradients.items() if name not in together}
         for name, gradients in alone.items():
             more, bound = gradients.measured(None if self.scale is None else self.scale[name])
             squared, bounds = squared + more, bounds + bound

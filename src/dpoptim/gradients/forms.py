@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.gradients import kernels
+from dpoptim.gradients.kernels import wide
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
@@ -29,20 +30,6 @@ _SMALL = 1 << 14  # elements of a parameter whose gradients are put side by side
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of norms, sums and noise: float64 stays, everything else becomes fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.to(wide_dtype(tensor.dtype))
-
-
-def _squares(rows: Tensor) -> Tensor:
-    """Sum of squares of everything behind the first axis, in float64."""
-    return rows.square().reshape(len(rows), -1).sum(1, dtype=torch.float64)
 
 
 def _lengths(vectors: Tensor) -> Tensor:
@@ -281,7 +268,7 @@ class ExampleGradients:
         if positions > 1:
             norms = self._gram_squared_norms(left, right)
         elif scale is None:
-            norms = _squares(left) * _squares(right)
+            norms = kernels.squares(left, None) * kernels.squares(right, None)
         else:
             norms = ((left[:, 0].square() @ scale.square()) * right[:, 0].square()).double().sum(1)
         doubtful = norms < 0

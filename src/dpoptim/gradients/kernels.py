@@ -8,16 +8,17 @@ results do not change from run to run.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from dpoptim.noise import gpu
+
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not gpu.available("cuda"):
         return None
     from dpoptim.gradients import triton_kernels
 
@@ -32,8 +33,13 @@ def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
     return _kernels()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of norms, sums and noise: float64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
 def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
@@ -41,7 +47,7 @@ def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
     kernels = on_gpu(grads, scale)
     if kernels is not None:
         return kernels.squares(grads, scale)
-    scaled = _wide(grads) if scale is None else _wide(grads) * scale
+    scaled = wide(grads) if scale is None else wide(grads) * scale
     return scaled.square().reshape(len(grads), -1).sum(1, dtype=torch.float64)
 
 
@@ -50,7 +56,7 @@ def weighted_sum(grads: Tensor, weights: Tensor) -> Tensor:
     kernels = on_gpu(grads, weights)
     if kernels is not None:
         return kernels.weighted_sum(grads, weights)
-    return torch.tensordot(weights, _wide(grads).to(weights.dtype), dims=1)
+    return torch.tensordot(weights, wide(grads).to(weights.dtype), dims=1)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
@@ -58,7 +64,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     kernels = on_gpu(left, right, scale)
     if kernels is not None:
         return kernels.outer_squares(left, right, scale)
-    return squares(_wide(left).mT @ _wide(right), scale)
+    return squares(wide(left).mT @ wide(right), scale)
 
 
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
@@ -68,7 +74,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     sum to it, and one product, which reads `left` once, takes all three.
     """
     if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
-        rest = _wide(right) * weights.float()[:, None, None]
+        rest = wide(right) * weights.float()[:, None, None]
         parts = []
         for _ in range(3):
             parts.append(rest.to(right.dtype))
@@ -77,8 +83,8 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         products = torch.mm(_whole_rows(left).T, columns, out_dtype=torch.float32)[: left.shape[2]]
         first, second, third = products.split(right.shape[2], 1)
         return (first + second + third).to(weights.dtype)
-    weighted = _wide(left) * weights[:, None, None]
-    return weighted.flatten(0, 1).T @ _wide(right).flatten(0, 1)
+    weighted = wide(left) * weights[:, None, None]
+    return weighted.flatten(0, 1).T @ wide(right).flatten(0, 1)
 
 
 def _whole_rows(values: Tensor) -> Tensor:
@@ -99,8 +105,8 @@ def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) ->
     kernels = on_gpu(grad, inputs, mean, rstd)
     if kernels is not None:
         return kernels.normalised_sums(grad, inputs, mean, rstd)
-    normalised = (_wide(inputs) - mean[..., None]) * rstd[..., None]
-    return (_wide(grad) * normalised).sum(1), _wide(grad).sum(1)
+    normalised = (wide(inputs) - mean[..., None]) * rstd[..., None]
+    return (wide(grad) * normalised).sum(1), wide(grad).sum(1)
 
 
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -115,12 +121,12 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     examples = len(ids)
     slots = ids + num_rows * torch.arange(examples, device=ids.device)[:, None]
     distinct, where = torch.unique(slots, return_inverse=True)
-    sums = _wide(values).new_zeros(len(distinct), values.shape[-1])
-    sums.index_add_(0, where.flatten(), _wide(values).flatten(0, 1))
+    sums = wide(values).new_zeros(len(distinct), values.shape[-1])
+    sums.index_add_(0, where.flatten(), wide(values).flatten(0, 1))
     if scale is not None:
         sums *= scale[distinct % num_rows]
     total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
-    each = _wide(values) if scale is None else _wide(values) * scale[ids]
+    each = wide(values) if scale is None else wide(values) * scale[ids]
     bound = (each.square().sum((1, 2), dtype=torch.float64) * ids.shape[1]).sqrt()
     return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
 
@@ -138,7 +144,7 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     kernels = on_gpu(values, weights)
     if kernels is not None:
         return kernels.position_sums(values, weights)
-    return (_wide(weights)[:, None] @ _wide(values))[:, 0]
+    return (wide(weights)[:, None] @ wide(values))[:, 0]
 
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
@@ -150,10 +156,10 @@ def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor,
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         there = torch.bmm(columns.mT, right, out_dtype=torch.float32)
     else:
-        there = _wide(columns).mT @ _wide(right)
+        there = wide(columns).mT @ wide(right)
     if scale is not None:
         there = there * scale[ids].square()
-    return (there * _wide(values)).sum((1, 2), dtype=torch.float64)
+    return (there * wide(values)).sum((1, 2), dtype=torch.float64)
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
@@ -164,7 +170,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
     kernels = on_gpu(logits)
     if kernels is not None:
         return kernels.softmax_gradient_(logits, labels, classes)
-    log_probs = _wide(logits[:, :classes]).log_softmax(1)
+    log_probs = wide(logits[:, :classes]).log_softmax(1)
     valid = labels >= 0
     picked = labels.clamp(min=0)[:, None]
     losses = -log_probs.gather(1, picked)[:, 0]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
-from dpoptim.gradients.forms import wide_dtype
+from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import (
     IndependentMoments,

@@ -74,7 +74,30 @@ class ConvolvedStream:
         return self.source.combined(step, self._noising_row(step))
 
 
-class RecurrentStream:
+class _Replaying:
+    """A stream that keeps its past: `_advanced(step)` makes a row of it and keeps that.
+
+    Asked for a step that is not the next one, the same one again included, it replays the steps before it.
+    """
+
+    steps: int
+    _next: int
+
+    def row(self, step: int) -> torch.Tensor:
+        check_step(step, self.steps)
+        if step < self._next:
+            self._next = 0
+        for at in range(self._next, step + 1):
+            self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
+            row = self._advanced(at)
+            self._next = at + 1
+        return row
+
+    def _advanced(self, step: int) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class RecurrentStream(_Replaying):
     """Rows y = C⁻¹z for a banded C, by forward substitution on a ring of the last bands-1 rows.
 
         y_t = (z_t - Σ_{i=1}^{bands-1} C[t, t-i]·y_{t-i}) / C[t, t]
@@ -120,17 +143,8 @@ class RecurrentStream:
     def memory_bytes(self) -> int:
         return self._ring.memory_bytes
 
-    def row(self, step: int) -> torch.Tensor:
-        check_step(step, self.steps)
-        if step < self._next:
-            self._next = 0
-        while self._next < step:
-            self._advanced(self._next)
-        return self._advanced(step)
-
     def _advanced(self, step: int) -> torch.Tensor:
         """Row `step`, put into the ring; the ring must hold the rows before it."""
-        self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
         diagonal, *lagged = self._strategy_row(step)
         row = self.source.normals(step, dtype=self._ring.dtype)
         if diagonal != 1.0:
@@ -141,11 +155,10 @@ class RecurrentStream:
         ]
         self._ring.add_products(row, terms)
         self._ring.write(step % self._size, row, step=step)
-        self._next = step + 1
         return row
 
 
-class BufferedStream:
+class BufferedStream(_Replaying):
     """Rows y = C⁻¹z for a buffered C, from the buffers s_j = Σ_{i≥1} decays[j]^(i-1)·y_{t-i}.
 
         y_t = z_t - Σ_j weights[j]·s_j,    then    s_j ← decays[j]·s_j + y_t
@@ -190,17 +203,8 @@ class BufferedStream:
     def memory_bytes(self) -> int:
         return sum(buffer.memory_bytes for buffer in self._buffers)
 
-    def row(self, step: int) -> torch.Tensor:
-        check_step(step, self.steps)
-        if step < self._next:
-            self._next = 0
-        while self._next < step:
-            self._advanced(self._next)
-        return self._advanced(step)
-
     def _advanced(self, step: int) -> torch.Tensor:
         """Row `step`, which the buffers then hold; they must hold the rows before it."""
-        self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
         row = self.source.normals(step, dtype=self._buffers[0].dtype)
 
         def advance(begin: int, end: int) -> None:
@@ -216,7 +220,6 @@ class BufferedStream:
                 buffer.write(0, following, step=step, start=begin)
 
         in_chunks_on(row.device, advance, len(row))
-        self._next = step + 1
         return row
 
 

@@ -78,7 +78,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
         self._names = {p: name for p, name in names.items() if p.requires_grad}
-        self._kept = [({}, {}) for _ in self._members()]
+        self._members = self._bundle_members()
+        self._kept = [({}, {}) for _ in self._members]
         for bundle in self._bundles():
             geometry.begin(bundle)
         self._set_scale()
@@ -184,7 +185,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     value = value.detach().to(device=device, copy=True)
                 self.state[parameter][name] = copy.copy(value)
 
-    def _members(self) -> list[tuple[int, list[nn.Parameter]]]:
+    def _bundle_members(self) -> list[tuple[int, list[nn.Parameter]]]:
         """The trained parameters of each bundle, with the number of their group."""
         found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
@@ -196,14 +197,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _bundles(self) -> Iterator[Bundle]:
         """Each bundle in turn; state that is new when the next one is asked for gets its views."""
-        for (index, parameters), (state, passing) in zip(self._members(), self._kept, strict=True):
+        for (index, parameters), (state, passing) in zip(self._members, self._kept, strict=True):
             names = [self._names[parameter] for parameter in parameters]
             bundle = Bundle(names, list(parameters), state, passing, self.param_groups[index], self.release.step)
             yield bundle
             for key, vector in state.items():
+                if key in self.state[parameters[0]]:
+                    continue
                 views = [vector] * len(parameters) if key in SCALARS else bundle.split(vector)
                 for parameter, view in zip(parameters, views, strict=True):
-                    self.state[parameter].setdefault(key, view)
+                    self.state[parameter][key] = view
 
     def _gather_state(self) -> None:
         """Make the bundles' vectors of what was loaded for each parameter, and views into them again."""

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpoptim.gradients.forms import Dense, wide
+from dpoptim.gradients.forms import Dense
+from dpoptim.gradients.kernels import wide
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
 
 

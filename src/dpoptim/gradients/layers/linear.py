@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpoptim.gradients.forms import Dense, Outer, wide_dtype
+from dpoptim.gradients.forms import Dense, Outer
+from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
 
 
