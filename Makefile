@@ -1,4 +1,4 @@
-# make demo | test | lint | types | clean | help: each sets up what it needs in .venv, and does so again
+# make demo | test | lint | types | bench | clean | help: each sets up what it needs in .venv, and does so again
 # when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types clean
+.PHONY: help demo test lint types bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
+	@echo "make bench   is a private step still cheap? Times one beside the same without privacy, in a few minutes"
 	@echo "make clean   remove .venv and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
 
@@ -32,6 +33,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	@$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/small.py $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

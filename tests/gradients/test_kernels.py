@@ -23,6 +23,24 @@ def close(found, expected, tolerance):
     assert float(error) < tolerance, float(error)
 
 
+def check_weighted_sums(grads, weights, tolerance):
+    """Against the definition, as new sums and as added ones; an example of weight 0 is not looked at."""
+    into = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
+    kernels.many_weighted_sums(grads, weights, into, add=False)
+    for grad, total in zip(grads, into, strict=True):
+        close(total, torch.tensordot(weights.double(), grad.double(), 1), tolerance)
+    kernels.many_weighted_sums(grads, weights, into, add=True)
+    for grad, total in zip(grads, into, strict=True):
+        close(total, 2 * torch.tensordot(weights.double(), grad.double(), 1), tolerance)
+    without_first = weights.clone()
+    without_first[0] = 0
+    for grad in grads:
+        grad[0] = torch.nan
+    kernels.many_weighted_sums(grads, without_first, into, add=False)
+    for grad, total in zip(grads, into, strict=True):
+        close(total, torch.tensordot(weights[1:].double(), grad[1:].double(), 1), tolerance)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scaled", [False, True])
 class TestPlain:
@@ -44,11 +62,16 @@ class TestPlain:
             1e-12,
         )
         close(kernels.squares(whole, scale), each, 1e-12)
-        close(
-            kernels.weighted_sum(whole, weights),
-            torch.einsum("j,jrc->rc", weights, whole),
-            1e-12,
-        )
+
+    def test_many(self, shape, scaled):
+        examples, _, rows, cols = shape
+        grads = [made(examples, rows, cols), made(examples, cols, seed=1), made(examples, seed=2)]
+        scales = [made(*grad.shape[1:], seed=3).abs() for grad in grads] if scaled else None
+        factors = scales or [torch.ones(()) for _ in grads]
+        each = sum((g * f).reshape(examples, -1).square().sum(1) for g, f in zip(grads, factors, strict=True))
+        close(kernels.many_squares(grads, scales), each, 1e-12)
+        weights = made(examples, seed=4)
+        check_weighted_sums(grads, weights, 1e-12)
 
     def test_rows(self, shape, scaled):
         examples, positions, rows, cols = shape
@@ -120,9 +143,30 @@ class TestKernels:
             close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
         again = kernels.outer_squares(left, right, scale)
         assert torch.equal(again, kernels.outer_squares(left, right, scale))
-        grads = exact.to(dtype)
-        close(kernels.squares(grads, scale), (grads.double() * factor).square().sum((1, 2)), 1e-6)
-        close(kernels.weighted_sum(grads, weights), torch.einsum("j,jrc->rc", weights.double(), grads.double()), 1e-6)
+        without_first = weights.clone()
+        without_first[0] = 0
+        left[0] = torch.nan
+        total = torch.einsum("j,jrc->rc", weights[1:].double(), exact[1:])
+        close(kernels.outer_weighted_sum(left, right, without_first), total, 3e-6)
+
+    def test_many(self, shape, scaled, dtype):
+        examples, _, rows, cols = shape
+        apart = made(examples, rows + 1, cols, dtype=dtype, device="cuda")[:, :rows]  # examples at a stride
+        vectors = [made(examples, 8 * n, seed=n, dtype=dtype, device="cuda") for n in (1, 130, 5000)]
+        grads = [apart, *vectors, made(examples, cols, seed=1, device="cuda", dtype=torch.float32)]
+        scales = [made(*grad.shape[1:], seed=3, dtype=torch.float32, device="cuda").abs() for grad in grads]
+        each = sum(
+            (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
+            for g, s in zip(grads, scales, strict=True)
+        )
+        found = kernels.many_squares(grads, scales if scaled else None)
+        close(found, each, 1e-6)
+        assert torch.equal(found, kernels.many_squares(grads, scales if scaled else None))
+        check_weighted_sums(grads, made(examples, seed=4, dtype=torch.float32, device="cuda"), 1e-6)
+
+    def test_many_examples_in_shares(self, shape, scaled, dtype):
+        grads = [made(777, 40, dtype=dtype, device="cuda"), made(777, 3, 5, seed=1, dtype=dtype, device="cuda")]
+        check_weighted_sums(grads, made(777, seed=4, dtype=torch.float32, device="cuda"), 1e-6)
 
     def test_rows(self, shape, scaled, dtype):
         examples, positions, rows, cols = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import combinations, pairwise
 
 import mpmath  # type: ignore[import-untyped]
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpoptim.noise import NoiseKey, keystream, normals, uniform_words, words
-from dpoptim.noise.boxmuller import SCRATCH_ROWS, box_muller
+from dpoptim.noise.boxmuller import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SCRATCH_ROWS, SINE_COEFS, box_muller
 from dpoptim.noise.normals import _CHUNK, chacha20
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
@@ -158,6 +159,57 @@ def test_golden_bits() -> None:
     """The noise of a key is part of what a run can be replayed from: it may never change."""
     bits = [value.hex() for value in draw(4, step=7).tolist()]
     assert bits == GOLDEN
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "digest"),
+    [
+        (torch.float64, "af2eb5aa806271a601ead7a618ba81903d09e3b1a67d79da161d848de1461870"),
+        (torch.float32, "93d0db359bfc2dff971b9d092bb700cb6671f39aa316a72822f29b00b8f4602e"),
+    ],
+)
+def test_golden_digest_of_a_long_vector(dtype: torch.dtype, digest: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        made = normals(KEY, stream="gradient", name="weight", step=7, start=5, count=300_003, dtype=dtype)
+    finally:
+        torch.set_num_threads(before)
+    little_endian = made.numpy().astype(made.numpy().dtype.newbyteorder("<"))
+    assert sha256(little_endian.tobytes()).hexdigest() == digest
+
+
+def plain_horner(coefs: tuple[float, ...], x: np.ndarray) -> np.ndarray:
+    total = np.full_like(x, coefs[-1])
+    for coef in coefs[-2::-1]:
+        total = total * x + coef
+    return total
+
+
+def plain_box_muller(raw: np.ndarray) -> np.ndarray:
+    """`box_muller` with every scaling where the formula has it; also what the kernel for GPUs computes."""
+    u = (raw.view(np.uint64)[0::2].astype(np.float64) + 0.5) * 2.0**-64
+    bits = u.view(np.int64)
+    exponent = (bits - ROOT_HALF_BITS) >> 52
+    mantissa = (bits - (exponent << 52)).view(np.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    radius = np.sqrt(exponent * MINUS_2_LN2 + s * plain_horner(LOG_COEFS, s * s))
+    x = raw[1::2] * 2.0**-63
+    sine = x * plain_horner(SINE_COEFS, x * x)
+    square = 1.0 - sine * sine
+    sine_half, cosine_half = 2.0 * (sine * np.sqrt(square)), 2.0 * square - 1.0
+    cosine = 1.0 - 2.0 * (sine_half * sine_half)
+    return np.stack([cosine * radius, 2.0 * (sine_half * cosine_half) * radius], axis=1).ravel()
+
+
+def test_moved_scalings_change_no_bit() -> None:
+    ends = [*EDGES, *(2**k + d for k in range(1, 64) for d in (-1, 0, 1)), *(2**64 - 2**k for k in range(64))]
+    pairs = [(a, b) for a in ends for b in ends]
+    raw = np.concatenate([np.array(pairs, dtype=np.uint64).ravel(), words(SUBKEY, step=2, count=400_000)])
+    out = np.empty(len(raw))
+    box_muller(np, raw.view(np.int64), out, np.empty((SCRATCH_ROWS, len(raw) // 2)))
+    assert np.array_equal(out.view(np.int64), plain_box_muller(raw.view(np.int64)).view(np.int64))
 
 
 def exact_pair(radius_word: int, angle_word: int) -> tuple[mpmath.mpf, mpmath.mpf]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import kernels
 from dpoptim.gradients.engine import Engine, PhysicalBatch
-from dpoptim.gradients.forms import ExampleGradients, joined_small
-from dpoptim.gradients.kernels import wide, wide_dtype
+from dpoptim.gradients.example_gradients import ExampleGradients
+from dpoptim.gradients.flat import FlatTensors
+from dpoptim.gradients.kernels import wide_dtype
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 """Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
@@ -40,39 +41,60 @@ class ClippedSums:
     `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
     function of released values alone and stays fixed from one `take` to the next.
     `mean_loss` says that the loop reduces the losses of a physical batch by their mean, which is undone here.
+    `spare_bytes` is what a physical batch may take beyond activations and their gradients to go faster.
     """
 
-    def __init__(self, model: nn.Module, *, clip_norm: float, squares: bool = False, mean_loss: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        clip_norm: float,
+        squares: bool = False,
+        mean_loss: bool = False,
+        spare_bytes: int = 0,
+    ) -> None:
         if not clip_norm > 0 or math.isnan(clip_norm):
             raise ValueError(f"clip_norm={clip_norm} must be positive (math.inf for no clipping)")
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
-        self.sums: dict[str, Tensor] = {}
-        self.square_sums: dict[str, Tensor] | None = {} if squares else None
-        self.counts = ClippingCounts()
-        self.norms: list[Tensor] = []
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.engine = Engine(model, self._add)
+        self._with_squares = squares
+        self.clear_sums()
+        self._examples = 0
+        self._outcomes: list[Tensor] = []  # [clipped, non-finite] of physical batches, where they were found
+        self._counted = ClippingCounts()
+        self.engine = Engine(model, self._add, spare_bytes=spare_bytes)
 
-    def take(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    @property
+    def examples(self) -> int:
+        """How many have been clipped and summed since the start."""
+        return self._examples
+
+    @property
+    def counts(self) -> ClippingCounts:
+        """What clipping did since the start; waits for the device."""
+        for clipped, nonfinite in torch.stack(self._outcomes).tolist() if self._outcomes else []:
+            self._counted.clipped += clipped
+            self._counted.nonfinite += nonfinite
+        self._outcomes = []
+        self._counted.examples = self._examples
+        return self._counted
+
+    def take(self) -> tuple[FlatTensors, FlatTensors | None]:
         """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
         emptied.
         """
         self.engine.flush()
-        taken = self._complete(self.sums), None if self.square_sums is None else self._complete(self.square_sums)
+        taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         self.clear_sums()
         return taken
 
-    def _complete(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: sums[name] if name in sums else _zeros(p) for name, p in self.parameters.items()}
-
     def clear_sums(self) -> None:
         """Forget every physical batch that has been summed since the last `take`."""
-        self.sums = {}
-        if self.square_sums is not None:
-            self.square_sums = {}
-        self.norms = []
+        self._sums = _Accumulator(self.parameters)
+        self._square_sums = _Accumulator(self.parameters) if self._with_squares else None
+        self.norms: list[Tensor] = []
 
     def _add(self, batch: PhysicalBatch) -> None:
         try:
@@ -83,40 +105,48 @@ class ClippedSums:
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared: Tensor | float = 0.0
-        bounds: Tensor | float = 0.0
-        joined = joined_small(batch.gradients)
-        together = {name for names, _ in joined for name in names}
-        alone = {name: gradients for name, gradients in batch.gradients.items() if name not in together}
-        for name, gradients in alone.items():
-            more, bound = gradients.measured(None if self.scale is None else self.scale[name])
-            squared, bounds = squared + more, bounds + bound
-        for names, grads in joined:
-            scale = None if self.scale is None else torch.cat([self.scale[name].reshape(-1) for name in names])
-            squared = squared + kernels.squares(grads, scale)
-        assert isinstance(squared, Tensor)
+        squared, bounds = self._measured(batch.gradients)
         norms = squared.sqrt() * factor
         precision = wide_dtype(next(iter(self.parameters.values())).dtype)
-        finite = norms.isfinite()
-        apart = finite & (torch.as_tensor(bounds, device=norms.device) * factor > CANCELLATION[precision] * norms)
-        plain = finite & ~apart
-        weights = self._weights(norms) * factor
-        # What is summed for all examples is used if none must be left out, which the host learns behind it: so an
-        # accelerator is never kept waiting. 0 · NaN is NaN: examples are left out, not weighted by 0.
-        sums = {name: self._sums_of(name, gradients, weights) for name, gradients in alone.items()}
-        for names, grads in joined:
-            sums.update(self._joined_sums(names, grads, weights))
-        clipped, kept, single = torch.stack([norms > self.clip_norm, plain, apart]).sum(1).tolist()
-        self.counts.examples += batch.examples
-        self.counts.clipped += clipped
-        self.counts.nonfinite += batch.examples - kept - single
+        plain = finite = norms.isfinite()
+        if bounds is not None:
+            plain = finite & ~(bounds * factor > CANCELLATION[precision] * norms)
+        # Weight 0 leaves an example out of every sum, whatever it holds.
+        weights = torch.where(plain, self._weights(norms) * factor, 0.0)
+        self._sum(batch.gradients, weights)
+        self._examples += batch.examples
+        self._outcomes.append(torch.stack([norms > self.clip_norm, ~finite]).sum(1))
         self.norms.append(norms.to(precision))
-        for name, gradients in batch.gradients.items():
-            if kept < batch.examples:
-                sums[name] = self._sums_of(name, gradients.select(plain), weights[plain])
-            self._accumulate(name, sums[name])
-        for j in torch.nonzero(apart).flatten().tolist() if single else []:
-            self._clip_and_sum_one(batch, j, factor)
+        if bounds is not None:
+            # The host learns behind all that was queued whether an example must be looked at by itself.
+            for j in torch.nonzero(finite & ~plain).flatten().tolist():
+                self._clip_and_sum_one(batch, j, factor)
+
+    def _measured(self, gradients: Mapping[str, ExampleGradients]) -> tuple[Tensor, Tensor | None]:
+        """Squared norms over all parameters, and what `ExampleGradients.measured` says of cancellation."""
+        dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+        squared: Tensor | float = 0.0
+        bounds: Tensor | None = None
+        if dense:
+            scales = None if self.scale is None else [self.scale[name] for name in dense]
+            squared = kernels.many_squares(list(dense.values()), scales)
+        for name in gradients.keys() - dense.keys():
+            more, bound = gradients[name].measured(None if self.scale is None else self.scale[name])
+            squared = squared + more
+            if bound is not None:
+                bounds = bound if bounds is None else bounds + bound
+        assert isinstance(squared, Tensor)
+        return squared, bounds
+
+    def _sum(self, gradients: Mapping[str, ExampleGradients], weights: Tensor) -> None:
+        dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+        self._sums.add_dense(dense, weights)
+        for name, own in gradients.items():
+            by_precision = weights.to(wide_dtype(self.parameters[name].dtype))
+            if name not in dense:
+                self._sums.add(name, own.weighted_sum(by_precision))
+            if self._square_sums is not None:
+                self._square_sums.add(name, own.weighted_square_sum(by_precision))
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
         """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
@@ -124,48 +154,47 @@ class ClippedSums:
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         norm = torch.stack([g.double().square().sum() for g in scaled.values()]).sum().sqrt() * factor
         weight = self._weights(norm[None]) * factor
-        for name, g in own.items():
-            alone = ExampleGradients(g.shape, dense=g[None])
-            self._accumulate(name, self._sums_of(name, alone, weight))
+        self._sum({name: ExampleGradients(g.shape, dense=g[None]) for name, g in own.items()}, weight)
 
     def _weights(self, norms: Tensor) -> Tensor:
         """min(1, clip_norm/norm); a norm of 0 gives 1."""
         return (self.clip_norm / norms).clamp(max=1.0)
 
-    def _sums_of(self, name: str, gradients: ExampleGradients, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Σ_j c_j g_j, and Σ_j (c_j g_j)² where asked."""
-        weights = weights.to(wide_dtype(self.parameters[name].dtype))
-        squares = None if self.square_sums is None else gradients.weighted_square_sum(weights)
-        return gradients.weighted_sum(weights), squares
 
-    def _joined_sums(self, names: list[str], grads: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """`_sums_of` for small parameters that stand side by side in one tensor."""
-        shapes = [self.parameters[name].shape for name in names]
-        weights = weights.to(wide_dtype(grads.dtype))
+class _Accumulator:
+    """Sums by parameter, end to end; what nothing was added to is 0 when they are taken."""
 
-        def by_name(total: Tensor) -> list[Tensor]:
-            parts = total.split([shape.numel() for shape in shapes])
-            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._sums: FlatTensors | None = None
+        self._begun: set[str] = set()
 
-        totals = by_name(kernels.weighted_sum(grads, weights))
-        if self.square_sums is None:
-            return {name: (total, None) for name, total in zip(names, totals, strict=True)}
-        squares = by_name(torch.tensordot(weights.square(), wide(grads).square(), dims=1))
-        return {name: both for name, *both in zip(names, totals, squares, strict=True)}  # type: ignore[misc]
+    def _target(self, name: str) -> Tensor:
+        if self._sums is None:
+            self._sums = FlatTensors(self._parameters)
+        return self._sums[name]
 
-    def _accumulate(self, name: str, sums: tuple[Tensor, Tensor | None]) -> None:
-        total, squares = sums
-        _add_to(self.sums, name, total)
-        if self.square_sums is not None and squares is not None:
-            _add_to(self.square_sums, name, squares)
+    def add(self, name: str, value: Tensor) -> None:
+        total = self._target(name)
+        if name in self._begun:
+            total += value
+        else:
+            total.copy_(value)
+            self._begun.add(name)
 
+    def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor) -> None:
+        """Add Σ_j weights[j]·gradients[name][j] for all names."""
+        kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
+        for name in gradients:
+            target = self._target(name)
+            kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
+        for (begun, dtype, _), names in kinds.items():
+            grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
+            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun)
+            self._begun.update(names)
 
-def _add_to(into: dict[str, Tensor], name: str, value: Tensor) -> None:
-    if name in into:
-        into[name] += value
-    else:
-        into[name] = value
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
+    def taken(self) -> FlatTensors:
+        sums = FlatTensors(self._parameters) if self._sums is None else self._sums
+        for name in sums.keys() - self._begun:
+            sums[name].zero_()
+        return sums

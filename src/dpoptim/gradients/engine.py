@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from dpoptim.gradients.forms import ExampleGradients, Form
+from dpoptim.gradients.example_gradients import ExampleGradients
+from dpoptim.gradients.forms import Form, kept_as
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
@@ -52,6 +53,7 @@ class PhysicalBatch:
 
     gradients: dict[str, ExampleGradients] = field(default_factory=dict)
     examples: int = 0
+    spare_bytes: int = 0  # that may still be spent on gradients larger than their factors
     calls: set[int] = field(default_factory=set)
     backwards: set[int] = field(default_factory=set)
 
@@ -59,13 +61,14 @@ class PhysicalBatch:
 class Engine:
     """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
 
-    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None]) -> None:
+    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, spare_bytes: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
         self.on_batch = on_batch
         self.model = model
-        self.batch = PhysicalBatch()
+        self.spare_bytes = spare_bytes
+        self.batch = self._new_batch()
         self.examples: int | None = None  # of the running forward
         self.call: int | None = None  # which call of the model is running; None outside of it
         self._calls = 0
@@ -186,6 +189,8 @@ class Engine:
         if use.call is not None:
             batch.calls.add(use.call)
         gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape))
+        form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
+        batch.spare_bytes -= spent
         gradients.add(form)
         if batch.examples and gradients.examples != batch.examples:
             examples = batch.examples
@@ -196,9 +201,12 @@ class Engine:
             )
         batch.examples = gradients.examples
 
+    def _new_batch(self) -> PhysicalBatch:
+        return PhysicalBatch(spare_bytes=self.spare_bytes)
+
     def flush(self) -> None:
         """Close the physical batch: what was kept goes to `on_batch`."""
-        batch, self.batch = self.batch, PhysicalBatch()
+        batch, self.batch = self.batch, self._new_batch()
         if batch.gradients:
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
@@ -213,7 +221,7 @@ class Engine:
 
     def discard(self) -> None:
         """Forget what was kept of the open physical batch."""
-        self.batch = PhysicalBatch()
+        self.batch = self._new_batch()
         self.examples = None
 
 

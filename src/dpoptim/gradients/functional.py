@@ -52,7 +52,7 @@ def clipped_sum(
                 f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples; return one loss an "
                 "example"
             )
-        return sums.take()[0], norms
+        return dict(sums.take()[0]), norms
 
 
 def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:

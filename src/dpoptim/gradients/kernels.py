@@ -1,13 +1,14 @@
 """The inner loops of clipping, each as a plain function; on a CUDA device with Triton a kernel of the same signature.
 
 All take per-example gradients or their factors in any floating dtype and reduce them in float32 at least: a product
-is formed once, and what a norm measures is what a sum adds, to the rounding of float32. No kernel uses atomics, so
-results do not change from run to run.
+is formed once, and what a norm measures is what a sum adds, to the rounding of float32. In weighted sums an example of
+weight 0 adds nothing, whatever it holds. No kernel uses atomics, so results do not change from run to run.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -25,12 +26,29 @@ def _kernels() -> ModuleType | None:
     return triton_kernels
 
 
-def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
-    """The kernels, where they run for all of these tensors; float64 stays with the plain functions."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if any(not tensor.is_cuda or tensor.dtype == torch.float64 for tensor in given):
+@functools.cache
+def _outer_kernels() -> ModuleType | None:
+    """Those of outer products load through tensor descriptors, which devices have since Hopper."""
+    if not gpu.available("cuda") or torch.cuda.get_device_capability() < (9, 0):
         return None
-    return _kernels()
+    from dpoptim.gradients import triton_outer
+
+    return triton_outer
+
+
+def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether kernels take all of these tensors; float64 stays with the plain functions."""
+    return all(tensor is None or (tensor.is_cuda and tensor.dtype != torch.float64) for tensor in tensors)
+
+
+def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels, where they run for all of these tensors."""
+    return _kernels() if _run_on_gpu(tensors) else None
+
+
+def outer_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels of outer products, where they run for all of these tensors: nothing is stored then."""
+    return _outer_kernels() if _run_on_gpu(tensors) else None
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,57 +62,67 @@ def wide(tensor: Tensor) -> Tensor:
 
 def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
     """‖scale ⊙ grads[j]‖² for each j, as float64 [examples]; `scale` has the shape of one gradient."""
-    kernels = on_gpu(grads, scale)
-    if kernels is not None:
-        return kernels.squares(grads, scale)
-    scaled = wide(grads) if scale is None else wide(grads) * scale
-    return scaled.square().reshape(len(grads), -1).sum(1, dtype=torch.float64)
+    return many_squares([grads], None if scale is None else [scale])
 
 
-def weighted_sum(grads: Tensor, weights: Tensor) -> Tensor:
-    """Σ_j weights[j]·grads[j], in the dtype of `weights`."""
-    kernels = on_gpu(grads, weights)
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
+    """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, as float64 [examples]."""
+    given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
+    kernels = on_gpu(*grads, *given)
     if kernels is not None:
-        return kernels.weighted_sum(grads, weights)
-    return torch.tensordot(weights, wide(grads).to(weights.dtype), dims=1)
+        return kernels.many_squares(grads, scales)
+    total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
+    for grad, scale in zip(grads, given, strict=True):
+        scaled = wide(grad) if scale is None else wide(grad) * scale
+        total += scaled.square().reshape(len(grad), -1).sum(1, dtype=torch.float64)
+    return total
+
+
+def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool) -> None:
+    """into[i] becomes Σ_j weights[j]·grads[i][j], or that is added to it; `into` is contiguous, of weights' dtype."""
+    kernels = on_gpu(*grads, weights)
+    if kernels is not None:
+        kernels.many_weighted_sums(grads, weights, into, add=add)
+        return
+    keep = weights != 0
+    if not bool(keep.all()):
+        grads, weights = [grad[keep] for grad in grads], weights[keep]
+    for grad, total in zip(grads, into, strict=True):
+        flat = total.view(-1)
+        by_example = wide(grad).to(weights.dtype).reshape(len(grad), total.numel())
+        torch.addmv(flat, by_example.T, weights, beta=float(add), out=flat)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, as float64 [examples]; the product is never stored."""
-    kernels = on_gpu(left, right, scale)
+    kernels = outer_on_gpu(left, right, scale)
     if kernels is not None:
         return kernels.outer_squares(left, right, scale)
     return squares(wide(left).mT @ wide(right), scale)
 
 
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`.
-
-    On a GPU bfloat16 factors stay what they are, exactly: weights[j]·right is split into three bfloat16 numbers that
-    sum to it, and one product, which reads `left` once, takes all three.
-    """
-    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
-        rest = wide(right) * weights.float()[:, None, None]
-        parts = []
-        for _ in range(3):
-            parts.append(rest.to(right.dtype))
-            rest = rest - parts[-1]
-        columns = torch.cat(parts, 2).flatten(0, 1)
-        products = torch.mm(_whole_rows(left).T, columns, out_dtype=torch.float32)[: left.shape[2]]
-        first, second, third = products.split(right.shape[2], 1)
-        return (first + second + third).to(weights.dtype)
-    weighted = wide(left) * weights[:, None, None]
-    return weighted.flatten(0, 1).T @ wide(right).flatten(0, 1)
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`."""
+    kernels = outer_on_gpu(left, right, weights)
+    if kernels is not None:
+        return kernels.outer_weighted_sum(left, right, weights)
+    keep = weights != 0
+    if not bool(keep.all()):
+        left, right, weights = left[keep], right[keep], weights[keep]
+    smaller, other = (left, right) if left.shape[2] < right.shape[2] else (right, left)
+    weighted = (wide(smaller) * weights[:, None, None]).flatten(0, 1)
+    total = weighted.T @ wide(other).flatten(0, 1)
+    return total if smaller is left else total.T.contiguous()
 
 
-def _whole_rows(values: Tensor) -> Tensor:
-    """[examples·positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
+def with_padding(values: Tensor) -> Tensor:
+    """[examples, positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
     stride, rows = values.stride(1), values.shape[0] * values.shape[1]
     held = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
     even = values.stride(2) == 1 and values.stride(0) == stride * values.shape[1]
-    if even and stride % 8 == 0 and held >= rows * stride:
-        return values.as_strided((rows, stride), (stride, 1))
-    return values.flatten(0, 1)
+    if even and stride > values.shape[2] and stride % 8 == 0 and held >= rows * stride:
+        return values.as_strided((*values.shape[:2], stride), values.stride())
+    return values
 
 
 def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +161,8 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
 
 def row_weighted_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`."""
-    weighted = (values * weights[:, None, None]).to(weights.dtype).flatten(0, 1)
+    weighted = values * weights[:, None, None]
+    weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype).flatten(0, 1)
     if values.is_cuda:
         return torch.ops.aten.embedding_dense_backward(weighted, ids.flatten(), num_rows, -1, False)
     return weighted.new_zeros(num_rows, values.shape[-1]).index_add_(0, ids.flatten(), weighted)
@@ -143,7 +172,8 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     """Σ_t weights[j, t]·values[j, t] for each j, in float32 or float64."""
     kernels = on_gpu(values, weights)
     if kernels is not None:
-        return kernels.position_sums(values, weights)
+        # With the padding their rows can be loaded 16 bytes at a time.
+        return kernels.position_sums(with_padding(values), weights)[:, : values.shape[2]]
     return (wide(weights)[:, None] @ wide(values))[:, 0]
 
 
@@ -152,11 +182,20 @@ def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor,
 
     D_j is looked at in the rows that `ids` name, and nowhere else.
     """
+    kernels = outer_on_gpu(left, right, values, scale)
+    if kernels is not None:
+        return kernels.outer_row_products(left, right, ids, values, scale)
     columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        there = torch.bmm(columns.mT, right, out_dtype=torch.float32)
-    else:
-        there = wide(columns).mT @ wide(right)
+    return _row_dots(wide(columns).mT @ wide(right), ids, values, scale)
+
+
+def row_products(grads: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """⟨scale ⊙ grads[j], scale ⊙ E_j⟩ for each j, float64, with E_j the table of values."""
+    there = wide(grads[torch.arange(len(ids), device=ids.device)[:, None], ids])
+    return _row_dots(there, ids, values, scale)
+
+
+def _row_dots(there: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     if scale is not None:
         there = there * scale[ids].square()
     return (there * wide(values)).sum((1, 2), dtype=torch.float64)

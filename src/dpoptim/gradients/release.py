@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
-from dpoptim.gradients.kernels import wide_dtype
+from dpoptim.gradients.flat import FlatTensors, end_to_end, kinds_of
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import (
     IndependentMoments,
@@ -37,8 +37,8 @@ class Released:
     """What one step made public, by parameter name."""
 
     step: int
-    gradient: dict[str, Tensor]  # the noisy average gradient
-    square: dict[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
+    gradient: Mapping[str, Tensor]  # the noisy average gradient
+    square: Mapping[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
     noise_variance: float  # of the noise on one coordinate of `gradient`, at scale 1; a public number
 
 
@@ -103,22 +103,19 @@ class PrivateRelease:
         self.run_id = run_id
         key = self.key.for_run(run_id)
         # One stream for all parameters of a kind, end to end: what each gets is what it would get alone.
-        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, parameter in self._sums.parameters.items():
-            groups.setdefault((wide_dtype(parameter.dtype), parameter.device), []).append(name)
-        self._noise: dict[str, list[tuple[list[str], NoiseStream]]] = {stream: [] for stream in self._strategies}
+        self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
-            for (dtype, device), names in groups.items():
+            for (dtype, device), names in kinds_of(self._sums.parameters).items():
                 parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in names]
                 rows = strategy.stream_of(
                     key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
                 )
-                self._noise[stream].append((names, rows))
+                self._noise[stream].append(rows)
 
     @property
     def noise_memory_bytes(self) -> int:
         """What the noise keeps between steps."""
-        return sum(rows.memory_bytes for streams in self._noise.values() for _, rows in streams)
+        return sum(rows.memory_bytes for streams in self._noise.values() for rows in streams)
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, as plain values without secrets; `resume` takes it."""
@@ -199,7 +196,7 @@ class PrivateRelease:
         if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
             self._drop(everything=ticket.is_placeholder)
         self._sums.engine.flush()
-        examples = self._sums.counts.examples
+        examples = self._sums.examples
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
         if ticket is None:
             return True
@@ -234,29 +231,36 @@ class PrivateRelease:
                 "with more steps"
             )
         self._sums.engine.flush()
-        counts = self._sums.counts
         examples, most = (
-            counts.examples - self._at_last_release,
+            self._sums.examples - self._at_last_release,
             self.plan.sampling.largest_batch(batch_size=self.plan.batch_size),
         )
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
-        self._at_last_release = counts.examples
-        if counts.nonfinite and not self._nonfinite_reported:
+        self._at_last_release = self._sums.examples
+        self._report_nonfinite()
+        sums, square_sums = self._sums.take()
+        square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
+        self._add_noise("gradient", sums, self.scale)
+        for vector in sums.vectors:
+            vector /= self.plan.batch_size
+        self.step += 1
+        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
+        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+
+    def _report_nonfinite(self) -> None:
+        """Warn once; on an accelerator, where counting makes the host wait, look only now and then."""
+        waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
+        if waits and self.step % 64 and self.step < self.plan.steps - 1:
+            return
+        if self._sums.counts.nonfinite and not self._nonfinite_reported:
             self._nonfinite_reported = True
             warnings.warn(
                 "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts "
                 "such examples",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
-        sums, square_sums = self._sums.take()
-        square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
-        self._add_noise("gradient", sums, self.scale)
-        torch._foreach_div_(list(sums.values()), self.plan.batch_size)
-        self.step += 1
-        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
-        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _check_loader(self, ticket: tickets.Ticket) -> None:
         """All batches of a run come from one sampling key: another one would draw examples more often than planned."""
@@ -294,7 +298,7 @@ class PrivateRelease:
         """Whether what has been summed so far belongs to a logical batch that the loop broke off."""
         if not (ticket.opens_batch and self._batch_is_open):
             return False
-        if self._sums.counts.examples > self._at_last_ticket:
+        if self._sums.examples > self._at_last_ticket:
             self._refuse_batch(
                 "a batch was broken off and another one begun; call step() once for each batch of the loader"
             )
@@ -305,47 +309,43 @@ class PrivateRelease:
         if everything:
             self._sums.engine.discard()
         self._sums.clear_sums()
-        self._at_last_release = self._at_last_ticket = self._sums.counts.examples
+        self._at_last_release = self._at_last_ticket = self._sums.examples
 
     def _refuse_batch(self, why: str) -> None:
         self._drop(everything=True)
         self._batch_is_open = False
         raise ValueError(why)
 
-    def _second_release(
-        self, sums: dict[str, Tensor], square_sums: dict[str, Tensor] | None
-    ) -> dict[str, Tensor] | None:
+    def _second_release(self, sums: FlatTensors, square_sums: FlatTensors | None) -> FlatTensors | None:
         batch_size = self.plan.batch_size
         match self.plan.release:
             case IndependentMoments() | JointMoments() if square_sums is not None:
-                squares = {name: total / batch_size for name, total in square_sums.items()}
+                squares = square_sums.mapped(lambda total: total / batch_size)
             case IndependentMoments():
-                averages = self._bounded_averages(sums)
-                squares = {name: average.square() for name, average in averages.items()}
+                averaged = self._bounding_factor(sums) / batch_size
+                squares = sums.mapped(lambda total: (total * averaged).square())
             case NoiselessSquare():
-                return {name: (total / batch_size).square() for name, total in sums.items()}
+                return sums.mapped(lambda total: (total / batch_size).square())
             case _:
                 return None
         self._add_noise("square", squares, None)
         return squares
 
-    def _bounded_averages(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The averaged gradient, brought to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
-        norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in sums.values()]
-        norm = float(torch.stack(norms).norm()) / self.plan.batch_size
-        factor = min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
-        return {name: total * (factor / self.plan.batch_size) for name, total in sums.items()}
+    def _bounding_factor(self, sums: FlatTensors) -> float:
+        """What brings the averaged gradient to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
+        norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in sums.vectors]
+        norm = float(torch.stack([norm.cpu() for norm in norms]).norm()) / self.plan.batch_size
+        return min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
 
-    def _add_noise(self, stream: str, to: dict[str, Tensor], scale: Mapping[str, Tensor] | None) -> None:
+    def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None) -> None:
         """Add stddev·(row of this step) / scale to every tensor of `to`, in place."""
         stddev = self._stddevs[stream]
         if stddev == 0:
             return
-        for names, rows in self._noise[stream]:
-            row = rows.row(self.step).mul_(stddev)
-            tensors = [to[name] for name in names]
-            parts = row.split([tensor.numel() for tensor in tensors])
-            noise = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-            if scale is not None:
-                torch._foreach_div_(noise, [scale[name] for name in names])
-            torch._foreach_add_(tensors, noise)
+        kinds = kinds_of(self._sums.parameters).values()
+        for names, vector, rows in zip(kinds, to.vectors, self._noise[stream], strict=True):
+            row = rows.row(self.step)
+            if scale is None:
+                vector.add_(row, alpha=stddev)
+            else:
+                vector.addcdiv_(row, end_to_end([scale[name] for name in names], vector.dtype), value=stddev)

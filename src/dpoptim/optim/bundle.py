@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim.gradients import end_to_end
+
 SCALARS = {"noise_moment"}
 """State that is one number for all parameters of a bundle."""
 
@@ -44,8 +46,8 @@ class Bundle:
         return self.state[key]
 
     def flat(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes as one vector."""
-        return torch.cat([by_name[name].reshape(-1).to(self.dtype) for name in self.names])
+        """Tensors of the parameters' shapes as one vector, to be read."""
+        return end_to_end([by_name[name] for name in self.names], self.dtype)
 
     def flat_parameters(self) -> Tensor:
         return self.flat(dict(zip(self.names, self.parameters, strict=True)))

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from dpoptim.optim import fused
 from dpoptim.optim.bundle import Bundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import OncePerStep
@@ -77,12 +79,15 @@ class InverseRoot:
 
     def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor:
         total = bundle.get("second_moment")
-        if bundle.step == 0:
-            nu_hat = total + self.start
-        else:
-            nu_hat = rule.estimate(total, bundle.group, bundle.step) if self.debias else total
+        share, start = 1.0, self.start if bundle.step == 0 else 0.0
+        if self.debias and bundle.step > 0:
+            share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        return top / (nu_hat.clamp(min=0) ** self.exponent + self.eps_scale)
+        if self.exponent == 0.5:
+            scale = fused.inverse_root(bundle, share=share, start=start, top=top, eps=self.eps_scale)
+            if scale is not None:
+                return scale
+        return top / ((share * total + start).clamp_(min=0) ** self.exponent + self.eps_scale)
 
 
 @dataclass(frozen=True, kw_only=True)

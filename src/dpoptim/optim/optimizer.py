@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import PrivateRelease
 from dpoptim.noise import NoiseKey, NoiseMemory
+from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, Bundle
 from dpoptim.optim.geometries import Geometry
 from dpoptim.optim.rules import UpdateRule
@@ -108,6 +109,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for bundle in self._bundles():
             noisy = bundle.flat(released.gradient)
             noisy_vectors.append(noisy)
+            if fused.adam_step_(bundle, self.rule, self.second_moment, noisy):
+                continue
             lr, decay = bundle.group["lr"], bundle.group["weight_decay"]
             gradient = noisy
             if decay and not self.rule.decoupled:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import torch.utils.data
+from numpy.typing import NDArray
+from torch import Tensor
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import tickets
+from dpoptim.privacy.lengths import Integers, checked_lengths, cut_by_length
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.tickets import Ticket
 
@@ -34,6 +37,9 @@ class PrivateLoader:
         key: NoiseKey,
         run_id: str,
         micro_batch_size: int | None,
+        lengths: Integers | None,
+        micro_batch_tokens: int | None,
+        bucket: int,
         collate_fn: Callable[[list[Any]], Any] | None,
         num_workers: int,
         pin_memory: bool,
@@ -44,6 +50,9 @@ class PrivateLoader:
         self.plan = plan
         self.key = key
         self.micro_batch_size = micro_batch_size
+        self.lengths = lengths
+        self.micro_batch_tokens = micro_batch_tokens
+        self.bucket = bucket
         self.generation = 0
         self.look_ahead = look_ahead
         self.step_ends = False
@@ -75,13 +84,14 @@ class PrivateLoader:
     def __len__(self) -> int:
         """How many physical batches are still to come, where the plan alone determines it."""
         remaining = self.steps - self._next_step
-        if self.micro_batch_size is None:
-            return remaining
-        if not self.plan.sampling.is_random:
-            return remaining * -(-self.plan.batch_size // self.micro_batch_size)
+        if self.lengths is None:
+            if self.micro_batch_size is None:
+                return remaining
+            if not self.plan.sampling.is_random:
+                return remaining * -(-self.plan.batch_size // self.micro_batch_size)
         raise TypeError(
-            "the number of micro-batches of a random sample is not known before it is drawn; use .steps for the number "
-            "of steps"
+            "the number of micro-batches of a random sample, or of one cut by length, is not known before it is drawn; "
+            "use .steps for the number of steps"
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,34 +130,33 @@ class PrivateLoader:
             num_examples=plan.num_examples,
             batch_size=plan.batch_size,
             dataset_size=self._dataset_size,
-        ).tolist()
-        if not indices:
-            yield (
-                [0],
-                Ticket(
-                    step=step,
-                    key_fingerprint=self._fingerprint,
-                    physical_examples=1,
-                    is_placeholder=True,
-                    opens_batch=True,
-                    closes_batch=True,
-                ),
-            )
-            return
-        size = self.micro_batch_size or len(indices)
-        for start in range(0, len(indices), size):
-            part = indices[start : start + size]
+        )
+        parts = self._parts(indices)
+        for number, part in enumerate(parts or [[0]]):
             yield (
                 part,
                 Ticket(
                     step=step,
                     key_fingerprint=self._fingerprint,
                     physical_examples=len(part),
-                    is_placeholder=False,
-                    opens_batch=start == 0,
-                    closes_batch=start + size >= len(indices),
+                    is_placeholder=not parts,
+                    opens_batch=number == 0,
+                    closes_batch=number >= len(parts) - 1,
                 ),
             )
+
+    def _parts(self, indices: Integers) -> list[list[int]]:
+        """The examples of one step, divided; none for an empty sample."""
+        if self.lengths is None or self.micro_batch_tokens is None:
+            size = self.micro_batch_size or len(indices) or 1
+            return [indices[start : start + size].tolist() for start in range(0, len(indices), size)]
+        positions = cut_by_length(
+            self.lengths[indices],
+            max_tokens=self.micro_batch_tokens,
+            max_examples=self.micro_batch_size,
+            bucket=self.bucket,
+        )
+        return [indices[part].tolist() for part in positions]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, for its checkpoint; holds the key's fingerprint and never the key."""
@@ -203,6 +212,9 @@ def private_loader(
     key: NoiseKey | None = None,
     run_id: str | None = None,
     micro_batch_size: int | None = None,
+    lengths: Sequence[int] | NDArray[Any] | Tensor | None = None,
+    micro_batch_tokens: int | None = None,
+    bucket: int = 64,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -215,12 +227,17 @@ def private_loader(
     With `micro_batch_size`, a step's batch is yielded in parts of at most that many examples, and the
     optimizer makes one update per step; the user's loop does not change, but a scheduler is advanced only
     `if loader.step_ends`, which is true after the last part of a step.
+    With `lengths` (one an example, tokens say) and `micro_batch_tokens`, the parts of a step are of like length:
+    examples × longest, rounded up to a multiple of `bucket`, is at most `micro_batch_tokens` in each, and as little
+    is padded as the launch of each part is worth (`cut_by_length`). `micro_batch_size` bounds them as well.
 
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset must have exactly `plan.num_examples` examples;
     under `ADD_REMOVE` that number is a declared constant, and sampling goes over the data at hand at the
-    plan's rate.
+    plan's rate. How a step is cut changes no sum and no guarantee, provided that an example's loss does not depend on
+    its padding; times and shapes of the parts depend on the data, as those of any padded batch do.
     Edge cases: without a `key` a new one is made. The public `run_id` is new for every loader, so that runs with
     one key draw on their own; to resume, load the loader's state, or give `key`, `run_id` and `start_step`.
+    An example that alone exceeds `micro_batch_tokens` is a part of its own.
     `look_ahead` is how many batches a wrapper may fetch before the optimizer has stepped on them; by default none.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
@@ -264,6 +281,9 @@ def private_loader(
         key=key if key is not None else NoiseKey.generate(),
         run_id=os.urandom(16).hex() if run_id is None else run_id,
         micro_batch_size=micro_batch_size,
+        lengths=checked_lengths(lengths, micro_batch_tokens, bucket, examples=size),
+        micro_batch_tokens=micro_batch_tokens,
+        bucket=bucket,
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pin_memory,

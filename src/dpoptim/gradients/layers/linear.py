@@ -53,7 +53,8 @@ class _Linear(torch.autograd.Function):
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight
-            to_inputs = (grad @ matrix.to(grad.dtype)).to(ctx.dtype)
+            flat = grad.reshape(-1, grad.shape[-1]) @ matrix.to(grad.dtype)
+            to_inputs = flat.view(*grad.shape[:-1], flat.shape[-1]).to(ctx.dtype)
         return to_inputs, None, None, None, None, None
 
 

@@ -1,0 +1,212 @@
+"""How the time of a training step grows with batch size, sequence length, width and vocabulary, one at a time.
+
+    python benchmarks/growth.py --json FILE                on the GPU where there is one, else on the CPU
+    python benchmarks/growth.py --from FILE --plot FILE    the picture of an earlier --json, without measuring
+
+A BERT of two layers is timed without privacy ("off") and with `scale_then_privatize` ("scaled") around one base point,
+all sizes of an axis in turns. The exponent is the slope of log time against log size over the upper half of the sizes,
+where constant costs matter least. A cliff would be a step to the next size that costs far more than the size grows: the
+largest (time growth) / (size growth) is shown with its place. It is 1 for time in proportion to size; attention makes
+it up to 2 a doubling of the length, and matrix products do so in width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from steps import heading, masked_lm, setting, timed
+
+WAYS = ("off", "scaled")
+QUIET = 1.25  # the base point may take this many times its least on a machine without other work
+COLOURS = {"off": "#0072B2", "scaled": "#D55E00"}  # blue and vermilion of Okabe and Ito
+# the base point, and the sizes of each axis
+BASES = {
+    "cuda": {"examples": 256, "positions": 256, "width": 128, "vocabulary": 8192},
+    "cpu": {"examples": 8, "positions": 64, "width": 64, "vocabulary": 2048},
+}
+SIZES = {
+    "cuda": {
+        "examples": [32, 64, 128, 256, 512, 1024, 2048],
+        "positions": [32, 64, 128, 256, 512, 1024],
+        "width": [64, 128, 256, 512, 1024, 2048],
+        "vocabulary": [2048, 4096, 8192, 16384, 32768, 65536, 131072],
+    },
+    "cpu": {
+        "examples": [4, 8, 16, 32, 64],
+        "positions": [32, 64, 128, 256, 512],
+        "width": [32, 64, 128, 256, 512],
+        "vocabulary": [1024, 2048, 4096, 8192, 16384, 32768],
+    },
+}
+LABELS = {
+    "examples": "batch size, examples",
+    "positions": "sequence length, tokens",
+    "width": "width, channels",
+    "vocabulary": "vocabulary, tokens",
+}
+Point = dict[str, Any]  # {"size": 64, "off": {"ms": ...}, "scaled": {"ms": ...}}
+
+
+def points_of(device: str, axis: str, repeats: int) -> list[Point]:
+    """All sizes in the same rounds, so that a machine that slows down slows every one of them."""
+    runs = {}
+    for size in SIZES[device][axis]:
+        sizes = BASES[device] | {axis: size}
+        examples, positions = sizes.pop("examples"), sizes.pop("positions")
+        case = masked_lm(device, examples, positions, **sizes)
+        runs |= {f"{size} {way}": (case, way) for way in WAYS}
+    found = timed(runs, repeats)
+    return [{"size": size, **{way: found[f"{size} {way}"] for way in WAYS}} for size in SIZES[device][axis]]
+
+
+def unrest(record: dict[str, Any]) -> float:
+    """The longest over the shortest time of the base point, which every axis measures anew: 1 on a quiet machine."""
+    most = 1.0
+    for way in WAYS:
+        there = [p[way] for axis, points in record["axes"].items() for p in points if p["size"] == record["base"][axis]]
+        times = [found["ms"] for found in there if "ms" in found]
+        most = max(most, max(times, default=1.0) / min(times, default=1.0))
+    return most
+
+
+def curve(points: list[Point], way: str) -> tuple[list[int], list[float]]:
+    """Sizes and times of the points that ran."""
+    ran = [point for point in points if "ms" in point[way]]
+    return [point["size"] for point in ran], [point[way]["ms"] for point in ran]
+
+
+def exponent(sizes: list[int], times: list[float]) -> float:
+    """The least-squares slope of log time on log size over the upper half of the points, the middle one included.
+
+    >>> round(exponent([1, 2, 4, 8, 16], [9.0, 9.0, 16.0, 64.0, 256.0]), 6)
+    2.0
+    """
+    kept = slice(len(sizes) // 2, None)
+    if len(sizes[kept]) < 2:
+        return math.nan
+    x, y = [math.log(size) for size in sizes[kept]], [math.log(time) for time in times[kept]]
+    middle, height = sum(x) / len(x), sum(y) / len(y)
+    across = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True))
+    return across / sum((a - middle) ** 2 for a in x)
+
+
+def steepest(sizes: list[int], times: list[float]) -> tuple[float, str]:
+    """The largest (time growth) / (size growth) between neighbours, and between which.
+
+    >>> steepest([1, 2, 4], [1.0, 2.0, 12.0])
+    (3.0, '2 to 4')
+    """
+    steps = [
+        (times[i + 1] / times[i] / (sizes[i + 1] / sizes[i]), f"{sizes[i]} to {sizes[i + 1]}")
+        for i in range(len(sizes) - 1)
+    ]
+    return max(steps, default=(math.nan, "-"))
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    table = Table(title="Growth of the time of a step", caption=heading(record))
+    for title in ("axis", "way", "sizes", "times, ms", "exponent", "time growth / size growth", "scaled/off"):
+        table.add_column(title)
+    worst = (-math.inf, "")
+    for axis, points in record["axes"].items():
+        shares = [p["scaled"]["ms"] / p["off"]["ms"] for p in points if all("ms" in p[way] for way in WAYS)]
+        for way in WAYS:
+            sizes, times = curve(points, way)
+            most, where = steepest(sizes, times)
+            worst = max(worst, (most, f"{way}, {LABELS[axis]}, {where}"))
+            table.add_row(
+                LABELS[axis],
+                way,
+                f"{sizes[0]} to {sizes[-1]}" if sizes else "-",
+                " ".join(f"{p[way]['ms']:.1f}" if "ms" in p[way] else p[way]["error"] for p in points),
+                f"{exponent(sizes, times):.2f}",
+                f"at most {most:.2f}, {where}",
+                f"{min(shares):.2f} to {max(shares):.2f}" if way == "scaled" and shares else "",
+            )
+    console.print(table)
+    console.print(f"Steepest: {worst[0]:.2f} times as much time growth as size growth ({worst[1]}).", highlight=False)
+    restless = unrest(record)
+    console.print(
+        f"The base point, measured on every axis, took up to {restless:.2f} times its least.", highlight=False
+    )
+    if restless > QUIET:
+        console.print("[red]The machine was not quiet: these exponents mean little; measure again.")
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Four panels, log-log, both ways in each."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    figure = Figure(figsize=(9, 7.4), layout="constrained")
+    for panel, (axis, points) in zip(figure.subplots(2, 2).flat, record["axes"].items(), strict=False):
+        for way in WAYS:
+            sizes, times = curve(points, way)
+            label = f"{way}: time ~ size^{exponent(sizes, times):.2f}"
+            panel.loglog(sizes, times, marker="o" if way == "off" else "s", color=COLOURS[way], label=label)
+        panel.set(xlabel=LABELS[axis], ylabel="time of a step, ms")
+        panel.set_xticks([point["size"] for point in points])
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for side in (panel.xaxis, panel.yaxis):
+            side.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+            side.set_minor_locator(NullLocator())
+        panel.axvline(record["base"][axis], color="0.6", linewidth=0.8, linestyle=":")
+        panel.grid(alpha=0.3)
+        panel.set_ymargin(0.2)
+        panel.legend(fontsize=9, loc="upper left")
+    base = ", ".join(f"{LABELS[axis].split(',')[0]} {size}" for axis, size in record["base"].items())
+    figure.suptitle(
+        "Time of a training step as one size grows: parallel lines are a constant price of privacy", fontsize=11
+    )
+    quiet = "" if unrest(record) <= QUIET else " The machine was not quiet: measure again."
+    note = f"Dotted: the base point ({base}). Exponents of the upper half of the sizes.{quiet}"
+    figure.supxlabel(f"{note}\n{heading(record)}", fontsize=7.5)
+    figure.savefig(path, dpi=150)
+
+
+def short(value: float) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=list(LABELS), help="only this axis")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="rounds that are timed at each size (10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, after each axis")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the four panels (needs matplotlib)")
+    parser.add_argument("--commit", metavar="TEXT", help="the commit to name where there is no repository")
+    parser.add_argument(
+        "--from", dest="file", type=Path, metavar="FILE", help="measure nothing, read an earlier --json"
+    )
+    options = parser.parse_args()
+    if options.repeats < 2:
+        parser.error(f"--repeats must be 2 or more, got {options.repeats}")
+    warnings.simplefilter("ignore")
+    console = Console(width=None if Console().is_terminal else 200)
+    if options.file:
+        record = json.loads(options.file.read_text())
+    else:
+        record = setting(options.device, options.commit) | {"base": BASES[options.device], "axes": {}}
+        for axis in [options.only] if options.only else LABELS:
+            record["axes"][axis] = points_of(options.device, axis, options.repeats)
+            if options.json:
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
+    show(record, console)
+    if options.plot:
+        draw(record, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The gradients of one parameter, one for each example, with their norms and weighted sums.
+
+A parameter used more than once (tied weights, a layer called twice) has the SUM of its uses as gradient;
+`ExampleGradients` keeps all uses of one parameter and takes norms of that sum, cross terms included. Its `way` of
+measuring follows from what it holds, so that it can be told beforehand and explained.
+Everything here is un-noised: nothing outside `dpoptim.gradients` may import this file.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dpoptim.gradients import kernels
+from dpoptim.gradients.forms import Dense, Form, Outer, Rows
+from dpoptim.gradients.kernels import wide
+
+BLOCK_ELEMENTS = 1 << 24
+"""Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
+
+_DOT = 1 << 16  # products that are summed in float32 before their sum goes on in float64
+
+GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
+"""A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
+
+
+class Way(enum.Enum):
+    """How the norms of a parameter's per-example gradients are taken."""
+
+    FORMED = "gradients formed once, measured and summed"
+    TILES = "tiles of the products, measured in registers and never stored"
+    ONE_POSITION = "one position an example: squares of the factors"
+    GRAM = "products of the positions among themselves"
+    ROWS = "looked-up rows, summed by id"
+    PARTS = "each use, and their cross terms"
+    BLOCKS = "products formed a block at a time"
+
+
+@dataclass
+class ExampleGradients:
+    """All uses of one parameter in one backward: g_j is the sum of the uses.
+
+    >>> g = ExampleGradients(shape=torch.Size([2, 3]))
+    >>> g.add(Outer(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
+    >>> g.add(Rows(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
+    >>> g.way(scaled=True).name
+    'PARTS'
+    >>> g.squared_norms()        # three entries of 2 and three of 1
+    tensor([15., 15., 15., 15.], dtype=torch.float64)
+    """
+
+    shape: torch.Size
+    outers: list[Outer] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+    dense: Tensor | None = None
+    kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
+
+    def add(self, form: Form) -> None:
+        if isinstance(form, Dense) and self.dense is not None:
+            self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
+            return
+        self.kept += [(part, part._version) for part in vars(form).values()]
+        if isinstance(form, Outer):
+            self.outers.append(form)
+        elif isinstance(form, Rows):
+            self.rows.append(form)
+        else:
+            self.dense = form.grads
+
+    @property
+    def was_overwritten(self) -> bool:
+        """Whether something that is held has been changed in place since: a reused input buffer, say."""
+        return any(part._version != version for part, version in self.kept)
+
+    @property
+    def examples(self) -> int:
+        if self.dense is not None:
+            return len(self.dense)
+        return len(self.outers[0].left) if self.outers else len(self.rows[0].ids)
+
+    @property
+    def positions(self) -> int:
+        """Of all uses; 0 where only gradients themselves are held."""
+        return sum(use.left.shape[1] for use in self.outers) + sum(use.ids.shape[1] for use in self.rows)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the gradients themselves are held and nothing else."""
+        return not self.outers and not self.rows
+
+    def held_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self.kept)
+
+    def select(self, keep: Tensor) -> ExampleGradients:
+        """The same for the examples where `keep` is true."""
+        return replace(
+            self,
+            outers=[form.select(keep) for form in self.outers],
+            rows=[form.select(keep) for form in self.rows],
+            dense=None if self.dense is None else self.dense[keep],
+            kept=[],
+        )
+
+    # -- norms -----------------------------------------------------------------------------------------------------
+
+    def way(self, *, scaled: bool) -> Way:
+        if self.is_dense:
+            return Way.FORMED
+        if self.rows:
+            alone = not self.outers and self.dense is None
+            return Way.ROWS if alone else Way.BLOCKS if self.outers and self.dense is not None else Way.PARTS
+        if self.dense is not None:
+            return Way.BLOCKS
+        if kernels.outer_on_gpu(*(part for use in self.outers for part in (use.left, use.right))) is not None:
+            return Way.TILES
+        if self.positions == 1:
+            return Way.ONE_POSITION
+        rows, cols = self.shape
+        return Way.GRAM if not scaled and self.positions * (rows + cols) < rows * cols else Way.BLOCKS
+
+    def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and a bound
+        on the norms if nothing in g_j cancelled.
+
+        Where the bound far exceeds the norm, rounding is no longer small beside the norm. None says that the very
+        vector that is measured is the one that is summed.
+        """
+        match self.way(scaled=scale is not None):
+            case Way.FORMED:
+                assert self.dense is not None
+                return kernels.squares(self.dense, scale), None
+            case Way.TILES:
+                return kernels.outer_squares(*self._factors(), scale), None
+            case Way.ONE_POSITION:
+                return self._one_position(scale), None
+            case Way.GRAM:
+                return self._by_gram(), self._uncancelled(None)
+            case Way.ROWS:
+                return kernels.row_squares(*self._lookups(), scale, self.shape[0])
+            case Way.PARTS:
+                return self._by_parts(scale)
+            case Way.BLOCKS:
+                return self._by_blocks(scale), self._uncancelled(scale)
+
+    def squared_norms(self, scale: Tensor | None = None) -> Tensor:
+        return self.measured(scale)[0]
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """left and right of all linear uses, one behind the other."""
+        if len(self.outers) == 1:
+            return self.outers[0].left, self.outers[0].right
+        return torch.cat([use.left for use in self.outers], 1), torch.cat([use.right for use in self.outers], 1)
+
+    def _lookups(self) -> tuple[Tensor, Tensor]:
+        """ids and values of all look-ups, one behind the other."""
+        if len(self.rows) == 1:
+            return self.rows[0].ids, self.rows[0].values
+        return torch.cat([use.ids for use in self.rows], 1), torch.cat([use.values for use in self.rows], 1)
+
+    def _by_parts(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed."""
+        projected = replace(self, rows=[], kept=[]).squared_norms(scale)
+        ids, values = self._lookups()
+        looked_up, bound = kernels.row_squares(ids, values, scale, self.shape[0])
+        if self.dense is not None:
+            cross = kernels.row_products(self.dense, ids, values, scale)
+        else:
+            cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
+        return (projected + 2 * cross + looked_up).clamp(min=0), projected.sqrt() + bound
+
+    def _one_position(self, scale: Tensor | None) -> Tensor:
+        """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are brought to size 1 first, or squares could underflow."""
+        (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in self._factors())
+        if scale is None:
+            norms = kernels.squares(left, None) * kernels.squares(right, None)
+        else:
+            norms = ((left[:, 0].square() @ scale.square()) * right[:, 0].square()).double().sum(1)
+        return norms * (left_size * right_size).square()
+
+    def _by_gram(self) -> Tensor:
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel."""
+        (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in self._factors())
+        left_gram, right_gram = left @ left.mT, right @ right.mT
+        norms = (left_gram * right_gram).sum((1, 2)).double()
+        diagonals = left_gram.diagonal(dim1=1, dim2=2) * right_gram.diagonal(dim1=1, dim2=2)
+        doubtful = norms <= GRAM_TRUST[left.dtype] * diagonals.clamp(min=0).sqrt().sum(1).square()
+        norms *= (left_size * right_size).square()
+        if doubtful.any():
+            norms[doubtful] = self.select(doubtful)._by_blocks(None)
+        return norms
+
+    def _by_blocks(self, scale: Tensor | None) -> Tensor:
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        squared_scale = None if scale is None else scale.square()
+        for rows, block in self._blocks():  # which are ours to overwrite
+            squares = block.square_().flatten(1)
+            if squared_scale is None:
+                total += squares.sum(1)
+                continue
+            factors = squared_scale[rows].flatten()
+            for part, factor in zip(squares.split(_DOT, 1), factors.split(_DOT), strict=True):
+                total += part @ factor
+        return total
+
+    def _uncancelled(self, scale: Tensor | None) -> Tensor:
+        """Σ_t ‖scale ⊙ (part of g_j at position t)‖ or more, in float64."""
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        for outer in self.outers:
+            left = wide(outer.left) if scale is None else wide(outer.left) * scale.amax(1)
+            total += (_lengths(left) * _lengths(wide(outer.right))).sum(1)
+        for use in self.rows:
+            values = wide(use.values) if scale is None else wide(use.values) * scale[use.ids]
+            total += _lengths(values).sum(1)
+        return total
+
+    # -- sums ------------------------------------------------------------------------------------------------------
+
+    def example(self, j: int) -> Tensor:
+        """g_j itself, of the parameter's shape."""
+        if self.dense is not None and self.is_dense:
+            return wide(self.dense[j])
+        own = self.select(torch.tensor([j], device=self._device()))
+        return torch.cat([block[0] for _, block in own._blocks()])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Σ_j weights[j]·g_j, of the parameter's shape. An example of weight 0 adds nothing, whatever it holds."""
+        total: Tensor | None = None
+        if self.outers:
+            total = kernels.outer_weighted_sum(*self._factors(), weights)
+        if self.rows:
+            more = kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0])
+            total = more if total is None else total.add_(more)
+        if self.dense is not None:
+            more = torch.empty(self.shape, dtype=weights.dtype, device=weights.device)
+            kernels.many_weighted_sums([self.dense], weights, [more], add=False)
+            total = more if total is None else total.add_(more)
+        assert total is not None
+        return total
+
+    def weighted_square_sum(self, weights: Tensor) -> Tensor:
+        """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
+        if not bool((weights != 0).all()):
+            return self.select(weights != 0).weighted_square_sum(weights[weights != 0])
+        if not self.shape:
+            assert self.dense is not None
+            return (weights * wide(self.dense)).square().sum()
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
+        for rows, block in self._blocks():
+            total[rows] = torch.tensordot(weights.square(), block.square(), dims=1)
+        return total
+
+    def _device(self) -> torch.device:
+        if self.dense is not None:
+            return self.dense.device
+        return (self.outers[0].left if self.outers else self.rows[0].ids).device
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """g_j itself, a range of the parameter's rows at a time: (rows, [examples, rows, ...])."""
+        row_elements = max(1, self.examples * self.shape[1:].numel())
+        step = max(1, BLOCK_ELEMENTS // row_elements)
+        for start in range(0, self.shape[0], step):
+            yield slice(start, start + step), self._block(start, min(start + step, self.shape[0]))
+
+    def _block(self, start: int, stop: int) -> Tensor:
+        block: Tensor | None = None if self.dense is None else wide(self.dense[:, start:stop]).clone()
+        for outer in self.outers:
+            product = wide(outer.left[..., start:stop]).mT @ wide(outer.right)
+            block = product if block is None else block.add_(product)
+        for use in self.rows:
+            values = wide(use.values)
+            if block is None:
+                block = values.new_zeros(len(values), stop - start, values.shape[-1])
+            example, position = torch.nonzero((use.ids >= start) & (use.ids < stop), as_tuple=True)
+            slots = example * (stop - start) + use.ids[example, position] - start
+            block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
+        assert block is not None
+        return block
+
+
+def _lengths(vectors: Tensor) -> Tensor:
+    """Norms along the last axis; never 0 for a vector that is not, though its squares underflow."""
+    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1)
+    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1), largest).double()
+
+
+def _to_size_one(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """(factors over their largest entry, that entry), example by example."""
+    size = factors.abs().flatten(1).amax(1)
+    size = torch.where(size > 0, size, 1.0)
+    return factors / size[:, None, None], size.double()

@@ -1,0 +1,174 @@
+"""Triton kernels for gradients that are sums of outer products; `kernels` says what each computes.
+
+A tile of Σ_t left[j, t] ⊗ right[j, t] is made in registers for one example after another: loads of the next example
+run while the last one is reduced. Loads go through tensor descriptors, which fill with zeros beyond the last position.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit
+def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """Σ_t left[example, t, row:] ⊗ right[example, t, col:]."""
+    total = tl.zeros([BR, BC], tl.float32)
+    for block in range(blocks):
+        a = left.load([example, block * BT, row]).reshape(BT, BR)
+        b = right.load([example, block * BT, col]).reshape(BT, BC)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols, tiles_across, SCALED: tl.constexpr,
+                   BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    if SCALED:
+        inside = (down[:, None] < rows) & (across[None, :] < cols)
+        weight = tl.load(scale + down[:, None].to(tl.int64) * cols + across[None, :], mask=inside, other=0.0)
+    first = tl.program_id(1) * group
+    for example in tl.range(first, tl.minimum(first + group, examples), flatten=True):
+        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+        if SCALED:
+            total = total * weight
+        # One number for each row of the tile: summing further here would make the warps wait for each other.
+        tl.store(out + (example.to(tl.int64) * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
+
+
+@triton.jit
+def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows, cols, tiles_across,
+                        BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
+    first = tl.program_id(1) * share
+    for example in tl.range(first, tl.minimum(first + share, examples), flatten=True):
+        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+        weight = tl.load(weights + example)
+        sums += tl.where(weight != 0, total * weight, 0.0)
+    place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
+    tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
+
+
+@triton.jit
+def _outer_row_products(left, right, ids, values, scale, out, positions, tokens, cols, left_example, left_position,
+                        SCALED: tl.constexpr, BI: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    example = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BI + tl.arange(0, BI)
+    col = tl.program_id(2) * BC + tl.arange(0, BC)
+    ids_here = tl.load(ids + example * tokens + i, mask=i < tokens, other=0)
+    there = tl.zeros([BI, BC], tl.float32)
+    for start in range(0, positions, BT):
+        t = start + tl.arange(0, BT)
+        a = tl.load(
+            left + example * left_example + t[None, :].to(tl.int64) * left_position + ids_here[:, None],
+            mask=(t[None, :] < positions) & (i[:, None] < tokens), other=0.0,
+        )  # fmt: skip
+        b = tl.load(
+            right + (example * positions + t[:, None]) * cols + col[None, :],
+            mask=(t[:, None] < positions) & (col[None, :] < cols), other=0.0,
+        )  # fmt: skip
+        there = tl.dot(a, b, there, input_precision="ieee")
+    inside = (i[:, None] < tokens) & (col[None, :] < cols)
+    if SCALED:
+        factor = tl.load(scale + ids_here[:, None] * cols + col[None, :], mask=inside, other=0.0)
+        there = there * factor * factor
+    value = tl.load(values + (example * tokens + i[:, None]) * cols + col[None, :], mask=inside, other=0.0)
+    place = (example * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(out + place, tl.sum(tl.sum(there * value.to(tl.float32), 1), 0))
+
+
+class _Tiles:
+    """Two factors as descriptors, and the tiles that their product is cut into."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        dtype = left.dtype if left.dtype == right.dtype else torch.float32
+        left, right = _loadable(left.to(dtype)), _loadable(right.to(dtype))
+        (self.examples, positions, self.rows), self.cols = left.shape, right.shape[2]
+        self.is_full = dtype == torch.float32
+        # Blocks of 32 positions where they spare work, of 64 where not: what was fastest on an H200.
+        short = self.is_full or triton.cdiv(positions, 32) % 2 == 1
+        most_rows, most_cols = (64, 64) if self.is_full else (64, 128) if short else (128, 128)
+        self.block = 32 if short else 64
+        self.high = max(16, min(most_rows, triton.next_power_of_2(self.rows)))
+        self.wide = max(16, min(most_cols, triton.next_power_of_2(self.cols)))
+        self.blocks = triton.cdiv(positions, self.block)
+        self.across = triton.cdiv(self.cols, self.wide)
+        self.count = triton.cdiv(self.rows, self.high) * self.across
+        self.left = TensorDescriptor(left, list(left.shape), list(left.stride()), [1, self.block, self.high])
+        self.right = TensorDescriptor(right, list(right.shape), list(right.stride()), [1, self.block, self.wide])
+        large = self.high * self.wide > 64 * 128
+        self.slots = 132 if large else 396  # programs that an H200 runs at once
+        self.options = {"num_warps": 8 if large else 4, "num_stages": 3 if self.is_full else 5}
+        self.constants = {"BR": self.high, "BC": self.wide, "BT": self.block}
+
+
+def _loadable(tensor: Tensor) -> Tensor:
+    """Strides and start at multiples of 16 bytes, as descriptors want them; copied where they are not."""
+    step = 16 // tensor.element_size()
+    even = tensor.stride(2) == 1 and tensor.stride(0) % step == tensor.stride(1) % step == 0
+    if even and tensor.data_ptr() % 16 == 0 and min(tensor.stride()) > 0:
+        return tensor
+    width = tensor.shape[2]
+    padded = tensor.new_empty(*tensor.shape[:2], triton.cdiv(width, step) * step)
+    padded[..., :width] = tensor
+    return padded[..., :width]
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    examples = len(left)
+    if not left.numel() or not right.numel():
+        return torch.zeros(examples, dtype=torch.float64, device=left.device)
+    tiles = _Tiles(left, right)
+    out = torch.empty(examples, tiles.count * tiles.high, dtype=torch.float32, device=left.device)
+    group = min(max(tiles.count * examples // 768, 1), 16)
+    given = out if scale is None else scale.float().contiguous()
+    _outer_squares[(tiles.count, triton.cdiv(examples, group))](
+        tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
+        SCALED=scale is not None, **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return out.sum(1, dtype=torch.float64)
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    examples, rows, cols = len(left), left.shape[2], right.shape[2]
+    if not left.numel() or not right.numel():
+        return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
+    tiles = _Tiles(left, right)
+    shares = max(1, min(triton.cdiv(3 * tiles.slots, tiles.count), examples // 8))
+    share = triton.cdiv(examples, shares)
+    shares = triton.cdiv(examples, share)
+    out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    _outer_weighted_sum[(tiles.count, shares)](
+        tiles.left, tiles.right, weights.float().contiguous(), out, examples, share, tiles.blocks, rows, cols,
+        tiles.across, **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return (out[0] if shares == 1 else out.sum(0)).to(weights.dtype)
+
+
+def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    dtype = left.dtype if left.dtype == right.dtype else torch.float32
+    left, right, ids, values = left.to(dtype), right.to(dtype).contiguous(), ids.contiguous(), values.contiguous()
+    left = left if left.stride(2) == 1 else left.contiguous()
+    (examples, tokens, cols), positions = values.shape, left.shape[1]
+    if not values.numel() or not positions:
+        return torch.zeros(examples, dtype=torch.float64, device=left.device)
+    is_full = dtype == torch.float32
+    high, wide = (32, 64) if is_full else (128, 128)
+    wide = max(16, min(wide, triton.next_power_of_2(cols)))
+    grid = (examples, triton.cdiv(tokens, high), triton.cdiv(cols, wide))
+    out = torch.empty(grid, dtype=torch.float32, device=left.device)
+    given = values if scale is None else scale.float().contiguous()
+    _outer_row_products[grid](
+        left, right, ids, values, given, out, positions, tokens, cols, left.stride(0), left.stride(1),
+        SCALED=scale is not None, BI=high, BC=wide, BT=32, num_warps=4 if is_full else 8,
+    )  # fmt: skip
+    return out.sum((1, 2), dtype=torch.float64)

@@ -1,0 +1,29 @@
+"""Many tensors in one launch of a Triton kernel: where they are, and which part of which a program works on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@functools.lru_cache(maxsize=64)
+def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device) -> Tensor:
+    """int64 [programs, 4]: number of the tensor, where in it the program begins, and the two numbers of its size.
+
+    The first number of a size is how many elements a tensor has. The same at every step, so it stays on the device.
+    """
+    rows = [(i, start, *size) for i, size in enumerate(sizes) for start in range(0, size[0], span)]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def addresses_of(*lists: Sequence[Tensor]) -> Tensor:
+    """int64 [lists, tensors] on the tensors' device, sent without waiting for it."""
+    numbers = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
+    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+    return pinned.to(lists[0][0].device, non_blocking=True)
