@@ -63,6 +63,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, spare_bytes: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._all_parameters = list(model.named_parameters())
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
         self.on_batch = on_batch
@@ -126,12 +127,10 @@ class Engine:
         return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
 
     def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
-                change = "unfrozen or replaced" if parameter.requires_grad else "frozen (and would get noise)"
-                raise ValueError(
-                    f"parameter '{name}' was {change} after the optimizer was made; make the optimizer last"
-                )
+                change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
+                raise ValueError(f"parameter '{name}' was {change} after the optimizer was made; make it last")
         self._calls += 1
         self.call = self._calls
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -173,6 +172,9 @@ class Engine:
 
     def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None:
         """Called by the layer functions during backward, once for each use of a parameter."""
+        if id(parameter) not in self.names:
+            self.discard()
+            raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
         backward = torch._C._current_graph_task_id()
         batch = self.batch
@@ -262,7 +264,7 @@ class _PrivateForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine.capturing:
-            return self.layer.run(self.engine, self.module, args, kwargs)
+            return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         if self.engine.probe.running:
             self.engine.probe.see(self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

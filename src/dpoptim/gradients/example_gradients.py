@@ -120,7 +120,7 @@ class ExampleGradients:
             return Way.TILES
         if self.positions == 1:
             return Way.ONE_POSITION
-        rows, cols = self.shape
+        rows, cols = self._matrix
         return Way.GRAM if not scaled and self.positions * (rows + cols) < rows * cols else Way.BLOCKS
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -131,23 +131,36 @@ class ExampleGradients:
         vector that is measured is the one that is summed.
         """
         match self.way(scaled=scale is not None):
-            case Way.FORMED:
-                assert self.dense is not None
-                return kernels.squares(self.dense, scale), None
-            case Way.TILES:
-                return kernels.outer_squares(*self._factors(), scale), None
-            case Way.ONE_POSITION:
-                return self._one_position(scale), None
-            case Way.GRAM:
-                return self._by_gram(), self._uncancelled(None)
             case Way.ROWS:
                 return kernels.row_squares(*self._lookups(), scale, self.shape[0])
             case Way.PARTS:
                 return self._by_parts(scale)
-            case Way.BLOCKS:
-                return self._by_blocks(scale), self._uncancelled(scale)
+            case Way.GRAM | Way.BLOCKS:
+                return self.squared_norms(scale), self._uncancelled(scale)
+        return self.squared_norms(scale), None
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        """The parameter's shape as the linear map that it is: a kernel of a convolution is one of patches."""
+        return self.shape[0], self.shape[1:].numel()
+
+    def _as_matrix(self, scale: Tensor | None) -> Tensor | None:
+        return scale if scale is None or scale.ndim == 2 else scale.reshape(self._matrix)
 
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
+        """The first of what `measured` gives, alone."""
+        match self.way(scaled=scale is not None):
+            case Way.FORMED:
+                assert self.dense is not None
+                return kernels.squares(self.dense, scale)
+            case Way.TILES:
+                return kernels.outer_squares(*self._factors(), self._as_matrix(scale))
+            case Way.ONE_POSITION:
+                return self._one_position(self._as_matrix(scale))
+            case Way.GRAM:
+                return self._by_gram()
+            case Way.BLOCKS:
+                return self._by_blocks(scale)
         return self.measured(scale)[0]
 
     def _factors(self) -> tuple[Tensor, Tensor]:
@@ -211,7 +224,7 @@ class ExampleGradients:
         """Σ_t ‖scale ⊙ (part of g_j at position t)‖ or more, in float64."""
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         for outer in self.outers:
-            left = wide(outer.left) if scale is None else wide(outer.left) * scale.amax(1)
+            left = wide(outer.left) if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
             total += (_lengths(left) * _lengths(wide(outer.right))).sum(1)
         for use in self.rows:
             values = wide(use.values) if scale is None else wide(use.values) * scale[use.ids]
@@ -231,7 +244,7 @@ class ExampleGradients:
         """Σ_j weights[j]·g_j, of the parameter's shape. An example of weight 0 adds nothing, whatever it holds."""
         total: Tensor | None = None
         if self.outers:
-            total = kernels.outer_weighted_sum(*self._factors(), weights)
+            total = kernels.outer_weighted_sum(*self._factors(), weights).view(self.shape)
         if self.rows:
             more = kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0])
             total = more if total is None else total.add_(more)
@@ -270,6 +283,7 @@ class ExampleGradients:
         block: Tensor | None = None if self.dense is None else wide(self.dense[:, start:stop]).clone()
         for outer in self.outers:
             product = wide(outer.left[..., start:stop]).mT @ wide(outer.right)
+            product = product.view(*product.shape[:2], *self.shape[1:])
             block = product if block is None else block.add_(product)
         for use in self.rows:
             values = wide(use.values)
@@ -289,7 +303,9 @@ def _lengths(vectors: Tensor) -> Tensor:
 
 
 def _to_size_one(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(factors over their largest entry, that entry), example by example."""
+    """(factors over their largest entry, that entry), example by example; as they are where no square can underflow."""
     size = factors.abs().flatten(1).amax(1)
     size = torch.where(size > 0, size, 1.0)
+    if bool(((size > 1e-6) & (size < 1e6)).all()):
+        return factors, torch.ones_like(size, dtype=torch.float64)
     return factors / size[:, None, None], size.double()

@@ -22,7 +22,7 @@ _FEW_ROWS = 16  # a table this small is formed whatever is looked up in it
 
 @dataclass(frozen=True)
 class Outer:
-    """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, cols]."""
+    """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements a row."""
 
     left: Tensor  # [examples, positions, rows]
     right: Tensor  # [examples, positions, cols]
@@ -95,5 +95,6 @@ def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]
     if isinstance(form, Rows) and form.is_small_formed(shape[0]):
         return form.formed(shape[0]), 0
     if isinstance(form, Outer) and form.can_be_formed and form.extra_bytes <= spare_bytes:
-        return form.formed(), max(0, form.extra_bytes)
+        formed = form.formed()
+        return Dense(formed.grads.view(len(formed.grads), *shape)), max(0, form.extra_bytes)
     return form, 0

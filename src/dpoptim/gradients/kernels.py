@@ -109,18 +109,22 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
-    smaller, other = (left, right) if left.shape[2] < right.shape[2] else (right, left)
-    weighted = (wide(smaller) * weights[:, None, None]).flatten(0, 1)
-    total = weighted.T @ wide(other).flatten(0, 1)
-    return total if smaller is left else total.T.contiguous()
+    left, right = wide(left), wide(right)
+    if left.shape[2] < right.shape[2]:  # the smaller one is weighted
+        left = left * weights[:, None, None]
+    else:
+        right = right * weights[:, None, None]
+    return left.flatten(0, 1).T @ right.flatten(0, 1)
 
 
 def with_padding(values: Tensor) -> Tensor:
     """[examples, positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
     stride, rows = values.stride(1), values.shape[0] * values.shape[1]
+    if stride == values.shape[2]:
+        return values
     held = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
     even = values.stride(2) == 1 and values.stride(0) == stride * values.shape[1]
-    if even and stride > values.shape[2] and stride % 8 == 0 and held >= rows * stride:
+    if even and stride % 8 == 0 and held >= rows * stride:
         return values.as_strided((*values.shape[:2], stride), values.stride())
     return values
 
@@ -213,8 +217,8 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
     valid = labels >= 0
     picked = labels.clamp(min=0)[:, None]
     losses = -log_probs.gather(1, picked)[:, 0]
-    gradient = log_probs.exp()
+    gradient = log_probs.exp_()  # which is ours: log_softmax makes a new tensor
     gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
-    logits[:, :classes] = gradient * valid[:, None]
+    torch.mul(gradient, valid[:, None], out=logits[:, :classes])
     logits[:, classes:] = 0
     return torch.where(valid, losses, 0.0)

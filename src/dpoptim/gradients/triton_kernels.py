@@ -81,7 +81,7 @@ def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) ->
 def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
     """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
     example = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BW)
+    col = tl.program_id(1) * BW + tl.arange(0, BW)
     inside = col < width
     total = tl.zeros([BW], tl.float32)
     run = tl.zeros([BW], tl.float32)
@@ -98,22 +98,23 @@ def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED
         if (at == positions - 1) | (after != here):
             total += run * run
             run = tl.zeros([BW], tl.float32)
-    tl.store(out + example, tl.sum(total, 0))
-    tl.store(apart + example, tl.sum(alone, 0))
+    tl.store(out + example * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+    tl.store(apart + example * tl.num_programs(1) + tl.program_id(1), tl.sum(alone, 0))
 
 
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     examples, positions, width = values.shape
-    out, apart = torch.zeros(2, examples, dtype=torch.float32, device=values.device)
+    block = min(128, triton.next_power_of_2(width))
+    out, apart = torch.zeros(2, examples, triton.cdiv(width, block), dtype=torch.float32, device=values.device)
     if examples and positions:
         sorted_ids, order = torch.sort(ids, dim=1, stable=True)
         given = values if scale is None else scale.float().contiguous()
-        _row_squares[(examples,)](
+        _row_squares[tuple(out.shape)](
             sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,
-            BW=triton.next_power_of_2(width), num_warps=1 if width <= 128 else 4,
+            BW=block, num_warps=1,
         )  # fmt: skip
-    return out.double(), (apart.double() * positions).sqrt()
+    return out.sum(1, dtype=torch.float64), (apart.sum(1, dtype=torch.float64) * positions).sqrt()
 
 
 @triton.jit

@@ -17,19 +17,20 @@ _BLOCK = 1024  # elements that a program sums over examples
 
 def _whole(grads: Tensor) -> Tensor:
     """With each example's elements side by side; the examples may lie further apart."""
-    return grads if grads[0].is_contiguous() and grads.stride(0) > 0 else grads.contiguous()
+    if grads.is_contiguous() or (len(grads) and grads.stride(0) > 0 and grads[0].is_contiguous()):
+        return grads
+    return grads.contiguous()
 
 
 def _size(grads: Tensor) -> tuple[int, int]:
-    return grads.shape[1:].numel(), grads.stride(0)
+    return grads.numel() // len(grads), grads.stride(0)
 
 
 def _step(*tensors: Tensor) -> int:
     """How many elements may be loaded at once: 16 bytes where everything begins at a multiple of that."""
-    grads = tensors[0]
-    step = 16 // grads.element_size()
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    return step if aligned and all(number % step == 0 for number in _size(grads)) else 1
+    step = 16 // tensors[0].element_size()
+    numel, stride = _size(tensors[0])
+    return 1 if numel % step or stride % step or any(tensor.data_ptr() % 16 for tensor in tensors) else step
 
 
 @triton.jit

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -9,7 +13,7 @@ from numpy.typing import NDArray
 
 from dpoptim.noise.boxmuller import SCRATCH_ROWS, box_muller
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.parallel import in_chunks
+from dpoptim.noise.parallel import in_threads
 
 BLOCK_BYTES = 64
 WORDS_PER_BLOCK = BLOCK_BYTES // 8
@@ -112,29 +116,35 @@ def normals(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype} is not a floating dtype; use torch.float32 or torch.float64")
     subkey = key.subkey(f"normals/{stream}", name)
+    if torch.device(device).type == "cpu":
+        # numpy has no bfloat16: torch rounds to the narrow types at the end.
+        made = torch.empty(count, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float64)
+        in_threads(filling_jobs(made, subkey, step=step, start=start))
+        return made.to(dtype)
     # Whole pairs are made, and the odd element at either end is dropped.
     first, stop = start - start % 2, start + count + (start + count) % 2
     out = torch.empty(stop - first, dtype=dtype, device=device)
-    if out.device.type == "cpu":
-        _fill_on_cpu(out, subkey, step, first)
-    else:
-        _fill_on_device(out, subkey, step, first)
+    _fill_on_device(out, subkey, step, first)
     return out[start - first : start - first + count]
 
 
-def _fill_on_cpu(out: torch.Tensor, subkey: bytes, step: int, first: int) -> None:
-    """Fill `out` with normals from element `first` (both even), a cache-sized chunk at a time."""
-    # numpy has no bfloat16: torch rounds to the narrow types at the end.
-    direct = out.dtype in (torch.float32, torch.float64)
-    target = (out if direct else torch.empty(out.shape, dtype=torch.float64)).numpy()
+def filling_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
+    """Jobs, in any order and on any threads, that fill a CPU vector with the normals from element `start` on."""
+    target = out.numpy()
 
     def fill(begin: int, end: int) -> None:
-        chunk = words(subkey, step=step, start=first + begin, count=end - begin)
-        box_muller(np, chunk.view(np.int64), target[begin:end], np.empty((SCRATCH_ROWS, (end - begin) // 2)))
+        # Whole pairs are made, and the odd element at either end is dropped.
+        first, stop = begin - begin % 2, end + end % 2
+        chunk = words(subkey, step=step, start=first, count=stop - first)
+        here = target[begin - start : end - start]
+        pairs = here if stop - first == len(here) else np.empty(stop - first, here.dtype)
+        box_muller(np, chunk.view(np.int64), pairs, np.empty((SCRATCH_ROWS, len(pairs) // 2)))
+        if pairs is not here:
+            here[:] = pairs[begin - first : end - first]
 
-    in_chunks(fill, len(target), chunk=_CHUNK)
-    if not direct:
-        out.copy_(torch.from_numpy(target))
+    stop = start + len(target)
+    edges = [start, *range((start // _CHUNK + 1) * _CHUNK, stop, _CHUNK), stop]
+    return [partial(fill, begin, end) for begin, end in pairwise(edges) if begin < end]
 
 
 def _fill_on_device(out: torch.Tensor, subkey: bytes, step: int, first: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -24,16 +25,20 @@ def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int) -> No
     >>> squares
     [0, 1, 4, 9, 16]
     """
-    pieces = [(begin, min(begin + chunk, count)) for begin in range(0, count, chunk)]
-    workers = min(torch.get_num_threads(), len(pieces))
+    in_threads([partial(work, begin, min(begin + chunk, count)) for begin in range(0, count, chunk)])
+
+
+def in_threads(jobs: Sequence[Callable[[], None]]) -> None:
+    """Call all jobs, on torch.get_num_threads() threads; an error in one is raised here."""
+    workers = min(torch.get_num_threads(), len(jobs))
     if workers <= 1:
-        for begin, end in pieces:
-            work(begin, end)
+        for job in jobs:
+            job()
         return
-    # A pool for each call, as threads do not survive a fork; starting one costs less than a chunk.
+    # A pool for each call, as threads do not survive a fork; starting one costs less than a job.
     with ThreadPoolExecutor(workers) as pool:
-        for job in [pool.submit(work, begin, end) for begin, end in pieces]:
-            job.result()
+        for running in [pool.submit(job) for job in jobs]:
+            running.result()
 
 
 def in_chunks_on(device: torch.device, work: Callable[[int, int], None], count: int) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from dpoptim.noise import gpu
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.normals import normals, words
+from dpoptim.noise.normals import filling_jobs, normals, words
+from dpoptim.noise.parallel import in_threads
 
 _CHUNK = 2**22  # elements of several rows that are summed at a time
 
@@ -80,6 +81,8 @@ class NormalSource:
         stop = self.numel if count is None else start + count
         if self._on_gpu is not None and (start, stop) == (0, self.numel):
             return self._on_gpu.combined(step, [1.0], dtype)
+        if torch.device(self.device).type == "cpu":
+            return self._on_cpu(step, dtype, start, stop)
         pieces = [
             normals(
                 self.key,
@@ -96,6 +99,18 @@ class NormalSource:
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.device)
+
+    def _on_cpu(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """All parts straight into one vector, by one pool of threads."""
+        out = torch.empty(stop - start, dtype=dtype)
+        jobs, at = [], 0
+        for part, begin, end in self._overlaps(start, stop):
+            subkey = self.key.subkey(f"normals/{self.stream}", part.name)
+            there = out[at : at + end - begin]
+            jobs += filling_jobs(there, subkey, step=step, start=part.start + begin)
+            at += end - begin
+        in_threads(jobs)
+        return out
 
     def combined(self, step: int, coefs: Sequence[float]) -> torch.Tensor:
         """Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to the dtype."""

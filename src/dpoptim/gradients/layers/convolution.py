@@ -1,5 +1,5 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: the examples become groups of one convolution, whose weight gradient keeps
-them apart.
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches, where that is quick, or else one convolution with the
+examples as groups, whose weight gradient keeps them apart.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpoptim.gradients.forms import Dense
+from dpoptim.gradients.forms import Dense, Form, Outer
 from dpoptim.gradients.kernels import wide
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+
+Settings = tuple[list[int], list[int], list[int], int]
 
 
 class _Convolution(torch.autograd.Function):
@@ -23,7 +25,7 @@ class _Convolution(torch.autograd.Function):
         inputs: Tensor,  # [examples, channels, *space], already padded
         weight: nn.Parameter,
         bias: nn.Parameter | None,
-        settings: tuple[list[int], list[int], list[int], int],  # stride, padding, dilation, groups
+        settings: Settings,  # stride, padding, dilation, groups
         keeper: Keeper,
         use: Use,
     ) -> Tensor:
@@ -41,9 +43,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         if trainable(ctx.weight):
-            ctx.keeper.keep(
-                ctx.weight, Dense(_weight_gradients(wide(grad), wide(inputs), weight, ctx.settings)), ctx.use
-            )
+            ctx.keeper.keep(ctx.weight, _weight_gradients(grad, inputs, weight, ctx.settings), ctx.use)
         if trainable(ctx.bias):
             ctx.keeper.keep(ctx.bias, Dense(wide(grad).flatten(2).sum(2)), ctx.use)
         to_inputs = None
@@ -56,9 +56,50 @@ class _Convolution(torch.autograd.Function):
         return to_inputs, None, None, None, None, None
 
 
-def _weight_gradients(
-    grad: Tensor, inputs: Tensor, weight: Tensor, settings: tuple[list[int], list[int], list[int], int]
-) -> Tensor:
+_PATCH_ELEMENTS = 1 << 27  # of patches that are held at a time
+
+
+def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Form:
+    stride, padding, dilation, groups = settings
+    kernel = list(weight.shape[2:])
+    apart = kernel == stride and not any(padding) and set(dilation) == {1}
+    if groups == 1 and apart and weight.ndim == 4:
+        return Outer(grad.flatten(2).mT, _patches_apart(inputs, kernel))
+    if groups == 1 and inputs.is_cuda and weight.ndim == 4:
+        return Dense(_by_patches(grad, inputs, weight, settings))
+    return Dense(_by_groups(wide(grad), wide(inputs), weight, settings))
+
+
+def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
+    """[examples, patches, channels·kernel] of patches that do not overlap: the inputs in another order."""
+    (examples, channels, *space), (high, across) = inputs.shape, kernel
+    rows, cols = space[0] // high, space[1] // across
+    whole = inputs[..., : rows * high, : cols * across]
+    return (
+        whole.reshape(examples, channels, rows, high, cols, across)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(examples, rows * cols, channels * high * across)
+    )
+
+
+def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
+    """[examples, *weight.shape] in the dtype of the inputs, as products with patches, some examples at a time."""
+    stride, padding, dilation, _ = settings
+    kernel = list(weight.shape[2:])
+    outputs = grad.to(inputs.dtype).flatten(2)
+    gradients = inputs.new_empty(len(inputs), weight.shape[0], weight[0].numel())
+    step = max(1, _PATCH_ELEMENTS // (weight[0].numel() * outputs.shape[2]))
+    for start in range(0, len(inputs), step):
+        part = slice(start, start + step)
+        if kernel == [1, 1] and not any(padding):
+            patches = inputs[part, :, :: stride[0], :: stride[1]].flatten(2)
+        else:
+            patches = F.unfold(inputs[part], (kernel[0], kernel[1]), *(tuple(s) for s in (dilation, padding, stride)))
+        torch.bmm(outputs[part], patches.mT, out=gradients[part])
+    return gradients.view(len(inputs), *weight.shape)
+
+
+def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """[examples, *weight.shape], by one grouped convolution with examples·groups groups."""
     stride, padding, dilation, groups = settings
     examples = len(inputs)

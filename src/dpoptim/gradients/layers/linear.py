@@ -32,21 +32,17 @@ class _Linear(torch.autograd.Function):
         ctx.keeper, ctx.use, ctx.inputs_first = keeper, use, inputs_first
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
-        flat = F.linear(inputs.reshape(-1, inputs.shape[-1]), weight.T if inputs_first else weight, bias)
-        # Not a view in autograd's eyes, so that an in-place activation may follow.
-        return torch.ops.aten._unsafe_view(flat, [*inputs.shape[:-1], flat.shape[-1]])
+        return F.linear(inputs, weight.T if inputs_first else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        by_position = grad.reshape(len(grad), -1, grad.shape[-1])
+        by_position = grad if grad.ndim == 3 else grad.reshape(len(grad), -1, grad.shape[-1])
         if trainable(ctx.weight):
-            outputs_side, inputs_side = (
-                by_position,
-                inputs.reshape(len(grad), -1, inputs.shape[-1]).to(grad.dtype),
-            )
-            form = Outer(inputs_side, outputs_side) if ctx.inputs_first else Outer(outputs_side, inputs_side)
+            entering = inputs if inputs.ndim == 3 else inputs.reshape(len(grad), -1, inputs.shape[-1])
+            entering = entering.to(grad.dtype)
+            form = Outer(entering, by_position) if ctx.inputs_first else Outer(by_position, entering)
             ctx.keeper.keep(ctx.weight, form, ctx.use)
         if trainable(ctx.bias):
             ctx.keeper.keep(ctx.bias, Dense(by_position.sum(1, dtype=wide_dtype(by_position.dtype))), ctx.use)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from dpoptim.gradients.forms import Form
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One call of a layer: in which call of the model, and in which backward if an activation checkpoint re-ran it."""
 
     call: int | None
@@ -42,9 +41,6 @@ class Layer:
 
     name: str
     rule: RuleFunction
-
-    def run(self, keeper: Keeper, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.rule(keeper, self.name, module, args, kwargs)
 
 
 def batch_axis(module: nn.Module) -> int:
