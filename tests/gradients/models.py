@@ -242,6 +242,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "batch norm in eval": lambda: Case(nn.BatchNorm2d(3).eval(), squares, _inputs(3, 4, 4)),
     "conv1d": lambda: Case(nn.Conv1d(4, 6, 3, padding=1, stride=2), squares, _inputs(4, 9)),
     "conv2d": lambda: Case(nn.Conv2d(4, 6, 3, padding=1), squares, _inputs(4, 5, 6)),
+    "conv2d patches": lambda: Case(nn.Conv2d(3, 4, 2, stride=2), squares, _inputs(3, 5, 6)),
+    "conv2d of one, stride": lambda: Case(nn.Conv2d(3, 4, 1, stride=2), squares, _inputs(3, 5, 6)),
     "conv2d groups, dilation": lambda: Case(nn.Conv2d(4, 6, 3, groups=2, dilation=2), squares, _inputs(4, 8, 7)),
     "conv2d same, even kernel": lambda: Case(nn.Conv2d(2, 3, 4, padding="same"), squares, _inputs(2, 6, 5)),
     "conv2d circular": lambda: Case(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), squares, _inputs(2, 6, 5)),

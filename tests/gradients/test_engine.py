@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Mapping
 from functools import partial
 from typing import cast
 
@@ -27,7 +28,7 @@ def _prefixed(name: str, message: str) -> str:
     return f"{name}: {message}"
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=tolerance, atol=tolerance, msg=partial(_prefixed, name))
 
@@ -248,6 +249,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"'table.weight' was used outside the layer"):
             squares(model, torch.randint(0, 7, (3, 5))).sum().backward()
         assert model.table.weight.grad is None
+
+    def test_parameter_replaced_later(self, mlp, x):
+        attached(mlp)
+        mlp[0].weight = nn.Parameter(mlp[0].weight.detach().clone())
+        with pytest.raises(ValueError, match="replaced after the optimizer was made"):
+            squares(mlp, x).sum().backward()
 
     def test_parameter_unfrozen_later(self, mlp, x):
         mlp[0].requires_grad_(False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpoptim.gradients import kernels
 from dpoptim.gradients.engine import Engine, PhysicalBatch
 from dpoptim.gradients.example_gradients import ExampleGradients
+from dpoptim.gradients.explanation import Explanation, explain
 from dpoptim.gradients.flat import FlatTensors
 from dpoptim.gradients.kernels import wide_dtype
 
@@ -64,6 +65,8 @@ class ClippedSums:
         self._examples = 0
         self._outcomes: list[Tensor] = []  # [clipped, non-finite] of physical batches, where they were found
         self._counted = ClippingCounts()
+        self._explanation: Explanation | None = None
+        self._explained: tuple[int, ...] = ()
         self.engine = Engine(model, self._add, spare_bytes=spare_bytes)
 
     @property
@@ -80,6 +83,13 @@ class ClippedSums:
         self._outcomes = []
         self._counted.examples = self._examples
         return self._counted
+
+    def explain(self) -> Explanation:
+        """How the norms of the last physical batch were taken."""
+        self.engine.flush()
+        if self._explanation is None:
+            raise ValueError("nothing has been differentiated yet; ask after the first step")
+        return self._explanation
 
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
         """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
@@ -115,12 +125,19 @@ class ClippedSums:
         weights = torch.where(plain, self._weights(norms) * factor, 0.0)
         self._sum(batch.gradients, weights)
         self._examples += batch.examples
+        self._remember_ways(batch)
         self._outcomes.append(torch.stack([norms > self.clip_norm, ~finite]).sum(1))
         self.norms.append(norms.to(precision))
         if bounds is not None:
             # The host learns behind all that was queued whether an example must be looked at by itself.
             for j in torch.nonzero(finite & ~plain).flatten().tolist():
                 self._clip_and_sum_one(batch, j, factor)
+
+    def _remember_ways(self, batch: PhysicalBatch) -> None:
+        """For `explain`; made anew only where shapes have changed, since it takes a while."""
+        kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
+        if kind != self._explained:
+            self._explained, self._explanation = kind, explain(batch.gradients, scaled=self.scale is not None)
 
     def _measured(self, gradients: Mapping[str, ExampleGradients]) -> tuple[Tensor, Tensor | None]:
         """Squared norms over all parameters, and what `ExampleGradients.measured` says of cancellation."""

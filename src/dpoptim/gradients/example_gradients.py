@@ -79,9 +79,8 @@ class ExampleGradients:
 
     @property
     def examples(self) -> int:
-        if self.dense is not None:
-            return len(self.dense)
-        return len(self.outers[0].left) if self.outers else len(self.rows[0].ids)
+        first = self.dense if self.dense is not None else self.outers[0].left if self.outers else self.rows[0].ids
+        return first.shape[0]
 
     @property
     def positions(self) -> int:
@@ -94,7 +93,9 @@ class ExampleGradients:
         return not self.outers and not self.rows
 
     def held_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self.kept)
+        forms = [*self.outers, *self.rows, *([] if self.dense is None else [Dense(self.dense)])]
+        tensors = [tensor for form in forms for tensor in vars(form).values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def select(self, keep: Tensor) -> ExampleGradients:
         """The same for the examples where `keep` is true."""

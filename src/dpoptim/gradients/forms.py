@@ -96,5 +96,5 @@ def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]
         return form.formed(shape[0]), 0
     if isinstance(form, Outer) and form.can_be_formed and form.extra_bytes <= spare_bytes:
         formed = form.formed()
-        return Dense(formed.grads.view(len(formed.grads), *shape)), max(0, form.extra_bytes)
+        return Dense(formed.grads.view(-1, *shape)), max(0, form.extra_bytes)
     return form, 0

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
+from dpoptim.gradients.explanation import Explanation
 from dpoptim.gradients.flat import FlatTensors, end_to_end, kinds_of
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import (
@@ -56,6 +57,7 @@ class PrivateRelease:
         mean_loss: bool = False,
         own_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+        clipping_memory: int = 1 << 26,
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
@@ -64,6 +66,8 @@ class PrivateRelease:
             )
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
+        if isinstance(clipping_memory, bool) or not isinstance(clipping_memory, int) or clipping_memory < 0:
+            raise ValueError(f"clipping_memory={clipping_memory!r} must be a whole number of bytes, 0 or more")
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
@@ -79,7 +83,13 @@ class PrivateRelease:
         averages_squares = isinstance(release, JointMoments) or (
             isinstance(release, IndependentMoments) and release.squares == "average_of"
         )
-        self._sums = ClippedSums(model, clip_norm=plan.clip_norm, squares=averages_squares, mean_loss=mean_loss)
+        self._sums = ClippedSums(
+            model,
+            clip_norm=plan.clip_norm,
+            squares=averages_squares,
+            mean_loss=mean_loss,
+            spare_bytes=clipping_memory,
+        )
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self._nonfinite_reported = self._batch_is_open = False
@@ -181,6 +191,10 @@ class PrivateRelease:
                 f"scale: {self.plan.release} has no proof for scaled clipping; use the Flat() geometry with it"
             )
         self._sums.scale = scale
+
+    def explain(self) -> Explanation:
+        """How the norms of the last physical batch were taken, parameter by parameter; shapes only, no values."""
+        return self._sums.explain()
 
     def detach(self) -> None:
         self._sums.engine.detach()

@@ -22,15 +22,40 @@ def _whole(grads: Tensor) -> Tensor:
     return grads.contiguous()
 
 
-def _size(grads: Tensor) -> tuple[int, int]:
-    return grads.numel() // len(grads), grads.stride(0)
+class _Launch:
+    """Pairs (gradients, scale or sum) that one launch takes: of one dtype and one alignment."""
+
+    def __init__(self, dtype: torch.dtype, step: int) -> None:
+        self.dtype, self.step = dtype, step  # `step` elements are loaded at once
+        self.grads: list[Tensor] = []
+        self.others: list[Tensor] = []
+        self.sizes: list[tuple[int, int]] = []  # elements of an example, and the stride of examples
+
+    @property
+    def addresses(self) -> Tensor:
+        return addresses_of(self.grads, self.others)
+
+    def parts(self, span: int) -> Tensor:
+        return parts_of(tuple(self.sizes), span, self.grads[0].device)
 
 
-def _step(*tensors: Tensor) -> int:
-    """How many elements may be loaded at once: 16 bytes where everything begins at a multiple of that."""
-    step = 16 // tensors[0].element_size()
-    numel, stride = _size(tensors[0])
-    return 1 if numel % step or stride % step or any(tensor.data_ptr() % 16 for tensor in tensors) else step
+def _launches(grads: Sequence[Tensor], others: Sequence[Tensor]) -> Iterable[_Launch]:
+    """Tensors without elements are left out; loads are of 16 bytes where all begins at a multiple of that."""
+    found: dict[tuple[torch.dtype, int], _Launch] = {}
+    for grad, other in zip(grads, others, strict=True):
+        if not grad.numel():
+            continue
+        size = (grad.numel() // grad.shape[0], grad.stride(0))
+        step = 16 // grad.element_size()
+        if size[0] % step or size[1] % step or grad.data_ptr() % 16 or other.data_ptr() % 16:
+            step = 1
+        launch = found.get((grad.dtype, step))
+        if launch is None:
+            launch = found[grad.dtype, step] = _Launch(grad.dtype, step)
+        launch.grads.append(grad)
+        launch.others.append(other)
+        launch.sizes.append(size)
+    return found.values()
 
 
 @triton.jit
@@ -81,15 +106,15 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.const
 
 def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
     grads = [_whole(grad) for grad in grads]
-    examples, device = len(grads[0]), grads[0].device
+    examples, device = grads[0].shape[0], grads[0].device
     given = grads if scales is None else [scale.float().contiguous() for scale in scales]
     total = torch.zeros(examples, dtype=torch.float64, device=device)
-    for pairs, step in _kinds(zip(grads, given, strict=True)):
-        parts = parts_of(tuple(_size(grad) for grad, _ in pairs), _SPAN, device)
-        out = torch.empty(examples, len(parts), dtype=torch.float32, device=device)
-        _squares[(examples, len(parts))](
-            addresses_of(*zip(*pairs, strict=True)), parts, out, len(pairs), DTYPE=DTYPES[pairs[0][0].dtype],
-            SCALED=scales is not None, STEP=step, SPAN=_SPAN, BLOCK=1024,
+    for launch in _launches(grads, given):
+        parts = launch.parts(_SPAN)
+        out = torch.empty(examples, parts.shape[0], dtype=torch.float32, device=device)
+        _squares[(examples, parts.shape[0])](
+            launch.addresses, parts, out, len(launch.grads), DTYPE=DTYPES[launch.dtype],
+            SCALED=scales is not None, STEP=launch.step, SPAN=_SPAN, BLOCK=1024,
         )  # fmt: skip
         total = total + out.sum(1, dtype=torch.float64)
     return total
@@ -97,28 +122,19 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
 
 def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool) -> None:
     grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
-    examples, device = len(grads[0]), grads[0].device
-    for pairs, step in _kinds(zip(grads, into, strict=True)):
-        parts = parts_of(tuple(_size(grad) for grad, _ in pairs), _BLOCK, device)
-        shares = min(triton.cdiv(4096, len(parts)), triton.cdiv(examples, 16))
+    examples, device = grads[0].shape[0], grads[0].device
+    if not examples and not add:
+        torch._foreach_zero_(list(into))
+    for launch in _launches(grads, into):
+        parts, targets = launch.parts(_BLOCK), launch.others
+        shares = min(triton.cdiv(4096, parts.shape[0]), triton.cdiv(examples, 16))
         share = triton.next_power_of_2(triton.cdiv(examples, shares))
         shares = triton.cdiv(examples, share)
-        sources, targets = (list(column) for column in zip(*pairs, strict=True))
-        partial = targets
-        if shares > 1:
-            partial = [target.new_empty(shares, target.numel()) for target in targets]
-        _weighted_sums[(len(parts), shares)](
-            addresses_of(sources, partial), parts, weights, examples, len(pairs), DTYPE=DTYPES[sources[0].dtype],
-            ADD=add and shares == 1, STEP=step, SHARE=share, BLOCK=_BLOCK,
+        if shares > 1:  # sums over some examples each, then over those
+            launch.others = [target.new_empty(shares, target.numel()) for target in targets]
+        _weighted_sums[(parts.shape[0], shares)](
+            launch.addresses, parts, weights, examples, len(launch.grads), DTYPE=DTYPES[launch.dtype],
+            ADD=add and shares == 1, STEP=launch.step, SHARE=share, BLOCK=_BLOCK,
         )  # fmt: skip
         if shares > 1:
-            many_weighted_sums(partial, torch.ones(shares, device=device), targets, add=add)
-
-
-def _kinds(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[tuple[Tensor, Tensor]], int]]:
-    """The pairs that one launch can take: of one dtype and one alignment, with something in them."""
-    found: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
-    for pair in pairs:
-        if pair[0].numel():
-            found.setdefault((pair[0].dtype, _step(*pair)), []).append(pair)
-    return [(chosen, step) for (_, step), chosen in found.items()]
+            many_weighted_sums(launch.others, torch.ones(shares, device=device), targets, add=add)

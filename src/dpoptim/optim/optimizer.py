@@ -47,6 +47,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         run_id: str | None = None,
         own_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+        clipping_memory: int = 1 << 26,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -75,6 +76,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             mean_loss=loss_reduction == "mean",
             own_batches=own_batches,
             noise_memory=noise_memory,
+            clipping_memory=clipping_memory,
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
@@ -94,6 +96,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def key(self) -> NoiseKey:
         """The secret behind noise; save it with `key.save(path)` to be able to continue this run."""
         return self.release.key
+
+    def explain(self) -> str:
+        """How the last physical batch was clipped: which way was chosen for each parameter, and what it held.
+
+        The choice follows from shapes, the scale and `clipping_memory`; print it to see where time and memory go.
+        """
+        return str(self.release.explain())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

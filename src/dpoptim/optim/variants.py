@@ -7,6 +7,8 @@ Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
 - `key`: a NoiseKey, to continue a run;
 - `run_id`: public, new for every optimizer and restored by load_state_dict; given only to make the same noise again;
 - `noise_memory`: NoiseMemory(bits=16, on_host=True), say: how correlated noise keeps its past;
+- `clipping_memory`: bytes that a physical batch may take beyond what it needs, to clip faster (64 MiB; see
+  `optimizer.explain()`);
 - `own_batches`: True says that the caller draws batches as the plan says, without a private_loader.
 """
 
@@ -42,6 +44,7 @@ class Common(TypedDict, total=False):
     key: NoiseKey | None
     run_id: str | None
     noise_memory: NoiseMemory
+    clipping_memory: int
     own_batches: bool
 
 

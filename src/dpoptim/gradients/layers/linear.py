@@ -38,9 +38,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        by_position = grad if grad.ndim == 3 else grad.reshape(len(grad), -1, grad.shape[-1])
+        by_position = grad if grad.ndim == 3 else grad.reshape(grad.shape[0], -1, grad.shape[-1])
         if trainable(ctx.weight):
-            entering = inputs if inputs.ndim == 3 else inputs.reshape(len(grad), -1, inputs.shape[-1])
+            entering = inputs if inputs.ndim == 3 else inputs.reshape(grad.shape[0], -1, inputs.shape[-1])
             entering = entering.to(grad.dtype)
             form = Outer(entering, by_position) if ctx.inputs_first else Outer(by_position, entering)
             ctx.keeper.keep(ctx.weight, form, ctx.use)
