@@ -237,7 +237,7 @@ def gpt2(device: str, examples: int, positions: int, *, lora: bool = False) -> C
         model=model,
         batch=batch,
         plain_loss=plain,
-        loss=plain if lora else fused,
+        loss=fused,
         peer_model=lambda: Twin("gpt2", **sizes, lora=16 if lora else 0),
         peer_loss=peer_text_loss,
         note="Linear for Conv1D" if lora else "untied",
@@ -329,9 +329,10 @@ def cases(device: str) -> list[Case]:
     return [
         bert_tiny("cuda", 2048, 512),
         bert_tiny("cuda", 256, 512),
+        gpt2("cuda", 32, 1024),
         gpt2("cuda", 8, 1024),
-        gpt2("cuda", 64, 128),
-        gpt2("cuda", 8, 1024, lora=True),
-        vit("cuda", 64),
-        resnet("cuda", 64),
+        gpt2("cuda", 256, 128),
+        gpt2("cuda", 32, 1024, lora=True),
+        vit("cuda", 256),
+        resnet("cuda", 128),
     ]

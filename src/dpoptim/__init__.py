@@ -44,6 +44,7 @@ from dpoptim.privacy import (
     PrivacyPlan,
     PrivateLoader,
     Shuffled,
+    pad_to_bucket,
     private_loader,
 )
 from dpoptim.theory import choose_noise
@@ -92,6 +93,7 @@ __all__ = [
     "noise",
     "noiseless_preconditioner",
     "optim",
+    "pad_to_bucket",
     "post_processing",
     "privacy",
     "private_loader",

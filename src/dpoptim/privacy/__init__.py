@@ -3,6 +3,7 @@
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
+from dpoptim.privacy.lengths import pad_to_bucket
 from dpoptim.privacy.loader import PrivateLoader, private_loader
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.releases import (
@@ -41,6 +42,7 @@ __all__ = [
     "gaussian_noise_multiplier",
     "joint_ratio",
     "noise_stddevs",
+    "pad_to_bucket",
     "privacy_statement",
     "private_loader",
     "rdp_epsilon",
