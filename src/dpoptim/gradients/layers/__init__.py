@@ -57,7 +57,8 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     """The layer of every module that must run through the engine.
 
-    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that
+    A module with bare parameters and no rule runs the generic way, which may take what is inside it along: the layers
+    in there are for when it does not. A bare parameter that
     is only another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the
     module uses it by itself after all, the engine's tripwire raises.
     """
@@ -68,17 +69,15 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         for parameter in module.parameters(recurse=False)
     }
     layers: dict[nn.Module, Layer] = {}
-    inside_generic: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if not own or module in inside_generic:
+        if not own:
             continue
         rule = own_rule(module)
         if rule is None:
             if all(id(parameter) in ruled for parameter in own):
                 continue
             rule = generic
-            inside_generic.update(module.modules())
         if _forward_was_replaced(module):
             raise ValueError(
                 f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "

@@ -66,6 +66,9 @@ def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Se
     if groups == 1 and apart and weight.ndim == 4:
         return Outer(grad.flatten(2).mT, _patches_apart(inputs, kernel))
     if groups == 1 and inputs.is_cuda and weight.ndim == 4:
+        positions, rows, cols = grad.shape[2:].numel(), weight.shape[0], weight.shape[1:].numel()
+        if positions * (rows + cols) < rows * cols:
+            return Outer(grad.to(inputs.dtype).flatten(2).mT, _patches(inputs, kernel, settings).mT)
         return Dense(_by_patches(grad, inputs, weight, settings))
     return Dense(_by_groups(wide(grad), wide(inputs), weight, settings))
 
@@ -84,19 +87,22 @@ def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
 
 def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
     """[examples, *weight.shape] in the dtype of the inputs, as products with patches, some examples at a time."""
-    stride, padding, dilation, _ = settings
     kernel = list(weight.shape[2:])
     outputs = grad.to(inputs.dtype).flatten(2)
     gradients = inputs.new_empty(len(inputs), weight.shape[0], weight[0].numel())
     step = max(1, _PATCH_ELEMENTS // (weight[0].numel() * outputs.shape[2]))
     for start in range(0, len(inputs), step):
         part = slice(start, start + step)
-        if kernel == [1, 1] and not any(padding):
-            patches = inputs[part, :, :: stride[0], :: stride[1]].flatten(2)
-        else:
-            patches = F.unfold(inputs[part], (kernel[0], kernel[1]), *(tuple(s) for s in (dilation, padding, stride)))
-        torch.bmm(outputs[part], patches.mT, out=gradients[part])
+        torch.bmm(outputs[part], _patches(inputs[part], kernel, settings).mT, out=gradients[part])
     return gradients.view(len(inputs), *weight.shape)
+
+
+def _patches(inputs: Tensor, kernel: list[int], settings: Settings) -> Tensor:
+    """[examples, channels·kernel, patches]."""
+    stride, padding, dilation, _ = settings
+    if kernel == [1, 1] and not any(padding):
+        return inputs[:, :, :: stride[0], :: stride[1]].flatten(2)
+    return F.unfold(inputs, (kernel[0], kernel[1]), tuple(dilation), tuple(padding), tuple(stride))
 
 
 def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
