@@ -125,16 +125,22 @@ def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[
     examples, device = grads[0].shape[0], grads[0].device
     if not examples and not add:
         torch._foreach_zero_(list(into))
+    partial: list[Tensor] = []  # sums over some of the examples, [shares, elements]
+    whole: list[Tensor] = []  # what they are to be summed into
     for launch in _launches(grads, into):
-        parts, targets = launch.parts(_BLOCK), launch.others
+        parts = launch.parts(_BLOCK)
         shares = min(triton.cdiv(4096, parts.shape[0]), triton.cdiv(examples, 16))
         share = triton.next_power_of_2(triton.cdiv(examples, shares))
         shares = triton.cdiv(examples, share)
-        if shares > 1:  # sums over some examples each, then over those
-            launch.others = [target.new_empty(shares, target.numel()) for target in targets]
+        if shares > 1:
+            whole += launch.others
+            launch.others = [target.new_empty(shares, target.numel()) for target in launch.others]
+            partial += launch.others
         _weighted_sums[(parts.shape[0], shares)](
             launch.addresses, parts, weights, examples, len(launch.grads), DTYPE=DTYPES[launch.dtype],
             ADD=add and shares == 1, STEP=launch.step, SHARE=share, BLOCK=_BLOCK,
         )  # fmt: skip
-        if shares > 1:
-            many_weighted_sums(launch.others, torch.ones(shares, device=device), targets, add=add)
+    for shares in {sums.shape[0] for sums in partial}:
+        chosen = [(sums, target) for sums, target in zip(partial, whole, strict=True) if sums.shape[0] == shares]
+        sources, targets = zip(*chosen, strict=True)
+        many_weighted_sums(sources, torch.ones(shares, device=device), targets, add=add)

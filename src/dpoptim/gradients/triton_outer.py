@@ -6,6 +6,8 @@ run while the last one is reduced. Loads go through tensor descriptors, which fi
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -87,28 +89,54 @@ def _outer_row_products(left, right, ids, values, scale, out, positions, tokens,
 
 
 class _Tiles:
-    """Two factors as descriptors, and the tiles that their product is cut into."""
+    """Two factors as descriptors, and the tiles that their product is cut into: what was fastest on an H200."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         dtype = left.dtype if left.dtype == right.dtype else torch.float32
         left, right = _loadable(left.to(dtype)), _loadable(right.to(dtype))
         (self.examples, positions, self.rows), self.cols = left.shape, right.shape[2]
-        self.is_full = dtype == torch.float32
-        # Blocks of 32 positions where they spare work, of 64 where not: what was fastest on an H200.
-        short = self.is_full or triton.cdiv(positions, 32) % 2 == 1
-        most_rows, most_cols = (64, 64) if self.is_full else (64, 128) if short else (128, 128)
-        self.block = 32 if short else 64
-        self.high = max(16, min(most_rows, triton.next_power_of_2(self.rows)))
-        self.wide = max(16, min(most_cols, triton.next_power_of_2(self.cols)))
+        high, wide, self.block, warps, stages, at_once = _sizes(positions, self.rows, self.cols, dtype)
+        self.high = max(16, min(high, triton.next_power_of_2(self.rows)))
+        self.wide = max(16, min(wide, triton.next_power_of_2(self.cols)))
         self.blocks = triton.cdiv(positions, self.block)
         self.across = triton.cdiv(self.cols, self.wide)
         self.count = triton.cdiv(self.rows, self.high) * self.across
         self.left = TensorDescriptor(left, list(left.shape), list(left.stride()), [1, self.block, self.high])
         self.right = TensorDescriptor(right, list(right.shape), list(right.stride()), [1, self.block, self.wide])
-        large = self.high * self.wide > 64 * 128
-        self.slots = 132 if large else 396  # programs that an H200 runs at once
-        self.options = {"num_warps": 8 if large else 4, "num_stages": 3 if self.is_full else 5}
+        self.slots = at_once * _processors(left.device)
+        self.options = {"num_warps": warps, "num_stages": stages}
         self.constants = {"BR": self.high, "BC": self.wide, "BT": self.block}
+
+
+def _sizes(positions: int, rows: int, cols: int, dtype: torch.dtype) -> tuple[int, int, int, int, int, int]:
+    """(rows and columns of a tile, positions at a time, warps, stages, programs that a processor runs at once)."""
+    if dtype == torch.float32:
+        return 64, 64, 32, 4, 3, 3
+    halves = triton.cdiv(positions, 32)
+    if halves % 2 == 0:
+        return 128, 128, 64, 8, 5, 1
+    if halves > 6 and min(rows, cols) >= 256:  # a last block that is half empty costs little
+        return 128, 256, 64, 8, 3, 1
+    return 64, 128, 32, 4, 5, 3
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=512)
+def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
+    """How many examples a program takes one after the other, so that all programs end at nearly the same time.
+
+    `overhead` is what a program costs by itself, in examples: a scale to load, a sum to store.
+    """
+
+    def cost(group: int) -> float:
+        rounds = triton.cdiv(tiles * triton.cdiv(examples, group), slots)
+        return rounds * (group + overhead)
+
+    return min(range(1, min(most, examples) + 1), key=cost)
 
 
 def _loadable(tensor: Tensor) -> Tensor:
@@ -129,7 +157,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
         return torch.zeros(examples, dtype=torch.float64, device=left.device)
     tiles = _Tiles(left, right)
     out = torch.empty(examples, tiles.count * tiles.high, dtype=torch.float32, device=left.device)
-    group = min(max(tiles.count * examples // 768, 1), 16)
+    group = _examples_together(tiles.count, examples, tiles.slots, most=32, overhead=0.5)
     given = out if scale is None else scale.float().contiguous()
     _outer_squares[(tiles.count, triton.cdiv(examples, group))](
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
@@ -143,8 +171,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
     if not left.numel() or not right.numel():
         return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
     tiles = _Tiles(left, right)
-    shares = max(1, min(triton.cdiv(3 * tiles.slots, tiles.count), examples // 8))
-    share = triton.cdiv(examples, shares)
+    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
     shares = triton.cdiv(examples, share)
     out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
     _outer_weighted_sum[(tiles.count, shares)](

@@ -18,7 +18,7 @@ from torch import Tensor
 Integers = NDArray[np.int64]
 Row = Tensor | Sequence[int] | NDArray[Any]
 
-PART_PRICE = 16_384
+PART_PRICE = 65_536
 """What one more part costs, in tokens: its launches take about as long as this many tokens of padding."""
 
 
