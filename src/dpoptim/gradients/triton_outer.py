@@ -115,8 +115,8 @@ def _sizes(positions: int, rows: int, cols: int, dtype: torch.dtype) -> tuple[in
     halves = triton.cdiv(positions, 32)
     if halves % 2 == 0:
         return 128, 128, 64, 8, 5, 1
-    if halves > 6 and min(rows, cols) >= 256:  # a last block that is half empty costs little
-        return 128, 256, 64, 8, 3, 1
+    if halves > 6 and min(rows, cols) >= 256:
+        return 128, 256, 32, 8, 5, 1
     return 64, 128, 32, 4, 5, 3
 
 
