@@ -95,7 +95,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
         frameon=False,
     )
     versions = record["versions"]
-    shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "opacus") if name in versions)
+    with_peer = any("opacus" in lengths for _, lengths in cases)
+    named = ("torch", "opacus") if with_peer else ("torch",)
+    shown = ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
     measured = (
         f"{record['machine']}, {shown}; {record['date']}, commit {record['commit']}, {record['repeats']} steps each"
     )

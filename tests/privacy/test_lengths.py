@@ -261,3 +261,23 @@ def test_padding_at_the_edges():
             pad_to_bucket(sequences, value=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket"):
         pad_to_bucket([[1]], value=0, bucket=0)
+
+
+def test_parts_come_in_few_shapes():
+    """Multiples of `together`, but for the last part; a run of many batches meets few of them."""
+    rng = np.random.default_rng(0)
+    shapes = set()
+    for _ in range(50):
+        lengths = np.clip(rng.normal(200, 80, 512), 10, 512).astype(np.int64)
+        parts = cut_by_length(lengths, max_tokens=1 << 17, together=64, price=2_000)
+        assert sorted(np.concatenate(parts).tolist()) == list(range(512))
+        assert all(len(part) % 64 == 0 for part in parts)
+        shapes |= {(len(part), int(-(-lengths[part].max() // 64) * 64)) for part in parts}
+    assert len(shapes) <= 30
+    alone = {
+        (len(part), int(-(-lengths[part].max() // 64) * 64))
+        for part in cut_by_length(lengths, max_tokens=1 << 17, together=1, price=2_000)
+    }
+    assert any(examples % 64 for examples, _ in alone)
+    tight = cut_by_length(np.array([500, 500, 500]), max_tokens=512, together=64)
+    assert [len(part) for part in tight] == [1, 1, 1]

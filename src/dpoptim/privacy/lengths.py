@@ -5,8 +5,6 @@ A part costs (its examples) × (its longest, rounded up to a multiple of `bucket
 
 from __future__ import annotations
 
-import bisect
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 Integers = NDArray[np.int64]
 Row = Tensor | Sequence[int] | NDArray[Any]
 
-PART_PRICE = 65_536
+PART_PRICE = 131_072
 """What one more part costs, in tokens: its launches take about as long as this many tokens of padding."""
 
 
@@ -28,13 +26,15 @@ def cut_by_length(
     max_tokens: int,
     max_examples: int | None = None,
     bucket: int = 64,
+    together: int = 1,
     price: int = PART_PRICE,
 ) -> list[Integers]:
     """The positions 0 … n − 1 of `lengths`, shortest first, cut into the cheapest parts.
 
     Minimises Σ_parts (examples · width + price), width = the part's longest rounded up to a multiple of `bucket`, over
     all ways with examples · width ≤ max_tokens and examples ≤ max_examples in each part. Positions of equal length
-    stay in their order.
+    stay in their order. Parts are of a multiple of `together` examples, the last excepted, where bounds allow it: so a
+    run meets few shapes, and a GPU that prepares for each new one rarely has to.
 
     Guarantee: every position is in exactly one part; a pure function of its arguments.
     Edge cases: an example that alone exceeds max_tokens is a part of its own; no lengths give no parts.
@@ -47,39 +47,24 @@ def cut_by_length(
     if len(lengths) == 0:
         return []
     order = np.argsort(lengths, kind="stable")
-    widths, counts = np.unique(_rounded_up(lengths, bucket), return_counts=True)
-    rooms = np.maximum(max_tokens // widths, 1)
-    if max_examples is not None:
-        rooms = np.minimum(rooms, max_examples)
-    cuts = _cheapest_cuts(widths.tolist(), np.cumsum(counts).tolist(), rooms.tolist(), price)
-    return np.split(order, cuts)
-
-
-def _cheapest_cuts(widths: list[int], ends: list[int], rooms: list[int], price: int) -> list[int]:
-    """Where to cut a row of examples sorted by width: those of widths[k] end before ends[k], rooms[k] fit in a part.
-
-    Only two kinds of parts need be looked at: those that end where a width ends, and those that are full. If a part
-    is neither, then the next example is of the same width; taken over from the part above it costs no more than there.
-    """
-    total = ends[-1]
-    cheapest = {0: (0, 0)}  # by the place of a cut: the cost up to there, and the place of the cut before
-    waiting = [0]
-    while (start := heapq.heappop(waiting)) < total:
-        cost = cheapest[start][0] + price
-        for level in range(bisect.bisect_right(ends, start), len(ends)):
-            end = min(start + rooms[level], ends[level])
-            if level and end <= ends[level - 1]:
-                break  # wider examples are out of reach: fewer of them fit, and they lie further on
-            if end not in cheapest:
-                heapq.heappush(waiting, end)
-            offer = (cost + (end - start) * widths[level], start)
-            cheapest[end] = min(cheapest.get(end, offer), offer)
-    cuts = []
-    place = cheapest[total][1]
-    while place > 0:
-        cuts.append(place)
-        place = cheapest[place][1]
-    return cuts[::-1]
+    widths = _rounded_up(lengths[order], bucket)
+    most = len(lengths) if max_examples is None else max_examples
+    unit = min(together, most, max(max_tokens // int(widths[-1]), 1))
+    places = np.append(np.arange(0, len(lengths), unit), len(lengths))  # where a part may begin or end
+    # cheapest[k]: the least cost of all that lies before places[k]; before[k]: where the last part of it begins
+    cheapest, before = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+    for k in range(1, len(places)):
+        width = widths[places[k] - 1]
+        examples = places[k] - places[:k]
+        fits = (examples <= most) & ((examples * width <= max_tokens) | (examples == 1))
+        costs = np.where(fits, cheapest[:k] + examples * width + price, np.iinfo(np.int64).max)
+        before[k] = np.argmin(costs)
+        cheapest[k] = costs[before[k]]
+    cuts, k = [], int(before[-1])
+    while k > 0:
+        cuts.append(int(places[k]))
+        k = int(before[k])
+    return np.split(order, cuts[::-1])
 
 
 def checked_lengths(lengths: Any, micro_batch_tokens: int | None, bucket: int, *, examples: int) -> Integers | None:

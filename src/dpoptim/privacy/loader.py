@@ -155,6 +155,7 @@ class PrivateLoader:
             max_tokens=self.micro_batch_tokens,
             max_examples=self.micro_batch_size,
             bucket=self.bucket,
+            together=max(1, self.plan.batch_size // 32),
         )
         return [indices[part].tolist() for part in positions]
 
