@@ -23,6 +23,7 @@ from dpoptim.gradients.kernels import wide
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
 
+_COLUMNS = 1 << 13  # of a factor that are looked at together
 _DOT = 1 << 16  # products that are summed in float32 before their sum goes on in float64
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
@@ -197,13 +198,21 @@ class ExampleGradients:
         return norms * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel."""
-        (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in self._factors())
-        left_gram, right_gram = left @ left.mT, right @ right.mT
-        norms = (left_gram * right_gram).sum((1, 2)).double()
-        diagonals = left_gram.diagonal(dim1=1, dim2=2) * right_gram.diagonal(dim1=1, dim2=2)
-        doubtful = norms <= GRAM_TRUST[left.dtype] * diagonals.clamp(min=0).sqrt().sum(1).square()
-        norms *= (left_size * right_size).square()
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel.
+
+        With M the products r_t·r_u of the narrower factor and L the broader one this is Σ (M L) ⊙ L, which a cache can
+        hold a part of, where L Lᵀ has few and very long dot products.
+        """
+        factors = sorted((wide(factor) for factor in self._factors()), key=lambda factor: factor.shape[2])
+        (narrow, narrow_size), (broad, broad_size) = map(_to_size_one, factors)
+        gram = narrow @ narrow.mT
+        norms, lengths = torch.zeros(self.examples, dtype=torch.float64, device=gram.device), 0.0
+        for part in broad.split(_COLUMNS, 2):
+            norms += ((gram @ part) * part).sum((1, 2))
+            lengths = lengths + part.square().sum(2)
+        diagonals = gram.diagonal(dim1=1, dim2=2) * lengths
+        doubtful = norms <= GRAM_TRUST[gram.dtype] * diagonals.clamp(min=0).sqrt().sum(1).square()
+        norms *= (narrow_size * broad_size).square()
         if doubtful.any():
             norms[doubtful] = self.select(doubtful)._by_blocks(None)
         return norms
