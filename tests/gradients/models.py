@@ -185,6 +185,18 @@ def _bert() -> Case:
     return _language_model(model)
 
 
+def _vit(**call: bool) -> Case:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, image_size=6, patch_size=2,
+            num_channels=2, num_labels=3,
+        )
+    )  # fmt: skip
+    return Case(model, lambda m, x: m(x, **call).logits.square().sum(1), _inputs(2, 6, 6))
+
+
 def _gpt2() -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -285,6 +297,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "keyword calls": lambda: Case(KeywordCalls(), squares, _inputs(7, 6)),
     "shared positions": lambda: Case(SharedPositions(), squares, _inputs(7, 6)),
     "BertForMaskedLM": _bert,
+    "ViTForImageClassification": _vit,
+    "ViT, positions interpolated": lambda: _vit(interpolate_pos_encoding=True),
     "GPT2LMHeadModel": _gpt2,
     "LoRA on GPT-2": _lora,
 }

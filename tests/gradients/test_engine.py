@@ -250,10 +250,16 @@ class TestRefusals:
             squares(model, torch.randint(0, 7, (3, 5))).sum().backward()
         assert model.table.weight.grad is None
 
+    def test_layer_replaced_later(self, mlp, x):
+        attached(mlp)
+        mlp[2] = nn.Linear(6, 3).double()
+        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+            squares(mlp, x).sum().backward()
+
     def test_parameter_replaced_later(self, mlp, x):
         attached(mlp)
         mlp[0].weight = nn.Parameter(mlp[0].weight.detach().clone())
-        with pytest.raises(ValueError, match="replaced after the optimizer was made"):
+        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
             squares(mlp, x).sum().backward()
 
     def test_parameter_unfrozen_later(self, mlp, x):

@@ -60,6 +60,8 @@ class ClippedSums:
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        precisions = {wide_dtype(p.dtype) for p in self.parameters.values()}
+        self._cancellation = min((CANCELLATION[precision] for precision in precisions), default=0.0)
         self._with_squares = squares
         self.clear_sums()
         self._examples = 0
@@ -117,20 +119,19 @@ class ClippedSums:
         factor = batch.examples if self.mean_loss else 1
         squared, bounds = self._measured(batch.gradients)
         norms = squared.sqrt() * factor
-        precision = wide_dtype(next(iter(self.parameters.values())).dtype)
-        plain = finite = norms.isfinite()
-        if bounds is not None:
-            plain = finite & ~(bounds * factor > CANCELLATION[precision] * norms)
-        # Weight 0 leaves an example out of every sum, whatever it holds.
-        weights = torch.where(plain, self._weights(norms) * factor, 0.0)
+        weights = self._weights(norms) * factor
+        apart = torch.zeros_like(weights, dtype=torch.bool)
+        if bounds is not None:  # which may be NaN
+            apart = (weights > 0) & ~(bounds * factor <= self._cancellation * norms)
+        weights = weights.masked_fill(apart, 0.0)  # which leaves an example out of every sum, whatever it holds
         self._sum(batch.gradients, weights)
         self._examples += batch.examples
         self._remember_ways(batch)
-        self._outcomes.append(torch.stack([norms > self.clip_norm, ~finite]).sum(1))
-        self.norms.append(norms.to(precision))
+        self._outcomes.append(torch.stack([norms > self.clip_norm, (weights == 0) & ~apart]).sum(1))
+        self.norms.append(norms.to(wide_dtype(next(iter(self.parameters.values())).dtype)))
         if bounds is not None:
             # The host learns behind all that was queued whether an example must be looked at by itself.
-            for j in torch.nonzero(finite & ~plain).flatten().tolist():
+            for j in torch.nonzero(apart).flatten().tolist():
                 self._clip_and_sum_one(batch, j, factor)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
@@ -147,8 +148,10 @@ class ClippedSums:
         if dense:
             scales = None if self.scale is None else [self.scale[name] for name in dense]
             squared = kernels.many_squares(list(dense.values()), scales)
-        for name in gradients.keys() - dense.keys():
-            more, bound = gradients[name].measured(None if self.scale is None else self.scale[name])
+        for name, own in gradients.items():
+            if name in dense:
+                continue
+            more, bound = own.measured(None if self.scale is None else self.scale[name])
             squared = squared + more
             if bound is not None:
                 bounds = bound if bounds is None else bounds + bound
@@ -171,11 +174,17 @@ class ClippedSums:
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         norm = torch.stack([g.double().square().sum() for g in scaled.values()]).sum().sqrt() * factor
         weight = self._weights(norm[None]) * factor
+        self._outcomes.append(torch.stack([torch.zeros_like(weight), weight == 0]).sum(1).long())
         self._sum({name: ExampleGradients(g.shape, dense=g[None]) for name, g in own.items()}, weight)
 
     def _weights(self, norms: Tensor) -> Tensor:
-        """min(1, clip_norm/norm); a norm of 0 gives 1."""
-        return (self.clip_norm / norms).clamp(max=1.0)
+        """min(1, clip_norm/norm); a norm of 0 gives 1.
+
+        0, which leaves an example out, where the norm is not finite or so large that float32 has no such weight in
+        full precision: rounded, it could be twice as much.
+        """
+        weights = (self.clip_norm / norms).clamp(max=1.0)
+        return torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0)
 
 
 class _Accumulator:

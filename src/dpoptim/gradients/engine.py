@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.forms import Form, kept_as
+from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
@@ -64,6 +65,7 @@ class Engine:
     def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, spare_bytes: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
+        self._identities = [id(p) for _, p in self._all_parameters]
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
         self.on_batch = on_batch
@@ -131,6 +133,8 @@ class Engine:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
                 raise ValueError(f"parameter '{name}' was {change} after the optimizer was made; make it last")
+        if self._calls % 32 == 0 and [id(p) for p in self.model.parameters()] != self._identities:
+            raise ValueError("a layer of the model was replaced after the optimizer was made; make the optimizer last")
         self._calls += 1
         self.call = self._calls
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -190,7 +194,7 @@ class Engine:
         batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
         if use.call is not None:
             batch.calls.add(use.call)
-        gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape))
+        gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape, wide_dtype(parameter.dtype)))
         form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
         batch.spare_bytes -= spent
         gradients.add(form)
@@ -229,7 +233,11 @@ class Engine:
 
 @contextlib.contextmanager
 def _full_precision(device: str) -> Iterator[None]:
-    """Norms and sums are never taken in a reduced precision that the loop has set for its forward."""
+    """Norms and sums are not taken in a reduced precision that the loop has set for its forward.
+
+    A gradient that is formed in the backward has the precision of the loop, as a weight gradient would; its norm and
+    its sum are both of what was formed.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpoptim.gradients import kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
-from dpoptim.gradients.kernels import wide
+from dpoptim.gradients.kernels import wide, wide_dtype
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
@@ -56,6 +56,7 @@ class ExampleGradients:
     """
 
     shape: torch.Size
+    precision: torch.dtype = torch.float32  # of norms and sums: float64 for float64 parameters
     outers: list[Outer] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
     dense: Tensor | None = None
@@ -65,7 +66,7 @@ class ExampleGradients:
         if isinstance(form, Dense) and self.dense is not None:
             self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
             return
-        self.kept += [(part, part._version) for part in vars(form).values()]
+        self.kept += [(part, part._version) for part in vars(form).values() if part is not None]
         if isinstance(form, Outer):
             self.outers.append(form)
         elif isinstance(form, Rows):
@@ -95,7 +96,7 @@ class ExampleGradients:
 
     def held_bytes(self) -> int:
         forms = [*self.outers, *self.rows, *([] if self.dense is None else [Dense(self.dense)])]
-        tensors = [tensor for form in forms for tensor in vars(form).values()]
+        tensors = [tensor for form in forms for tensor in vars(form).values() if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def select(self, keep: Tensor) -> ExampleGradients:
@@ -118,7 +119,8 @@ class ExampleGradients:
             return Way.ROWS if alone else Way.BLOCKS if self.outers and self.dense is not None else Way.PARTS
         if self.dense is not None:
             return Way.BLOCKS
-        if kernels.outer_on_gpu(*(part for use in self.outers for part in (use.left, use.right))) is not None:
+        factors = [part for use in self.outers for part in (use.left, use.right)]
+        if self.precision == torch.float32 and kernels.outer_on_gpu(*factors) is not None:
             return Way.TILES
         if self.positions == 1:
             return Way.ONE_POSITION
@@ -186,11 +188,23 @@ class ExampleGradients:
             cross = kernels.row_products(self.dense, ids, values, scale)
         else:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
-        return (projected + 2 * cross + looked_up).clamp(min=0), projected.sqrt() + bound
+        # Where positions of the projection cancel, its rounding shows beside D; a fifth of their bound is bound enough.
+        return (projected + 2 * cross + looked_up).clamp(min=0), projected.sqrt() + bound + self._unprojected(scale) / 5
+
+    def _unprojected(self, scale: Tensor | None) -> Tensor | float:
+        """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, or more."""
+        largest = 1.0 if scale is None else scale.amax().double()
+        total: Tensor | float = 0.0
+        for use in self.outers:
+            lengths = _lengths(use.left) if use.left_lengths is None else use.left_lengths.double()
+            total = total + (lengths * _lengths(use.right)).sum(1) * largest
+        return total
 
     def _one_position(self, scale: Tensor | None) -> Tensor:
         """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are brought to size 1 first, or squares could underflow."""
-        (left, left_size), (right, right_size) = (_to_size_one(wide(factor)) for factor in self._factors())
+        (left, left_size), (right, right_size) = (
+            _to_size_one(wide(factor), always=scale is not None) for factor in self._factors()
+        )
         if scale is None:
             norms = kernels.squares(left, None) * kernels.squares(right, None)
         else:
@@ -234,10 +248,10 @@ class ExampleGradients:
         """Σ_t ‖scale ⊙ (part of g_j at position t)‖ or more, in float64."""
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         for outer in self.outers:
-            left = wide(outer.left) if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
-            total += (_lengths(left) * _lengths(wide(outer.right))).sum(1)
+            left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
+            total += (_lengths(left) * _lengths(outer.right)).sum(1)
         for use in self.rows:
-            values = wide(use.values) if scale is None else wide(use.values) * scale[use.ids]
+            values = use.values if scale is None else wide(use.values) * scale[use.ids]
             total += _lengths(values).sum(1)
         return total
 
@@ -273,8 +287,8 @@ class ExampleGradients:
             assert self.dense is not None
             return (weights * wide(self.dense)).square().sum()
         total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
-        for rows, block in self._blocks():
-            total[rows] = torch.tensordot(weights.square(), block.square(), dims=1)
+        for rows, block in self._blocks():  # weighted before squared: g² may overflow where (c·g)² does not
+            total[rows] = block.mul_(weights.view(-1, *[1] * (block.ndim - 1))).square_().sum(0)
         return total
 
     def _device(self) -> torch.device:
@@ -290,7 +304,9 @@ class ExampleGradients:
             yield slice(start, start + step), self._block(start, min(start + step, self.shape[0]))
 
     def _block(self, start: int, stop: int) -> Tensor:
-        block: Tensor | None = None if self.dense is None else wide(self.dense[:, start:stop]).clone()
+        block: Tensor | None = None
+        if self.dense is not None:
+            block = wide(self.dense[:, start:stop]).clone(memory_format=torch.contiguous_format)
         for outer in self.outers:
             product = wide(outer.left[..., start:stop]).mT @ wide(outer.right)
             product = product.view(*product.shape[:2], *self.shape[1:])
@@ -308,14 +324,17 @@ class ExampleGradients:
 
 def _lengths(vectors: Tensor) -> Tensor:
     """Norms along the last axis; never 0 for a vector that is not, though its squares underflow."""
-    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1)
-    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1), largest).double()
+    dtype = wide_dtype(vectors.dtype)
+    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1, dtype=dtype)
+    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype), largest).double()
 
 
-def _to_size_one(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """(factors over their largest entry, that entry), example by example; as they are where no square can underflow."""
+def _to_size_one(factors: Tensor, *, always: bool = False) -> tuple[Tensor, Tensor]:
+    """(factors over their largest entry, that entry), example by example; as they are, unless `always`, where no
+    square can overflow or vanish.
+    """
     size = factors.abs().flatten(1).amax(1)
     size = torch.where(size > 0, size, 1.0)
-    if bool(((size > 1e-6) & (size < 1e6)).all()):
+    if not always and bool(((size > 1e-6) & (size < 1e6)).all()):
         return factors, torch.ones_like(size, dtype=torch.float64)
     return factors / size[:, None, None], size.double()

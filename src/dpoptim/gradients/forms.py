@@ -26,9 +26,11 @@ class Outer:
 
     left: Tensor  # [examples, positions, rows]
     right: Tensor  # [examples, positions, cols]
+    left_lengths: Tensor | None = None  # ‖left[j, t]‖, where they are known
 
     def select(self, keep: Tensor) -> Outer:
-        return Outer(self.left[keep], self.right[keep])
+        lengths = None if self.left_lengths is None else self.left_lengths[keep]
+        return Outer(self.left[keep], self.right[keep], lengths)
 
     @property
     def extra_bytes(self) -> int:
@@ -73,7 +75,7 @@ class Rows:
     def formed(self, num_rows: int) -> Dense:
         """g_j itself, in the dtype of the values."""
         ids = self.ids[0] if self._shared else self.ids
-        chosen = F.one_hot(ids, num_rows).to(self.values.dtype)
+        chosen = F.one_hot(ids.long(), num_rows).to(self.values.dtype)
         return Dense(chosen.mT @ self.values)
 
 

@@ -74,7 +74,8 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
     for grad, scale in zip(grads, given, strict=True):
         scaled = wide(grad) if scale is None else wide(grad) * scale
-        total += scaled.square().reshape(len(grad), -1).sum(1, dtype=torch.float64)
+        squares = scaled.square()
+        total += squares.flatten(1).sum(1, dtype=torch.float64) if grad.ndim > 1 else squares.double()
     return total
 
 
@@ -205,8 +206,9 @@ def _row_dots(there: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) 
     return (there * wide(values)).sum((1, 2), dtype=torch.float64)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """-ln softmax of each row at its label, float32; `logits` [rows, ≥ classes] become its gradient, softmax - one-hot.
+def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """(-ln softmax of each row at its label, norm of its gradient), float32; `logits` [rows, ≥ classes] become its
+    gradient, softmax - one-hot.
 
     Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0.
     """
@@ -221,4 +223,4 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
     gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
     torch.mul(gradient, valid[:, None], out=logits[:, :classes])
     logits[:, classes:] = 0
-    return torch.where(valid, losses, 0.0)
+    return torch.where(valid, losses, 0.0), torch.where(valid, torch.linalg.vector_norm(gradient, dim=1), 0.0)

@@ -108,7 +108,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
     block = min(128, triton.next_power_of_2(width))
     out, apart = torch.zeros(2, examples, triton.cdiv(width, block), dtype=torch.float32, device=values.device)
     if examples and positions:
-        sorted_ids, order = torch.sort(ids, dim=1, stable=True)
+        sorted_ids, order = torch.sort(ids.long(), dim=1, stable=True)
         given = values if scale is None else scale.float().contiguous()
         _row_squares[tuple(out.shape)](
             sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,
@@ -118,7 +118,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
 
 
 @triton.jit
-def _softmax_gradient(logits, labels, losses, classes, stride, BLOCK: tl.constexpr):
+def _softmax_gradient(logits, labels, losses, lengths, classes, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     label = tl.load(labels + row)
@@ -136,18 +136,21 @@ def _softmax_gradient(logits, labels, losses, classes, stride, BLOCK: tl.constex
     picked = tl.load(base + tl.maximum(label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(valid, log_sum - picked, 0.0))
     tl.debug_barrier()
+    squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, stride, BLOCK):
         col = start + tl.arange(0, BLOCK)
         x = tl.load(base + col, mask=col < stride, other=0.0).to(tl.float32)
         gradient = tl.exp(x - log_sum) - tl.where(col == label, 1.0, 0.0)
         gradient = tl.where(valid & (col < classes), gradient, 0.0)
+        squares += gradient * gradient
         tl.store(base + col, gradient.to(logits.dtype.element_ty), mask=col < stride)
+    tl.store(lengths + row, tl.sqrt(tl.sum(squares, 0)))
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
-    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    losses, lengths = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _softmax_gradient[(len(logits),)](
-            logits, labels.contiguous(), losses, classes, logits.stride(0), BLOCK=2048, num_warps=4
+            logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), BLOCK=2048, num_warps=4
         )
-    return losses
+    return losses, lengths

@@ -183,7 +183,12 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     dtype = left.dtype if left.dtype == right.dtype else torch.float32
-    left, right, ids, values = left.to(dtype), right.to(dtype).contiguous(), ids.contiguous(), values.contiguous()
+    left, right, ids, values = (
+        left.to(dtype),
+        right.to(dtype).contiguous(),
+        ids.long().contiguous(),
+        values.contiguous(),
+    )
     left = left if left.stride(2) == 1 else left.contiguous()
     (examples, tokens, cols), positions = values.shape, left.shape[1]
     if not values.numel() or not positions:

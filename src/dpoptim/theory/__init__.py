@@ -2,5 +2,60 @@
 
 from dpoptim.theory.bias import second_moment_bias
 from dpoptim.theory.choice import Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory.quadratic import Quadratic, simulate
+from dpoptim.theory.regimes import (
+    Signal,
+    largest_dimension_bias_correction,
+    largest_dimension_ime,
+    largest_dimension_post_processing,
+    smallest_batch_bias_correction,
+    smallest_batch_ime,
+    smallest_batch_post_processing,
+)
+from dpoptim.theory.second_moments import (
+    ime_negative_probability,
+    negative_probability,
+    second_moment_mean,
+    second_moment_variance,
+)
+from dpoptim.theory.steady_state import Fate, clip_norm_window, contraction_factor, mean_field, predict
+from dpoptim.theory.update_noise import (
+    bias_correction_update_bound,
+    first_update_sensitivity,
+    momentum_noise_variance,
+    post_processing_update_rms,
+    scaled_noise_stddev,
+    update_sensitivity,
+)
 
-__all__ = ["Candidate", "Choice", "choose_noise", "format_bytes", "second_moment_bias"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Fate",
+    "Quadratic",
+    "Signal",
+    "bias_correction_update_bound",
+    "choose_noise",
+    "clip_norm_window",
+    "contraction_factor",
+    "first_update_sensitivity",
+    "format_bytes",
+    "ime_negative_probability",
+    "largest_dimension_bias_correction",
+    "largest_dimension_ime",
+    "largest_dimension_post_processing",
+    "mean_field",
+    "momentum_noise_variance",
+    "negative_probability",
+    "post_processing_update_rms",
+    "predict",
+    "scaled_noise_stddev",
+    "second_moment_bias",
+    "second_moment_mean",
+    "second_moment_variance",
+    "simulate",
+    "smallest_batch_bias_correction",
+    "smallest_batch_ime",
+    "smallest_batch_post_processing",
+    "update_sensitivity",
+]

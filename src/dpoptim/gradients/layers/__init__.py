@@ -23,6 +23,7 @@ from dpoptim.gradients.layers.generic import generic
 from dpoptim.gradients.layers.linear import conv1d_of_transformers, linear
 from dpoptim.gradients.layers.recurrent import recurrent
 from dpoptim.gradients.layers.rule import Layer, RuleFunction
+from dpoptim.gradients.layers.vision import vit_embeddings
 
 _RULES: dict[Any, RuleFunction] = {
     nn.Linear.forward: linear,
@@ -48,17 +49,18 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and forward is transformers.Conv1D.forward:
+    utils, vit = (sys.modules.get(f"transformers.{name}") for name in ("pytorch_utils", "models.vit.modeling_vit"))
+    if utils is not None and forward is utils.Conv1D.forward:
         return conv1d_of_transformers
+    if vit is not None and forward is vit.ViTEmbeddings.forward:
+        return vit_embeddings
     return None
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     """The layer of every module that must run through the engine.
 
-    A module with bare parameters and no rule runs the generic way, which may take what is inside it along: the layers
-    in there are for when it does not. A bare parameter that
+    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that
     is only another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the
     module uses it by itself after all, the engine's tripwire raises.
     """
@@ -69,15 +71,17 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         for parameter in module.parameters(recurse=False)
     }
     layers: dict[nn.Module, Layer] = {}
+    inside_generic: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if not own:
+        if not own or module in inside_generic:
             continue
         rule = own_rule(module)
         if rule is None:
             if all(id(parameter) in ruled for parameter in own):
                 continue
             rule = generic
+            inside_generic.update(module.modules())
         if _forward_was_replaced(module):
             raise ValueError(
                 f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "

@@ -40,16 +40,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = flat @ matrix.T
         else:
             logits = torch.addmm(F.pad(bias.to(inputs.dtype), (0, padding)), flat, matrix.T)
-        losses = softmax_gradient_(logits, labels.reshape(-1), classes)
+        losses, lengths = softmax_gradient_(logits, labels.reshape(-1), classes)
         ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.classes = keeper, use, weight, bias, classes
         to_inputs = (logits @ matrix).view_as(inputs) if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(inputs, logits.view(*inputs.shape[:-1], -1), to_inputs)
+        ctx.save_for_backward(inputs, logits.view(*inputs.shape[:-1], -1), lengths.view(inputs.shape[:-1]), to_inputs)
         return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, outputs, to_inputs = ctx.saved_tensors
+        inputs, outputs, lengths, to_inputs = ctx.saved_tensors
         outputs = outputs[..., : ctx.classes]
         by_position = grad.to(inputs.dtype)
         by_weight = by_bias = None
@@ -61,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 by_bias = (by_position.flatten() @ outputs.flatten(0, 1)).to(ctx.bias.dtype)
         else:
             if trainable(ctx.weight):
-                ctx.keeper.keep(ctx.weight, Outer(outputs, inputs * by_position[..., None]), ctx.use)
+                ctx.keeper.keep(ctx.weight, Outer(outputs, inputs * by_position[..., None], lengths), ctx.use)
             if trainable(ctx.bias):
                 ctx.keeper.keep(ctx.bias, Dense(position_sums(outputs, by_position)), ctx.use)
         if to_inputs is not None:
