@@ -220,12 +220,13 @@ class ExampleGradients:
         factors = sorted((wide(factor) for factor in self._factors()), key=lambda factor: factor.shape[2])
         (narrow, narrow_size), (broad, broad_size) = map(_to_size_one, factors)
         gram = narrow @ narrow.mT
-        norms, lengths = torch.zeros(self.examples, dtype=torch.float64, device=gram.device), 0.0
+        norms = torch.zeros(self.examples, dtype=torch.float64, device=gram.device)
+        squares = torch.zeros(broad.shape[:2], dtype=torch.float64, device=gram.device)
         for part in broad.split(_COLUMNS, 2):
             norms += ((gram @ part) * part).sum((1, 2))
-            lengths = lengths + part.square().sum(2)
-        diagonals = gram.diagonal(dim1=1, dim2=2) * lengths
-        doubtful = norms <= GRAM_TRUST[gram.dtype] * diagonals.clamp(min=0).sqrt().sum(1).square()
+            squares += part.square().sum(2)
+        uncancelled = (gram.diagonal(dim1=1, dim2=2) * squares).clamp(min=0).sqrt().sum(1)
+        doubtful = norms <= GRAM_TRUST[gram.dtype] * uncancelled.square()
         norms *= (narrow_size * broad_size).square()
         if doubtful.any():
             norms[doubtful] = self.select(doubtful)._by_blocks(None)

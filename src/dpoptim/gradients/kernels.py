@@ -74,8 +74,18 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
     for grad, scale in zip(grads, given, strict=True):
         scaled = wide(grad) if scale is None else wide(grad) * scale
-        squares = scaled.square()
-        total += squares.flatten(1).sum(1, dtype=torch.float64) if grad.ndim > 1 else squares.double()
+        total += self_products(scaled.reshape(len(grad), grad.shape[1:].numel()))
+    return total
+
+
+_DOT = 1 << 16  # products that are summed in float32 before their sum goes on in float64
+
+
+def self_products(vectors: Tensor) -> Tensor:
+    """⟨v, v⟩ for each row v, float64, in one pass over memory."""
+    total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
+    for part in vectors.split(_DOT, 1):
+        total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
     return total
 
 
@@ -223,4 +233,4 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Ten
     gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
     torch.mul(gradient, valid[:, None], out=logits[:, :classes])
     logits[:, classes:] = 0
-    return torch.where(valid, losses, 0.0), torch.where(valid, torch.linalg.vector_norm(gradient, dim=1), 0.0)
+    return torch.where(valid, losses, 0.0), torch.where(valid, self_products(gradient).sqrt(), 0.0).to(losses.dtype)
