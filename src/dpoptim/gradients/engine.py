@@ -57,6 +57,7 @@ class PhysicalBatch:
     spare_bytes: int = 0  # that may still be spent on gradients larger than their factors
     calls: set[int] = field(default_factory=set)
     backwards: set[int] = field(default_factory=set)
+    last: tuple[Use, int] | None = None  # what was kept last, and in which backward
 
 
 class Engine:
@@ -180,20 +181,7 @@ class Engine:
             self.discard()
             raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
-        backward = torch._C._current_graph_task_id()
-        batch = self.batch
-        if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
-            if use.recomputed_in is not None:
-                self.discard()
-                raise ValueError(
-                    "reentrant activation checkpoints were met in an order that hides which examples they belong to; "
-                    "use checkpoint(..., use_reentrant=False)"
-                )
-            self.flush()
-            batch = self.batch
-        batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
-        if use.call is not None:
-            batch.calls.add(use.call)
+        batch = self._batch_of(use, torch._C._current_graph_task_id())
         gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape, wide_dtype(parameter.dtype)))
         form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
         batch.spare_bytes -= spent
@@ -206,6 +194,26 @@ class Engine:
                 "same backward; run one backward for each call of the model"
             )
         batch.examples = gradients.examples
+
+    def _batch_of(self, use: Use, backward: int) -> PhysicalBatch:
+        """The physical batch that a use belongs to: the open one, or a new one after that is closed."""
+        batch = self.batch
+        if batch.last == (use, backward):
+            return batch
+        if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
+            if use.recomputed_in is not None:
+                self.discard()
+                raise ValueError(
+                    "reentrant activation checkpoints were met in an order that hides which examples they belong to; "
+                    "use checkpoint(..., use_reentrant=False)"
+                )
+            self.flush()
+            batch = self.batch
+        batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
+        if use.call is not None:
+            batch.calls.add(use.call)
+        batch.last = (use, backward)
+        return batch
 
     def _new_batch(self) -> PhysicalBatch:
         return PhysicalBatch(spare_bytes=self.spare_bytes)
