@@ -41,6 +41,15 @@ def check_weighted_sums(grads, weights, tolerance):
         close(total, torch.tensordot(weights[1:].double(), grad[1:].double(), 1), tolerance)
 
 
+def check_first_left_out(ids, values, weights, rows):
+    """A look-up of weight 0 adds nothing, though it is NaN."""
+    poisoned, others = values.clone(), weights.clone()
+    poisoned[0], others[0] = torch.nan, 0
+    found = kernels.row_weighted_sum(ids, poisoned, others, rows)
+    poisoned[0] = 0
+    assert torch.equal(found, kernels.row_weighted_sum(ids, poisoned, others, rows))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scaled", [False, True])
 class TestPlain:
@@ -84,6 +93,7 @@ class TestPlain:
                 tables[j, ids[j, t]] += values[j, t]
         weights = made(examples, seed=7)
         close(kernels.row_weighted_sum(ids, values, weights, rows), torch.einsum("j,jrc->rc", weights, tables), 1e-12)
+        check_first_left_out(ids, values, weights, rows)
         by_position = made(examples, positions, seed=8)
         close(kernels.position_sums(values, by_position), torch.einsum("jt,jtc->jc", by_position, values), 1e-12)
         products = left.mT @ right
@@ -181,6 +191,7 @@ class TestKernels:
         weights = made(examples, seed=7, dtype=torch.float32, device="cuda")
         total = kernels.row_weighted_sum(ids, values, weights, rows)
         close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
+        check_first_left_out(ids, values, weights, rows)
         by_position = made(examples, positions, seed=8, dtype=dtype, device="cuda")
         close(
             kernels.position_sums(values, by_position),
