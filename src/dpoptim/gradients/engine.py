@@ -66,7 +66,6 @@ class Engine:
     def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, spare_bytes: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
-        self._identities = [id(p) for _, p in self._all_parameters]
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
         self.on_batch = on_batch
@@ -134,7 +133,7 @@ class Engine:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
                 raise ValueError(f"parameter '{name}' was {change} after the optimizer was made; make it last")
-        if self._calls % 32 == 0 and [id(p) for p in self.model.parameters()] != self._identities:
+        if self._calls % 32 == 0 and list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]:
             raise ValueError("a layer of the model was replaced after the optimizer was made; make the optimizer last")
         self._calls += 1
         self.call = self._calls

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from dpoptim.gradients import kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
-from dpoptim.gradients.kernels import wide, wide_dtype
+from dpoptim.gradients.kernels import DOT_ELEMENTS, wide, wide_dtype
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
 
 _COLUMNS = 1 << 13  # of a factor that are looked at together
-_DOT = 1 << 16  # products that are summed in float32 before their sum goes on in float64
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
@@ -241,7 +240,7 @@ class ExampleGradients:
                 total += squares.sum(1)
                 continue
             factors = squared_scale[rows].flatten()
-            for part, factor in zip(squares.split(_DOT, 1), factors.split(_DOT), strict=True):
+            for part, factor in zip(squares.split(DOT_ELEMENTS, 1), factors.split(DOT_ELEMENTS), strict=True):
                 total += part @ factor
         return total
 

@@ -32,11 +32,13 @@ class FlatTensors(Mapping[str, Tensor]):
         """Of the parameters' shapes and order; `make(numel)` gives each vector, which is undefined without it."""
         self._parameters = parameters
         self.vectors: list[Tensor] = []
+        self.names: list[list[str]] = []  # of the parameters in each vector
         self._views: dict[str, Tensor] = {}
         for (dtype, device), names in kinds_of(parameters).items():
             sizes = [parameters[name].numel() for name in names]
             vector = torch.empty(sum(sizes), dtype=dtype, device=device) if make is None else make(sum(sizes))
             self.vectors.append(vector)
+            self.names.append(names)
             for name, part in zip(names, vector.split(sizes), strict=True):
                 self._views[name] = part.view(parameters[name].shape)
 

@@ -78,13 +78,14 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     return total
 
 
-_DOT = 1 << 16  # products that are summed in float32 before their sum goes on in float64
+DOT_ELEMENTS = 1 << 16
+"""Products that are summed in float32 before their sum goes on in float64."""
 
 
 def self_products(vectors: Tensor) -> Tensor:
     """⟨v, v⟩ for each row v, float64, in one pass over memory."""
     total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
-    for part in vectors.split(_DOT, 1):
+    for part in vectors.split(DOT_ELEMENTS, 1):
         total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
     return total
 

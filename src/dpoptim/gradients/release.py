@@ -356,8 +356,7 @@ class PrivateRelease:
         stddev = self._stddevs[stream]
         if stddev == 0:
             return
-        kinds = kinds_of(self._sums.parameters).values()
-        for names, vector, rows in zip(kinds, to.vectors, self._noise[stream], strict=True):
+        for names, vector, rows in zip(to.names, to.vectors, self._noise[stream], strict=True):
             row = rows.row(self.step)
             if scale is None:
                 vector.add_(row, alpha=stddev)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -74,7 +75,7 @@ class ConvolvedStream:
         return self.source.combined(step, self._noising_row(step))
 
 
-class _Replaying:
+class _Replaying(ABC):
     """A stream that keeps its past: `_advanced(step)` makes a row of it and keeps that.
 
     Asked for a step that is not the next one, the same one again included, it replays the steps before it.
@@ -93,8 +94,8 @@ class _Replaying:
             self._next = at + 1
         return row
 
-    def _advanced(self, step: int) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _advanced(self, step: int) -> torch.Tensor: ...
 
 
 class RecurrentStream(_Replaying):
