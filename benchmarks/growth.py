@@ -29,15 +29,15 @@ QUIET = 1.25  # the base point may take this many times its least on a machine w
 COLOURS = {"off": "#0072B2", "scaled": "#D55E00"}  # blue and vermilion of Okabe and Ito
 # the base point, and the sizes of each axis
 BASES = {
-    "cuda": {"examples": 256, "positions": 256, "width": 128, "vocabulary": 8192},
+    "cuda": {"examples": 1024, "positions": 256, "width": 512, "vocabulary": 32768},
     "cpu": {"examples": 8, "positions": 64, "width": 64, "vocabulary": 2048},
 }
 SIZES = {
     "cuda": {
-        "examples": [32, 64, 128, 256, 512, 1024, 2048],
-        "positions": [32, 64, 128, 256, 512, 1024],
-        "width": [64, 128, 256, 512, 1024, 2048],
-        "vocabulary": [2048, 4096, 8192, 16384, 32768, 65536, 131072],
+        "examples": [64, 128, 256, 512, 1024, 2048],
+        "positions": [32, 64, 128, 256, 512],
+        "width": [128, 256, 512, 1024, 2048],
+        "vocabulary": [4096, 8192, 16384, 32768, 65536, 131072],
     },
     "cpu": {
         "examples": [4, 8, 16, 32, 64],

@@ -106,14 +106,16 @@ class TestPlain:
         )
 
 
-def test_normalised_sums_are_those_of_layer_norm():
+def test_layer_norm_is_torchs_and_its_gradient_autograds():
     inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
-    weight, bias = torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)
-    _, mean, rstd = torch.native_layer_norm(inputs, [10], weight, bias, 1e-5)
+    weight, bias = made(10, seed=2), made(10, seed=3)
+    output, mean, rstd = kernels.layer_norm(inputs, weight, bias, 1e-5)
+    close(output, torch.nn.functional.layer_norm(inputs, [10], weight, bias), 1e-12)
+    to_inputs, by_weight, by_bias = kernels.layer_norm_gradient(grad, inputs, weight, mean, rstd)
     for j in range(4):
-        w, b = weight.clone().requires_grad_(), bias.clone().requires_grad_()
-        (torch.nn.functional.layer_norm(inputs[j], [10], w, b) * grad[j]).sum().backward()
-        by_weight, by_bias = kernels.normalised_sums(grad, inputs, mean[..., 0], rstd[..., 0])
+        x, w, b = (tensor.clone().requires_grad_() for tensor in (inputs[j], weight, bias))
+        (torch.nn.functional.layer_norm(x, [10], w, b) * grad[j]).sum().backward()
+        close(to_inputs[j], x.grad, 1e-12)
         close(by_weight[j], w.grad, 1e-12)
         close(by_bias[j], b.grad, 1e-12)
 
@@ -203,18 +205,28 @@ class TestKernels:
         found = kernels.outer_row_products(left, right, ids, values, scale)
         close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 
-    def test_normalised_sums(self, shape, scaled, dtype):
-        examples, positions, _, width = shape
-        inputs = made(examples, positions, width, dtype=dtype, device="cuda")
-        grad = made(examples, positions, width, seed=1, dtype=dtype, device="cuda")
-        mean, rstd = made(examples, positions, seed=2).float().cuda(), made(examples, positions, seed=3).float().cuda()
-        found = kernels.normalised_sums(grad, inputs, mean, rstd)
-        expected = kernels.normalised_sums(grad.double(), inputs.double(), mean.double(), rstd.double())
-        for a, b in zip(found, expected, strict=True):
-            close(a, b, 1e-6)
+    def test_layer_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device="cuda") for n in (0, 1))
+        weight, bias = (made(width, seed=n, dtype=dtype, device="cuda") for n in (2, 3))
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        found = kernels.layer_norm(inputs, weight, bias, 1e-5)
+        exact = kernels.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
+        for a, b, bound in zip(found, exact, (rounding, 2e-6, 2e-6), strict=True):
+            close(a, b, bound)
+        given = (grad, inputs, weight, *found[1:])
+        back = kernels.layer_norm_gradient(*given)
+        expected = kernels.layer_norm_gradient(*(tensor.double() for tensor in given))
+        for a, b, bound in zip(back, expected, (rounding, 2e-6, 2e-6), strict=True):
+            close(a, b, bound)
+        for a, b in zip(back, kernels.layer_norm_gradient(*given), strict=True):
+            assert torch.equal(a, b)
 
-    def test_softmax_gradient(self, shape, scaled, dtype):
-        rows, classes, padding = shape[0] * shape[1], 10 * shape[2] + 1, 3 if scaled else 0
+    @pytest.mark.parametrize("classes", [None, 30_001, 50_257])
+    def test_softmax_gradient(self, shape, scaled, dtype, classes):
+        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 3 if scaled else 0
         logits = made(rows, classes + padding, dtype=dtype, device="cuda")
         labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).cuda()
         exact = logits.double()

@@ -10,7 +10,7 @@ and unscaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ class ClippedSums:
         self._outcomes: list[Tensor] = []  # [clipped, non-finite] of physical batches, where they were found
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
-        self._explained: tuple[int, ...] = ()
+        self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
         self.engine = Engine(model, self._add, spare_bytes=spare_bytes)
 
     @property
@@ -123,6 +123,7 @@ class ClippedSums:
         apart = torch.zeros_like(weights, dtype=torch.bool)
         if bounds is not None:  # which may be NaN
             apart = (weights > 0) & ~(bounds * factor <= self._cancellation * norms)
+            indices = _told_later(apart)
         weights = weights.masked_fill(apart, 0.0)  # which leaves an example out of every sum, whatever it holds
         self._sum(batch.gradients, weights)
         self._examples += batch.examples
@@ -130,15 +131,17 @@ class ClippedSums:
         self._outcomes.append(torch.stack([norms > self.clip_norm, (weights == 0) & ~apart]).sum(1))
         self.norms.append(norms.to(wide_dtype(next(iter(self.parameters.values())).dtype)))
         if bounds is not None:
-            # The host learns behind all that was queued whether an example must be looked at by itself.
-            for j in torch.nonzero(apart).flatten().tolist():
+            for j in indices():
                 self._clip_and_sum_one(batch, j, factor)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
-        """For `explain`; made anew only where shapes have changed, since it takes a while."""
+        """For `explain`; made anew only where shapes are new, since it takes a while."""
         kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
-        if kind != self._explained:
-            self._explained, self._explanation = kind, explain(batch.gradients, scaled=self.scale is not None)
+        if kind not in self._explained:
+            if len(self._explained) == 16:
+                self._explained.clear()
+            self._explained[kind] = explain(batch.gradients, scaled=self.scale is not None)
+        self._explanation = self._explained[kind]
 
     def _measured(self, gradients: Mapping[str, ExampleGradients]) -> tuple[Tensor, Tensor | None]:
         """Squared norms over all parameters, and what `ExampleGradients.measured` says of cancellation."""
@@ -162,11 +165,10 @@ class ClippedSums:
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
         self._sums.add_dense(dense, weights)
         for name, own in gradients.items():
-            by_precision = weights.to(wide_dtype(self.parameters[name].dtype))
             if name not in dense:
-                self._sums.add(name, own.weighted_sum(by_precision))
+                self._sums.add(name, own.weighted_sum(weights.to(own.precision)))
             if self._square_sums is not None:
-                self._square_sums.add(name, own.weighted_square_sum(by_precision))
+                self._square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
         """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
@@ -175,7 +177,7 @@ class ClippedSums:
         norm = torch.stack([g.double().square().sum() for g in scaled.values()]).sum().sqrt() * factor
         weight = self._weights(norm[None]) * factor
         self._outcomes.append(torch.stack([torch.zeros_like(weight), weight == 0]).sum(1).long())
-        self._sum({name: ExampleGradients(g.shape, dense=g[None]) for name, g in own.items()}, weight)
+        self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, weight)
 
     def _weights(self, norms: Tensor) -> Tensor:
         """min(1, clip_norm/norm); a norm of 0 gives 1.
@@ -185,6 +187,24 @@ class ClippedSums:
         """
         weights = (self.clip_norm / norms).clamp(max=1.0)
         return torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0)
+
+
+def _told_later(mask: Tensor) -> Callable[[], list[int]]:
+    """The indices where `mask` is true, to be asked for when the sums are queued.
+
+    The host then waits for the mask alone: the device is still busy with the sums while the next batch is prepared.
+    """
+    if not mask.is_cuda:
+        return lambda: torch.nonzero(mask).flatten().tolist()
+    some = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(mask.any(), non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def indices() -> list[int]:
+        there.synchronize()
+        return torch.nonzero(mask).flatten().tolist() if some else []
+
+    return indices
 
 
 class _Accumulator:

@@ -8,11 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dpoptim.gradients.triton_many import many_squares, many_weighted_sums
+from dpoptim.gradients.triton_norm import WIDEST, layer_norm, layer_norm_gradient
 
 __all__ = [
+    "WIDEST",
+    "layer_norm",
+    "layer_norm_gradient",
     "many_squares",
     "many_weighted_sums",
-    "normalised_sums",
     "position_sums",
     "row_squares",
     "softmax_gradient_",
@@ -41,40 +44,6 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
             values, weights.contiguous(), out, positions, width, values.stride(1), BLOCK=1024
         )
     return out
-
-
-@triton.jit
-def _normalised_sums(grad, inputs, mean, rstd, weighted, plain, positions, width, BW: tl.constexpr, BT: tl.constexpr):
-    example = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BW + tl.arange(0, BW)
-    by_weight = tl.zeros([BT, BW], tl.float32)
-    by_bias = tl.zeros([BT, BW], tl.float32)
-    for start in range(0, positions, BT):
-        t = start + tl.arange(0, BT)
-        there = (t[:, None] < positions) & (col[None, :] < width)
-        at = (example * positions + t[:, None]) * width + col[None, :]
-        g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
-        x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
-        m = tl.load(mean + example * positions + t, mask=t < positions, other=0.0)
-        s = tl.load(rstd + example * positions + t, mask=t < positions, other=0.0)
-        by_weight += g * ((x - m[:, None]) * s[:, None])
-        by_bias += g
-    tl.store(weighted + example * width + col, tl.sum(by_weight, 0), mask=col < width)
-    tl.store(plain + example * width + col, tl.sum(by_bias, 0), mask=col < width)
-
-
-def normalised_sums(grad: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    grad, inputs = grad.contiguous(), inputs.contiguous()
-    examples, positions, width = grad.shape
-    weighted = torch.empty(examples, width, dtype=torch.float32, device=grad.device)
-    plain = torch.empty_like(weighted)
-    if examples and width:
-        block = min(128, triton.next_power_of_2(width))
-        _normalised_sums[(examples, triton.cdiv(width, block))](
-            grad, inputs, mean.float().contiguous(), rstd.float().contiguous(), weighted, plain, positions, width,
-            BW=block, BT=32,
-        )  # fmt: skip
-    return weighted, plain
 
 
 @triton.jit
@@ -119,27 +88,28 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
 
 @triton.jit
 def _softmax_gradient(logits, labels, losses, lengths, classes, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    """One row, which is read twice; every lane has a maximum and a sum of its own until the end."""
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     base = logits + row * stride
     label = tl.load(labels + row)
-    largest = -float("inf")
-    total = 0.0
-    for start in range(0, classes, BLOCK):
-        col = start + tl.arange(0, BLOCK)
+    valid = label >= 0
+    largest, total = tl.full([BLOCK], -1e30, tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, tl.where(valid, classes, 0), BLOCK):
+        col = start + lane
         x = tl.load(base + col, mask=col < stride, other=0.0).to(tl.float32)  # `stride` is aligned, `classes` is not
         x = tl.where(col < classes, x, -float("inf"))
-        larger = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        larger = tl.maximum(largest, x)
+        total = total * tl.exp(largest - larger) + tl.exp(x - larger)
         largest = larger
-    log_sum = largest + tl.log(total)
-    valid = label >= 0
+    top = tl.max(largest, 0)
+    log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
     picked = tl.load(base + tl.maximum(label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(valid, log_sum - picked, 0.0))
     tl.debug_barrier()
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, stride, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        x = tl.load(base + col, mask=col < stride, other=0.0).to(tl.float32)
+        col = start + lane
+        x = tl.load(base + col, mask=(col < stride) & valid, other=0.0).to(tl.float32)
         gradient = tl.exp(x - log_sum) - tl.where(col == label, 1.0, 0.0)
         gradient = tl.where(valid & (col < classes), gradient, 0.0)
         squares += gradient * gradient
@@ -151,6 +121,6 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Ten
     losses, lengths = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _softmax_gradient[(len(logits),)](
-            logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), BLOCK=2048, num_warps=4
+            logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), BLOCK=1024, num_warps=4
         )
     return losses, lengths

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpoptim.noise.triton_tables import DTYPES, addresses_of, parts_of
 
 _SPAN = 1 << 15  # elements of one gradient that a program squares
-_BLOCK = 1024  # elements that a program sums over examples
+_BLOCK = 512  # elements that a program sums over examples
 
 
 def _whole(grads: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def _squares(addresses, parts, out, tensors, DTYPE: tl.constexpr, SCALED: tl.con
 
 @triton.jit
 def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.constexpr, ADD: tl.constexpr,
-                   STEP: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    program, share = tl.program_id(0), tl.program_id(1)
+                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
     numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
     grads = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
@@ -93,15 +93,17 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.const
         first, numel, stride = tl.multiple_of(first, BLOCK), tl.multiple_of(numel, STEP), tl.multiple_of(stride, STEP)
     at = first + tl.arange(0, BLOCK)
     inside = at < numel
-    total = tl.zeros([BLOCK], tl.float32)
-    for example in range(share * SHARE, min((share + 1) * SHARE, examples)):
-        weight = tl.load(weights + example)
-        value = tl.load(grads + example.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(weight != 0, weight * value, 0.0)
-    into += share.to(tl.int64) * numel
+    total = tl.zeros([EXAMPLES, BLOCK], tl.float32)
+    for start in range(0, examples, EXAMPLES):
+        example = start + tl.arange(0, EXAMPLES)
+        weight = tl.load(weights + example, mask=example < examples, other=0.0)
+        there = (weight != 0)[:, None] & inside[None, :]  # what has weight 0 is not even read
+        value = tl.load(grads + example.to(tl.int64)[:, None] * stride + at[None, :], mask=there, other=0.0)
+        total += weight[:, None] * value.to(tl.float32)
+    found = tl.sum(total, 0)
     if ADD:
-        total += tl.load(into + at, mask=inside, other=0.0)
-    tl.store(into + at, total, mask=inside)
+        found += tl.load(into + at, mask=inside, other=0.0)
+    tl.store(into + at, found, mask=inside)
 
 
 def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
@@ -122,25 +124,11 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
 
 def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool) -> None:
     grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
-    examples, device = grads[0].shape[0], grads[0].device
-    if not examples and not add:
+    if not len(weights) and not add:
         torch._foreach_zero_(list(into))
-    partial: list[Tensor] = []  # sums over some of the examples, [shares, elements]
-    whole: list[Tensor] = []  # what they are to be summed into
     for launch in _launches(grads, into):
         parts = launch.parts(_BLOCK)
-        shares = min(triton.cdiv(4096, parts.shape[0]), triton.cdiv(examples, 16))
-        share = triton.next_power_of_2(triton.cdiv(examples, shares))
-        shares = triton.cdiv(examples, share)
-        if shares > 1:
-            whole += launch.others
-            launch.others = [target.new_empty(shares, target.numel()) for target in launch.others]
-            partial += launch.others
-        _weighted_sums[(parts.shape[0], shares)](
-            launch.addresses, parts, weights, examples, len(launch.grads), DTYPE=DTYPES[launch.dtype],
-            ADD=add and shares == 1, STEP=launch.step, SHARE=share, BLOCK=_BLOCK,
+        _weighted_sums[(parts.shape[0],)](
+            launch.addresses, parts, weights, len(weights), len(launch.grads), DTYPE=DTYPES[launch.dtype], ADD=add,
+            STEP=launch.step, EXAMPLES=16, BLOCK=_BLOCK,
         )  # fmt: skip
-    for shares in {sums.shape[0] for sums in partial}:
-        chosen = [(sums, target) for sums, target in zip(partial, whole, strict=True) if sums.shape[0] == shares]
-        sources, targets = zip(*chosen, strict=True)
-        many_weighted_sums(sources, torch.ones(shares, device=device), targets, add=add)

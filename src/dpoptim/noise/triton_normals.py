@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from dpoptim.noise.boxmuller import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
+from dpoptim.noise.triton_tables import table_of
 
 BLOCKS = 128  # ChaCha20 blocks of 64 bytes, eight normals each, that a program makes
 
@@ -214,7 +215,7 @@ class DeviceNormals:
         """Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
         out = torch.empty(self.numel, dtype=dtype, device=self._device)
         if self.numel:
-            factors = torch.tensor(list(coefs), dtype=torch.float64, device=self._device)
+            factors = table_of(tuple(coefs), torch.float64, self._device)
             _normals[(self._tiles.shape[1],)](
                 out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors),
                 BLOCKS=BLOCKS, enable_fp_fusion=False,
@@ -226,8 +227,8 @@ def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], co
     """row += coefs[i]·ring[slots[i]] for each i in turn, in one pass."""
     if not slots or not row.numel():
         return
-    factors = torch.tensor(coefs, dtype=row.dtype, device=row.device)
-    indices = torch.tensor(slots, dtype=torch.int64, device=row.device)
+    factors = table_of(tuple(coefs), row.dtype, row.device)
+    indices = table_of(tuple(slots), torch.int64, row.device)
     _substitute[(triton.cdiv(row.numel(), _ELEMENTS),)](
         row, ring, factors, indices, len(slots), row.numel(), ring.stride(0), BLOCK=_ELEMENTS, enable_fp_fusion=False
     )

@@ -22,8 +22,16 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
+@functools.lru_cache(maxsize=256)
+def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers on a device, sent without waiting for it, and only once where they come again.
+
+    An ordinary copy of a list to the device would wait until all that was queued before is done.
+    """
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
 def addresses_of(*lists: Sequence[Tensor]) -> Tensor:
     """int64 [lists, tensors] on the tensors' device, sent without waiting for it."""
-    numbers = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
-    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
-    return pinned.to(lists[0][0].device, non_blocking=True)
+    numbers = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
+    return table_of(numbers, torch.int64, lists[0][0].device)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dpoptim.gradients import kernels
 from dpoptim.gradients.forms import Dense
-from dpoptim.gradients.kernels import normalised_sums, wide
+from dpoptim.gradients.kernels import wide, wide_dtype
 from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
 
 
@@ -60,7 +61,7 @@ def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """The whole layer in torch's own kernels; gradients of weight and bias from what they keep."""
+    """The whole layer in one pass each way."""
 
     @staticmethod
     def forward(
@@ -73,24 +74,18 @@ class _LayerNorm(torch.autograd.Function):
         use: Use,
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.weight, ctx.bias = keeper, use, weight, bias
-        output, mean, rstd = torch.native_layer_norm(inputs, [inputs.shape[-1]], weight, bias, eps)
-        ctx.save_for_backward(inputs, weight, bias, mean, rstd)
+        output, mean, rstd = kernels.layer_norm(inputs, weight, bias, eps)
+        ctx.save_for_backward(inputs, weight, mean, rstd)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, bias, mean, rstd = ctx.saved_tensors
-        by_weight, by_bias = normalised_sums(grad, inputs, mean.squeeze(-1), rstd.squeeze(-1))
+        to_inputs, by_weight, by_bias = kernels.layer_norm_gradient(grad, *ctx.saved_tensors)
         if trainable(ctx.weight):
             ctx.keeper.keep(ctx.weight, Dense(by_weight), ctx.use)
         if trainable(ctx.bias):
             ctx.keeper.keep(ctx.bias, Dense(by_bias), ctx.use)
-        to_inputs = None
-        if ctx.needs_input_grad[0]:
-            to_inputs = torch.ops.aten.native_layer_norm_backward(
-                grad, inputs, [inputs.shape[-1]], mean, rstd, weight, bias, [True, False, False]
-            )[0]
         return to_inputs, None, None, None, None, None
 
 
@@ -106,9 +101,10 @@ def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kw
 
 
 def _runs_whole(module: Any, inputs: Tensor) -> bool:
-    """On a GPU, where the kept statistics are float32, and without a change of dtype."""
+    """Without a change of dtype, and where the statistics that are kept are wide."""
     plain = len(module.normalized_shape) == 1 and module.weight is not None and module.bias is not None
-    return plain and inputs.is_cuda and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
+    exact = inputs.is_cuda or inputs.dtype == wide_dtype(inputs.dtype)
+    return plain and exact and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
 def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
