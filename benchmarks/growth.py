@@ -1,7 +1,7 @@
 """How the time of a training step grows with batch size, sequence length, width and vocabulary, one at a time.
 
     python benchmarks/growth.py --json FILE                on the GPU where there is one, else on the CPU
-    python benchmarks/growth.py --from FILE --plot FILE    the picture of an earlier --json, without measuring
+    python benchmarks/growth.py --from FILE --plot FILE    the picture of earlier --json files, without measuring
 
 A BERT of two layers is timed without privacy ("off") and with `scale_then_privatize` ("scaled") around one base point,
 all sizes of an axis in turns. The exponent is the slope of log time against log size over the upper half of the sizes,
@@ -188,15 +188,19 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the four panels (needs matplotlib)")
     parser.add_argument("--commit", metavar="TEXT", help="the commit to name where there is no repository")
     parser.add_argument(
-        "--from", dest="file", type=Path, metavar="FILE", help="measure nothing, read an earlier --json"
+        "--from", dest="files", type=Path, nargs="+", metavar="FILE", help="measure nothing, read earlier --json files"
     )
     options = parser.parse_args()
     if options.repeats < 2:
         parser.error(f"--repeats must be 2 or more, got {options.repeats}")
     warnings.simplefilter("ignore")
     console = Console(width=None if Console().is_terminal else 200)
-    if options.file:
-        record = json.loads(options.file.read_text())
+    if options.files:
+        record, *others = [json.loads(file.read_text()) for file in options.files]
+        for other in others:
+            if heading(other) != heading(record):
+                parser.error(f"these were not measured alike: {heading(record)}; {heading(other)}")
+            record["axes"] |= other["axes"]
     else:
         record = setting(options.device, options.commit) | {"base": BASES[options.device], "axes": {}}
         for axis in [options.only] if options.only else LABELS:

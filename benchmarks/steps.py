@@ -250,6 +250,8 @@ def notes(record: dict[str, Any]) -> list[str]:
             lines.append(f"{c['name']}: compiled in micro-batches of {c['compiled_micro_batch']}.")
         if not c["together"]:
             lines.append(f"{c['name']}: one way after the other, for memory.")
+        if c.get("later"):
+            lines.append(f"{c['name']}: {', '.join(c['later'])} in a process of their own.")
     return lines
 
 
@@ -294,13 +296,20 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def read(files: Iterable[Path]) -> dict[str, Any]:
-    """One record of several, whose cases were measured on one machine with one set of versions."""
+    """One record of several, measured on one kind of machine with one set of versions; the first time stands."""
     first, *others = [json.loads(file.read_text()) for file in files]
     for other in others:
         if any(other[key] != first[key] for key in ("machine", "versions", "commit")):
             raise SystemExit(f"these were not measured alike: {heading(first)}; {heading(other)}")
-        again = {c["name"] for c in other["cases"]}
-        first["cases"] = [c for c in first["cases"] if c["name"] not in again] + other["cases"]
+        known = {c["name"]: c for c in first["cases"]}
+        for c in other["cases"]:
+            if c["name"] not in known:
+                first["cases"].append(c)
+                continue
+            into = known[c["name"]]
+            into["later"] = [way for way in c["ways"] if way not in into["ways"]]
+            into["ways"] = {**c["ways"], **into["ways"]}
+            into["ratios"] = ratios(into["ways"])
     return first
 
 
