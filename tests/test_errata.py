@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -383,3 +385,16 @@ def test_rmse_of_prefix_sums() -> None:
     assert banded != pytest.approx(2.97e-3, rel=0.2)
     printed_ratio = 2.97e-3 / 2.22e-2
     assert banded / independent == pytest.approx(printed_ratio, rel=0.01)  # the ratio is the paper's
+
+
+def test_the_page_and_the_tests_name_each_other() -> None:
+    """Every row of docs/errata.md ends in tests that exist, and every other test of this file stands in a row."""
+    tests = Path(__file__).parent
+    lines = (tests.parent / "docs" / "errata.md").read_text().splitlines()
+    rows = [row for row in lines if row.startswith("| ") and not row.startswith(("| printed", "| case"))]
+    named = [re.findall(r"`(test_\w+)`", row.split(" | ")[-1]) for row in rows]
+    assert len(list(filter(None, named))) == len(rows) >= 23
+    files = [Path(__file__), *(tests / "optim").glob("test_*.py")]
+    here, *others = (set(re.findall(r"^def (test_\w+)", file.read_text(), re.M)) for file in files)
+    assert here - set(itertools.chain(*named)) == {"test_the_page_and_the_tests_name_each_other"}
+    assert set(itertools.chain(*named)) <= here.union(*others)

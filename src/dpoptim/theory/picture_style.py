@@ -1,0 +1,76 @@
+"""How every picture of the theory looks: one set of colours that the colour-blind can tell apart, one size of letters.
+
+Matplotlib is optional (`pip install 'dpoptim[plots]'`) and imported when the first figure is made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
+"""Okabe and Ito's colours, and a grey for marks that are no data."""
+
+METHODS: dict[str, str] = {
+    "without noise": BLACK,
+    "dp_sgd": ORANGE,
+    "post_processing": BLUE,
+    "bias_correction": GREEN,
+    "independent_moments": RED,
+    "joint_moments": SKY,
+    "scale_then_privatize": PURPLE,
+}
+"""One colour a method, the same in all pictures."""
+
+NOISES: dict[str, str] = {"independent": BLACK, "BandMF": ORANGE, "BLT": SKY}
+
+FONTS = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "legend.fontsize": 8.5,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+}
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of that size in inches, with no window behind it.
+
+    Edge cases: without matplotlib a ValueError says how to install it.
+    """
+    try:
+        import matplotlib
+    except ImportError as missing:
+        raise ValueError("pictures need matplotlib; install it with: pip install matplotlib") from missing
+    matplotlib.use("agg")
+    matplotlib.rcParams.update(FONTS)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def label(axes: Any, title: str, x: str, y: str, *, log: str = "") -> None:
+    """Title and both axes' labels with their units; `log` names the logarithmic axes ("x", "y", "xy")."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, loc="left")
+    if "x" in log:
+        axes.set_xscale("log")
+    if "y" in log:
+        axes.set_yscale("log")
+    axes.grid(alpha=0.25, which="major", linewidth=0.6)
+
+
+def legend_below(figure: Any, *axes: Any, columns: int) -> None:
+    """One legend for all axes, outside of them, each name once."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        for handle, name in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    figure.legend(found.values(), found.keys(), ncols=columns, loc="outside lower center", frameon=False)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a PNG, the same bytes each time on one machine."""
+    figure.savefig(file, dpi=120, metadata={"Software": None})
