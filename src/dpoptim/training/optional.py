@@ -1,0 +1,40 @@
+"""Packages that only some inputs need, imported when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def needed(module: str, purpose: str) -> Any:
+    """The module, or one ValueError line that says how to install it.
+
+    Edge cases: a package that is there but cannot be imported is named with its own error.
+
+    >>> needed("math", "adding").hypot(3.0, 4.0)
+    5.0
+    >>> needed("no_such_package", "reading a .xyz file")
+    Traceback (most recent call last):
+    ValueError: reading a .xyz file needs the package no_such_package; run: pip install no_such_package
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = _DISTRIBUTIONS.get(module.partition(".")[0], module.partition(".")[0])
+        if (error.name or "").partition(".")[0] == module.partition(".")[0]:
+            raise ValueError(f"{purpose} needs the package {package}; run: pip install {package}") from None
+        raise ValueError(f"{purpose} needs {package}, which cannot be imported: {error}") from error
+
+
+def one_line(error: BaseException, *, most: int = 200) -> str:
+    """The first line of what an error says, cut to `most` characters; its type where it says nothing.
+
+    >>> one_line(OSError("no route\\nlong advice"))
+    'no route'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+_DISTRIBUTIONS = {"PIL": "pillow"}
