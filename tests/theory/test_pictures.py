@@ -257,7 +257,7 @@ def test_page_and_pictures_agree():
         assert re.search(r"\b[Ss]ee\b", caption), name
         assert f"--only {name}" in PAGE
     assert {file.name for file in (DOCS / "images").glob("theory-*")} == {f"theory-{name}.png" for name in names}
-    assert len(COMMANDS) == len(names) + 1
+    assert sum("theory.pictures" in command for command in COMMANDS) == len(names) + 1
 
 
 def test_examples_of_the_page():

@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dpoptim.cli import plan
+from dpoptim.cli import advise, plan
 from dpoptim.version import __version__
 
-_COMMANDS = (plan,)
+_COMMANDS = (plan, advise)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

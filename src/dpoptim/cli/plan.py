@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from dpoptim.cli.units import count, size
+from dpoptim.cli.training_options import (
+    add_noise_memory,
+    add_output,
+    add_training,
+    check_plot,
+    headline,
+    note_weak_delta,
+    plan_line,
+    plan_of,
+    rounded_up,
+    wide_console,
+)
+from dpoptim.cli.units import count
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.noise.dense import dense_seconds
-from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+from dpoptim.privacy import PrivacyPlan, Shuffled
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 if TYPE_CHECKING:
@@ -49,24 +58,7 @@ def add_to(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    training = parser.add_argument_group("the training")
-    training.add_argument("--steps", type=count, required=True, metavar="N", help="optimizer steps")
-    training.add_argument("--batch-size", type=count, required=True, metavar="N", help="examples a step, expected")
-    training.add_argument("--num-examples", type=count, required=True, metavar="N", help="examples in the dataset")
-    training.add_argument("--epsilon", type=float, required=True, metavar="E")
-    training.add_argument("--delta", type=float, required=True, metavar="D", help="1e-7, say: below 1/num-examples")
-    training.add_argument(
-        "--sampling",
-        choices=["shuffled", "poisson"],
-        default="shuffled",
-        help="shuffled: no amplification (default); poisson: secret sampling, cyclic where noise is correlated",
-    )
-    training.add_argument(
-        "--adjacency",
-        choices=[kind.value for kind in Adjacency],
-        default=Adjacency.ZERO_OUT.value,
-        help="which datasets are neighbours (default: %(default)s)",
-    )
+    add_training(parser)
     noise = parser.add_argument_group("the noise")
     noise.add_argument(
         "--parameters",
@@ -75,13 +67,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="trained parameters, for the memory (default: 4.4M, BERT-Tiny)",
     )
-    noise.add_argument(
-        "--memory-budget",
-        type=size,
-        metavar="SIZE",
-        help="4GB, say; what the chosen mechanism may keep (default: 16 bytes a parameter, at least 4 GiB)",
-    )
-    noise.add_argument("--bits", type=int, choices=[32, 16], default=32, help="of a kept number (default: 32)")
+    add_noise_memory(noise)
     noise.add_argument(
         "--workload",
         type=_workload,
@@ -94,26 +80,15 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="also Banded and, where it takes less than a minute or so, Dense; without amplification only",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg or .pdf); needs matplotlib")
+    add_output(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: Namespace) -> int:
     """Print the comparison as a table or as JSON, and draw it where asked."""
-    plan = PrivacyPlan(
-        num_examples=options.num_examples,
-        batch_size=options.batch_size,
-        steps=options.steps,
-        sampling=Poisson() if options.sampling == "poisson" else Shuffled(),
-        adjacency=Adjacency(options.adjacency),
-    )
+    plan = plan_of(options)
     if options.plot is not None:
-        if options.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot {options.plot} must be a file name that ends in .png, .svg or .pdf")
-        if not options.plot.parent.is_dir():
-            raise ValueError(f"--plot {options.plot}: there is no folder {options.plot.parent}")
+        check_plot(options.plot)
         from dpoptim.cli import plan_plot  # early, so that a missing matplotlib is told before the work
     console = Console(stderr=True)
     with console.status("...") as status:
@@ -133,8 +108,7 @@ def run(options: Namespace) -> int:
         print()
     else:
         _print_table(choice, options)
-    if options.delta > 1 / options.num_examples:
-        console.print(f"note: delta = {options.delta:g} is above 1/num-examples, {1 / options.num_examples:.2g}: weak")
+    note_weak_delta(console, options)
     if options.plot is not None:
         plan_plot.draw(choice, options.plot)
         console.print(f"wrote {options.plot}")
@@ -184,20 +158,10 @@ def _row(candidate: Candidate, delta: float) -> dict[str, Any]:
 
 
 def _print_table(choice: Choice, options: Namespace) -> None:
-    console = Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
-    plan, independent = choice.plan, choice.independent
-    sampling = "secret Poisson sampling (cyclic where noise is correlated)"
-    if isinstance(plan.sampling, Shuffled):
-        sampling = (
-            f"shuffled (no amplification): {plan.max_participations} participations at least "
-            f"{plan.min_separation:,} steps apart"
-        )
-    console.print(
-        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
-        f"epsilon = {options.epsilon:g} at delta = {options.delta:g}; {plan.adjacency.value} neighbours; {sampling}; "
-        f"RMSE of {'prefix sums' if options.workload == PrefixSums() else options.workload}",
-        highlight=False,
-    )
+    console, plan, independent = wide_console(), choice.plan, choice.independent
+    told = headline(plan, epsilon=options.epsilon, delta=options.delta)
+    workload = "prefix sums" if options.workload == PrefixSums() else options.workload
+    console.print(f"{told}; RMSE of {workload}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("mechanism", overflow="fold")
     for title in ("noise multiplier", "RMSE mean", "RMSE max", "to independent", "memory", "normals a step", "epsilon"):
@@ -211,27 +175,12 @@ def _print_table(choice: Choice, options: Namespace) -> None:
             f"{candidate.rmse_mean / independent.rmse_mean:.4f}",
             "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
             f"{candidate.normal_rows:.0f}",
-            _up(candidate.plan.epsilon(delta=options.delta)),
+            rounded_up(candidate.plan.epsilon(delta=options.delta)),
             style="bold green" if candidate is choice.chosen else None,
         )
     console.print(table)
     print(f"Use {choice.reason}:")
-    adjacency = "" if plan.adjacency is Adjacency.ZERO_OUT else f"adjacency=Adjacency.{plan.adjacency.name}, "
-    print(
-        f"  PrivacyPlan(..., {adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
-        f".calibrate(epsilon={options.epsilon!r}, delta={options.delta!r})"
-    )
-
-
-def _up(epsilon: float) -> str:
-    """To five digits, rounded up: never a smaller claim than the accountant's.
-
-    >>> _up(9.99999), _up(1.23451e-5)
-    ('10.0000', '1.2346e-05')
-    """
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 4)
-    rounded = math.ceil(epsilon / unit - 1e-7) * unit
-    return f"{rounded:.4f}" if rounded >= 0.1 else f"{rounded:.4e}"
+    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}")
 
 
 def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:

@@ -1,7 +1,12 @@
 """The theory of private adaptive optimizers, as functions."""
 
+from dpoptim.theory.advice_alternatives import Alternative
+from dpoptim.theory.advice_signal import GradientSignal
+from dpoptim.theory.advice_window import ScaleWindow, scale_window
+from dpoptim.theory.adviser import Advice, Forecast, advise
 from dpoptim.theory.bias import second_moment_bias
 from dpoptim.theory.choice import Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory.probe import measure_signal
 from dpoptim.theory.quadratic import Quadratic, simulate
 from dpoptim.theory.regimes import (
     Signal,
@@ -29,11 +34,17 @@ from dpoptim.theory.update_noise import (
 )
 
 __all__ = [
+    "Advice",
+    "Alternative",
     "Candidate",
     "Choice",
     "Fate",
+    "Forecast",
+    "GradientSignal",
     "Quadratic",
+    "ScaleWindow",
     "Signal",
+    "advise",
     "bias_correction_update_bound",
     "choose_noise",
     "clip_norm_window",
@@ -45,10 +56,12 @@ __all__ = [
     "largest_dimension_ime",
     "largest_dimension_post_processing",
     "mean_field",
+    "measure_signal",
     "momentum_noise_variance",
     "negative_probability",
     "post_processing_update_rms",
     "predict",
+    "scale_window",
     "scaled_noise_stddev",
     "second_moment_bias",
     "second_moment_mean",
