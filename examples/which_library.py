@@ -17,20 +17,16 @@ or 7 each), so a lead of a point is no proof. ε holds for each model by itself,
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import re
 import sys
-import sysconfig
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -41,10 +37,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpoptim
+from dpoptim.training.demo_text import library_docstrings
 
 LIBRARIES = ("python", "torch", "scipy", "sympy", "numpy", "networkx", "setuptools", "pygments", "pip", "rich")
 OWN_NAMES = {*LIBRARIES, "pytorch", "np", "nx"}
-OTHERS_INSIDE = {"site-packages", "test", "tests", "_vendor", "idlelib", "lib2to3"}  # copies of others' code, and tests
 WORDS = 48  # of a record, the first ones
 SHORTEST = 8
 BUCKETS = 8192  # word ids; 0 is padding
@@ -195,36 +191,14 @@ def word_ids(text: str) -> list[int]:
 
 def documentation(library: str, limit: int) -> list[list[int]]:
     """Up to `limit` distinct documentation strings of a library as word ids, its files taken in a fixed mixed order."""
-    paths = sysconfig.get_paths()
-    installed = next((paths[part] for part in ("purelib", "platlib") if Path(paths[part], library).is_dir()), "")
-    root = Path(paths["stdlib"]) if library == "python" else Path(installed, library)
-    files = [path.relative_to(root) for path in root.rglob("*.py")]
-    files = [path for path in files if not OTHERS_INSIDE.intersection(path.parts)]
-    files.sort(key=lambda path: zlib.crc32(path.as_posix().encode()))
     found: dict[tuple[int, ...], None] = {}
-    for path in files:
-        for text in docstrings(root / path):
-            ids = word_ids(text)
-            if len(ids) >= SHORTEST:
-                found[tuple(ids)] = None
+    for text in library_docstrings(library):
+        ids = word_ids(text)
+        if len(ids) >= SHORTEST:
+            found[tuple(ids)] = None
         if len(found) >= limit:
             break
-    return [list(ids) for ids in found][:limit]
-
-
-def docstrings(path: Path) -> Iterator[str]:
-    """The documentation strings of a source file; none where it cannot be read or parsed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node, clean=False)
-            if text:
-                yield text
+    return [list(ids) for ids in found]
 
 
 def read_records(

@@ -95,6 +95,35 @@ def test_the_optimizer_sees_released_values_alone(path):
             assert node.attr not in ("counts_not_private", "_sums"), f"{path.name}:{node.lineno} {node.attr}"
 
 
+FOR_USERS = {  # what anyone may call: losses, checks, public data
+    "dpoptim.gradients.PublicGradients",
+    "dpoptim.gradients.check_examples_do_not_mix",
+    "dpoptim.gradients.linear_cross_entropy",
+    "dpoptim.gradients.public_data",
+}
+EXCEPTIONS = {  # each with the reason why it sees nothing private, or says so
+    "dpoptim.theory.probe": {"dpoptim.gradients.clipped_sum"},  # PUBLIC examples only
+    "dpoptim.training.token_losses": {  # asks which rule a layer has
+        "dpoptim.gradients.layers",
+        "dpoptim.gradients.layers.choose_rules",
+        "dpoptim.gradients.layers.generic",
+        "dpoptim.gradients.layers.generic.generic",
+    },
+}
+BEYOND = [p for p in FILES if p.relative_to(PACKAGE).parts[0] in ("theory", "training", "cli", "opacus_compat")]
+
+
+@pytest.mark.parametrize("path", BEYOND, ids=module_name)
+def test_nothing_beyond_the_optimizer_touches_an_unnoised_gradient(path):
+    allowed = RELEASED_ONLY | FOR_USERS | EXCEPTIONS.get(module_name(path), set())
+    assert {name for name in imports_of(path) if name.startswith("dpoptim.gradients")} <= allowed
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("grad", "_sums"), f"{path.name}:{node.lineno} {node.attr}"
+            counted = node.attr == "counts_not_private"
+            assert not counted or module_name(path) == "dpoptim.training.loop", f"{path.name}:{node.lineno}"
+
+
 def test_twins_touch_nothing_of_the_fast_path():
     for path in (PACKAGE / "optim" / "twins").glob("*.py"):
         assert all(name.startswith("dpoptim.optim.twins") for name in imports_of(path)), path.name

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import check_examples_do_not_mix, clipped_sum, clipping, public_data
 from dpoptim.gradients.clipping import ClippedSums
+from dpoptim.gradients.engine import Engine, PhysicalBatch
 from tests.gradients.models import Checkpointed, Tied, case, squares
 
 
@@ -394,3 +395,23 @@ class TestCopies:
         expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
         assert sums.engine.attached
         assert_same(sums.take()[0], expected)
+
+
+def test_an_engine_that_cannot_attach_leaves_the_one_that_watches():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    kept: list[PhysicalBatch] = []
+    watching = Engine(model, kept.append)
+    watching.attach()
+    model[1] = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="BatchNorm"):
+        Engine(model, kept.append).attach()
+    assert watching.attached
+    model[1] = nn.ReLU()
+    model(torch.randn(5, 3)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_layer_norm_of_an_empty_batch():
+    sums, norms = clipped_sum(nn.LayerNorm(6), lambda m, x: m(x).sum((1, 2)), torch.zeros(0, 4, 6), clip_norm=1.0)
+    assert norms.shape == (0,)
+    assert not sums["weight"].any()

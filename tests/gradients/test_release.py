@@ -258,3 +258,22 @@ def test_noise_is_the_same_however_the_model_is_laid_out():
     one, other = (PrivateRelease(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").release() for m in (first, second))
     for name, noise in one.gradient.items():
         assert torch.equal(noise, other.gradient[name])
+
+
+def test_a_release_that_needs_its_loader_refuses_other_batches():
+    model = Vector(3)
+    source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY)
+    source.needs_loader = True
+    model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+    with pytest.raises(ValueError, match="loop over that loader"):
+        source.close_physical_batch()
+
+
+def test_another_runs_state_is_refused_once_steps_are_released():
+    model = Vector(3)
+    source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY, own_batches=True)
+    other = PrivateRelease(Vector(3), plan(), dpoptim.Gradient(), key=KEY, own_batches=True).state()
+    source.release()
+    with pytest.raises(ValueError, match="belongs to another run"):
+        source.resume(other)
+    assert source.step == 1

@@ -145,11 +145,11 @@ def test_a_folder_of_tables_by_split(tmp_path):
         read_records(tmp_path, split="validation")
     plain = tmp_path / "plain"
     plain.mkdir()
-    write(plain, "jsonl", {"text": ["1", "2"]}, "x")
+    write(plain, "csv", {"text": ["1", "2"]}, "x")
     write(plain, "csv", {"text": ["3"]}, "y")
     assert read_records(plain).texts == ["1", "2", "3"]
     write(plain, "csv", {"words": ["4"]}, "z")
-    with pytest.raises(ValueError, match=r"z\.csv has columns words and x\.jsonl has text"):
+    with pytest.raises(ValueError, match=r"z\.csv has columns words and x\.csv has text"):
         read_records(plain)
 
 
@@ -372,3 +372,32 @@ def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkey
 def test_labels_must_be_one_a_record():
     with pytest.raises(ValueError, match="labels has 1 entries for 2 records"):
         Records(kind=Kind.TEXT, source="memory", texts=["a", "b"], labels=np.array([0]), label_names=("x",))
+
+
+def test_hidden_copies_are_no_records(tmp_path):
+    for name in ("table", "texts", "images"):
+        (tmp_path / name / ".ipynb_checkpoints").mkdir(parents=True)
+    (tmp_path / "table" / "train.csv").write_text("text,label\na,x\nb,y\n")
+    (tmp_path / "table" / ".ipynb_checkpoints" / "train-checkpoint.csv").write_text("text,label\na,x\nb,y\n")
+    assert read_records(tmp_path / "table").texts == ["a", "b"]
+    (tmp_path / "texts" / "a.txt").write_text("one")
+    (tmp_path / "texts" / ".ipynb_checkpoints" / "a-checkpoint.txt").write_text("one")
+    assert read_records(tmp_path / "texts").texts == ["one"]
+    for kind in ("cat", "dog", ".ipynb_checkpoints"):
+        (tmp_path / "images" / kind).mkdir(exist_ok=True)
+        for name in ("1.png", "._1.png"):
+            Image.new("RGB", (8, 8)).save(tmp_path / "images" / kind / name)
+    found = read_records(tmp_path / "images")
+    assert found.label_names == ("cat", "dog")
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "names", [["train.csv", "train.jsonl"], ["train-0.csv", "train_backup/a.csv"], ["train/a.csv", "train_old/a.csv"]]
+)
+def test_a_folder_that_may_hold_records_twice(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n' if name.endswith("jsonl") else "text\na\n")
+    with pytest.raises(ValueError, match="twice"):
+        read_records(tmp_path)

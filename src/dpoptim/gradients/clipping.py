@@ -120,7 +120,7 @@ class ClippedSums:
         squared, bounds = self._measured(batch.gradients)
         norms = squared.sqrt() * factor
         weights = self._weights(norms) * factor
-        apart = torch.zeros_like(weights, dtype=torch.bool)
+        apart, indices = torch.zeros_like(weights, dtype=torch.bool), list[int]
         if bounds is not None:  # which may be NaN
             apart = (weights > 0) & ~(bounds * factor <= self._cancellation * norms)
             indices = _told_later(apart)
@@ -130,9 +130,8 @@ class ClippedSums:
         self._remember_ways(batch)
         self._outcomes.append(torch.stack([norms > self.clip_norm, (weights == 0) & ~apart]).sum(1))
         self.norms.append(norms.to(wide_dtype(next(iter(self.parameters.values())).dtype)))
-        if bounds is not None:
-            for j in indices():
-                self._clip_and_sum_one(batch, j, factor)
+        for j in indices():
+            self._clip_and_sum_one(batch, j, factor)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
         """For `explain`; made anew only where shapes are new, since it takes a while."""
@@ -198,7 +197,7 @@ def _told_later(mask: Tensor) -> Callable[[], list[int]]:
         return lambda: torch.nonzero(mask).flatten().tolist()
     some = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(mask.any(), non_blocking=True)
     there = torch.cuda.Event()
-    there.record()
+    there.record(torch.cuda.current_stream(mask.device))
 
     def indices() -> list[int]:
         there.synchronize()

@@ -94,12 +94,18 @@ class Engine:
         previous = self.model.__dict__.get(_ENGINE)
         if previous is not None:
             previous.flush()
+            previous._leave_forwards()
+        try:
+            handles, layers = refuse_mixing(self.model), choose_rules(self.model)
+        except ValueError:  # the engine that watches goes on watching
+            if previous is not None:
+                previous._take_forwards()
+            raise
+        if previous is not None:
             previous.detach()
-        self._handles = refuse_mixing(self.model)
-        self.layers = choose_rules(self.model)
+        self._handles, self.layers = handles, layers
         self.model.__dict__[_ENGINE] = self
-        for module, layer in self.layers.items():
-            module.__dict__["forward"] = _PrivateForward(self, module, layer)
+        self._take_forwards()
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
                 self._handles.append(parameter.register_hook(_Tripwire(self, self.names[id(parameter)])))
@@ -110,13 +116,20 @@ class Engine:
     def detach(self) -> None:
         """Give the model back its own forward; what was kept is forgotten."""
         self.model.__dict__.pop(_ENGINE, None)
-        for module in self.layers:
-            module.__dict__.pop("forward", None)
+        self._leave_forwards()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.layers = {}
         self.discard()
+
+    def _take_forwards(self) -> None:
+        for module, layer in self.layers.items():
+            module.__dict__["forward"] = _PrivateForward(self, module, layer)
+
+    def _leave_forwards(self) -> None:
+        for module in self.layers:
+            module.__dict__.pop("forward", None)
 
     @property
     def attached(self) -> bool:

@@ -94,6 +94,7 @@ class PrivateRelease:
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self._nonfinite_reported = self._batch_is_open = False
         self._own_batches = own_batches
+        self.needs_loader = False  # True: a batch that no private_loader drew is refused
         self.loader_key_fingerprint: str | None = None
         self._has_loader = self._warned = False
         self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
@@ -145,10 +146,11 @@ class PrivateRelease:
         run_id, step = state["run_id"], state["step"]
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.plan.steps:
             raise ValueError(f"step={step!r} of the state is not a whole number from 0 to {self.plan.steps}")
-        if run_id == self.run_id and step < self.step:
+        if self.step > 0 and (run_id != self.run_id or step < self.step):
+            other = "belongs to another run" if run_id != self.run_id else f"lies behind step {self.step}"
             raise ValueError(
-                f"step={step} lies behind step {self.step}, which has been released: going back would spend the same "
-                "noise twice; make a new optimizer for a new run"
+                f"step={step} of the state {other}, and this optimizer has released {self.step} steps, which would be "
+                "forgotten; make a new model and optimizer to continue a run"
             )
         if state["noise_bits"] != self.noise_memory.bits:
             raise ValueError(
@@ -299,6 +301,11 @@ class PrivateRelease:
             self._refuse_batch(
                 "the batches come from a private_loader that was made with another plan object; give the loader and "
                 "the optimizer the same (calibrated) plan"
+            )
+        if self.needs_loader:
+            self._refuse_batch(
+                "the batch was not drawn by the private loader that belongs to this optimizer, so nothing is known of "
+                "how it was sampled; loop over that loader"
             )
         if not self._warned:
             self._warned = True

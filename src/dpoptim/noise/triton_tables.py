@@ -22,12 +22,16 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-@functools.lru_cache(maxsize=256)
 def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers on a device, sent without waiting for it, and only once where they come again.
+    """The numbers on a device, sent without waiting for it, and only once on a stream where they come again.
 
     An ordinary copy of a list to the device would wait until all that was queued before is done.
     """
+    return _table_on(torch.cuda.current_stream(device).cuda_stream, numbers, dtype, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _table_on(stream: int, numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 

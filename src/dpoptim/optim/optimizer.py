@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.gradients import PrivateRelease
+from dpoptim.gradients import PrivateRelease, Released
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, Bundle
@@ -26,6 +26,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     Every `step()` that closes a batch makes one release, also when the batch is empty; `p.grad` is never set or read.
     Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.gradients`.
+
+    `observers` are called in every step with what was released, before the parameters move; they read it and do not
+    change it. At that moment `release.scale` is still the scale of the step.
 
     `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass
     it again as `key=` to continue a run; the noise of every step is made again from it.
@@ -79,6 +82,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             clipping_memory=clipping_memory,
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
+        self.observers: list[Callable[[Released], None]] = []
         self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._members = self._bundle_members()
@@ -114,6 +118,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self.release.close_physical_batch():
             return loss
         released = self.release.release()
+        for observer in self.observers:
+            observer(released)
         noisy_vectors = []
         for bundle in self._bundles():
             noisy = bundle.flat(released.gradient)

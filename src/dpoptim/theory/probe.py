@@ -65,25 +65,19 @@ def measure_signal(
         raise ValueError(f"clip_norm={clip_norm} must be a positive finite number")
     if not 1 <= batch_size < math.inf:
         raise ValueError(f"batch_size={batch_size} must be that of the training, at least 1")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.grad for p in parameters]
     total: Tensor | None = None
     total_of_squares: Tensor | None = None
     norms: list[Tensor] = []
-    try:
-        for batch in batches:
-            sums, found = clipped_sum(model, loss_per_example, batch, clip_norm=clip_norm)
-            flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums])
-            if total is None or total_of_squares is None:
-                total, total_of_squares = torch.zeros_like(flat), torch.zeros_like(flat)
-            total.add_(flat)
-            total_of_squares.addcmul_(flat, flat)
-            norms.append(found.detach().double().cpu())
-            if progress is not None:
-                progress(sum(len(one) for one in norms))
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
+    for batch in batches:
+        sums, found = clipped_sum(model, loss_per_example, batch, clip_norm=clip_norm)
+        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums])
+        if total is None or total_of_squares is None:
+            total, total_of_squares = torch.zeros_like(flat), torch.zeros_like(flat)
+        total.add_(flat)
+        total_of_squares.addcmul_(flat, flat)
+        norms.append(found.detach().double().cpu())
+        if progress is not None:
+            progress(sum(len(one) for one in norms))
     if total is None or total_of_squares is None or len(norms) < 2:
         raise ValueError(f"batches holds {len(norms)} batches; give at least two, as small ones as you like")
     sizes = np.asarray([len(one) for one in norms], dtype=np.float64)

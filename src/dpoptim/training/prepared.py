@@ -29,6 +29,7 @@ from dpoptim.training.inputs import (
 )
 from dpoptim.training.masking import evaluation_key, masked, training_key
 from dpoptim.training.models import load_model, load_pixel_scale, load_tokenizer
+from dpoptim.training.padding_check import check_padding
 from dpoptim.training.records import Kind, Records
 from dpoptim.training.tasks import Outcome, Task, outcome
 from dpoptim.training.token_losses import can_read_targets
@@ -158,9 +159,9 @@ def prepare(
     for causal-lm 1024, or what the model takes if that is less). In causal-lm a text is closed by the tokenizer's
     end-of-text token, if it has one. Images are resized to `image_size` (the model's own, or 32).
 
-    Guarantee: record i is example i. Nothing is computed over all records: no vocabulary, no mean, no order.
+    Guarantee: record i is example i. Nothing but the label names is taken from all records: no vocabulary, no mean.
     Edge cases: a text without tokens is one token of padding without a target, its loss is 0. One ValueError line where
-    records, task and model do not fit.
+    records, task and model do not fit, or where padding changes the model's losses.
 
     >>> records = Records(
     ...     kind=Kind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32), feature_names=("a", "b", "c"),
@@ -208,7 +209,7 @@ def prepare(
         )
     )  # fmt: skip
     dataset, lengths = make_dataset(records)
-    return Prepared(
+    prepared = Prepared(
         task=task,
         model=module,
         tokenizer=tokenizer if task.reads_text else None,
@@ -222,6 +223,9 @@ def prepare(
         seed=seed,
         make_dataset=make_dataset,
     )
+    if task.reads_text:
+        check_padding(prepared)
+    return prepared
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

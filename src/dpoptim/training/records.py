@@ -1,7 +1,8 @@
 """Private records: texts, images or rows of numbers, with labels, read from where they lie.
 
 A record is the unit of privacy: what the guarantee protects is one of them. So reading drops none and merges none; an
-empty text stays a record, and is counted.
+empty text stays a record, and is counted. (A blank line of a .txt, .jsonl or .csv file is no record; hidden files are
+not read. Who has two records is protected as two.)
 
 What is computed over all private records is not private. Nothing here normalises features by the data's own mean, and
 the label set is PUBLIC BY DECLARATION: names that are found in the data (and not declared by `label_names=` or by the

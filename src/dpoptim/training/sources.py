@@ -46,17 +46,31 @@ def table_files(folder: Path, split: str) -> list[Path]:
 
     Edge cases: where files belong to other splits and none to this, ValueError, since taking all would mix them.
     """
-    files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in TABLE_SUFFIXES]
+    files = [path for path in _visible(folder) if path.suffix.lower() in TABLE_SUFFIXES]
     parts = {path: [part.lower() for part in path.relative_to(folder).parts] for path in files}
     own = [path for path in files if any(part.startswith(split.lower()) for part in parts[path])]
     others = [path for path in files if any(part.startswith(_SPLITS) for part in parts[path])]
     if others and not own:
         raise ValueError(f"split={split!r} is in no name of {str(folder)!r}, which has {others[0].name}; name another")
-    return own or files
+    chosen = own or files
+    suffixes = sorted({path.suffix.lower() for path in chosen})
+    if len(suffixes) > 1:
+        raise ValueError(f"source={str(folder)!r} has files of {' and '.join(suffixes)}: records twice? give one file")
+    places = {next((part for part in parts[path][:-1] if part.startswith(split.lower())), "its files") for path in own}
+    if len(places) > 1:
+        raise ValueError(
+            f"source={str(folder)!r} has {' and '.join(sorted(places))} for split={split!r}: records twice? give one"
+        )
+    return chosen
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Everything below a folder by name, but what is hidden: copies that editors and systems keep are no records."""
+    return [path for path in sorted(folder.rglob("*")) if not any(p[0] == "." for p in path.relative_to(folder).parts)]
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank."""
+    """The lines of a text file that are not blank; a blank line is no record."""
     with _utf8(path), path.open(encoding="utf-8") as file:
         return [text for line in file if (text := line.strip())]
 
@@ -64,9 +78,10 @@ def read_lines(path: Path) -> list[str]:
 def read_text_folder(folder: Path) -> list[str]:
     """The .txt files of a folder and of those below it, in the order of their names; a file is one text."""
     texts = []
-    for path in sorted(folder.rglob("*.txt")):
-        with _utf8(path):
-            texts.append(path.read_text(encoding="utf-8"))
+    for path in _visible(folder):
+        if path.suffix == ".txt":
+            with _utf8(path):
+                texts.append(path.read_text(encoding="utf-8"))
     return texts
 
 
@@ -74,8 +89,8 @@ def image_files(folder: Path) -> list[tuple[Path, str]]:
     """Every image folder/CLASS/… with its class, in the order of classes and names."""
     return [
         (path, kind.name)
-        for kind in sorted(entry for entry in folder.iterdir() if entry.is_dir())
-        for path in sorted(kind.rglob("*"))
+        for kind in sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+        for path in _visible(kind)
         if path.suffix.lower() in IMAGE_SUFFIXES
     ]
 

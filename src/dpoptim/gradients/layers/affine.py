@@ -1,5 +1,6 @@
-"""Normalisation layers: normalise without parameters, then y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙
-x̂ and b.
+"""Normalisation layers: y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙ x̂ and b.
+
+LayerNorm runs whole where it can; the others normalise without parameters, then scale and shift.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """The whole layer in one pass each way."""
+    """The whole layer, normalisation and parameters; on a GPU one pass over memory each way."""
 
     @staticmethod
     def forward(
@@ -92,7 +93,7 @@ class _LayerNorm(torch.autograd.Function):
 def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
     if _runs_whole(module, inputs):
-        flat = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+        flat = inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
         output = _LayerNorm.apply(flat, module.weight, module.bias, module.eps, keeper, keeper.use())
         return output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
