@@ -415,3 +415,14 @@ def test_layer_norm_of_an_empty_batch():
     sums, norms = clipped_sum(nn.LayerNorm(6), lambda m, x: m(x).sum((1, 2)), torch.zeros(0, 4, 6), clip_norm=1.0)
     assert norms.shape == (0,)
     assert not sums["weight"].any()
+
+
+def test_an_old_engine_that_is_detached_leaves_the_new_one():
+    model = nn.Linear(3, 2)
+    first, second = attached(model), attached(model)
+    first.engine.detach()
+    assert second.engine.attached
+    model(torch.randn(5, 3)).sum().backward()
+    assert second.take()[0]["weight"].any()
+    second.engine.detach()
+    assert "forward" not in model.__dict__

@@ -43,8 +43,8 @@ def test_rate_and_divisor_are_those_of_opacus(examples, drop_last):
 
 def test_every_example_is_drawn_at_that_rate():
     private = of_linear(50, 8, key=dpoptim.NoiseKey.from_bytes(bytes(32)))
-    run = private.data_loader.run
-    drawn = np.array([sum(len(part) for part, _ in run.physical_batches(step)) for step in range(2000)])
+    batches = private.data_loader.private_loader.physical_batches
+    drawn = np.array([sum(len(part) for part, _ in batches(step)) for step in range(2000)])
     assert abs(drawn.mean() - 50 / 7) < 5 * math.sqrt(50 / 7 / 2000)  # 5 standard errors, 2.6 %
     assert abs(drawn.var() / (50 / 7 * 6 / 7) - 1) < 0.2  # batches of one size, or of a Poisson number, fail
 
@@ -153,11 +153,101 @@ def test_epsilon_grows_with_the_steps_taken():
     assert statement.startswith(f"Differentially private: epsilon = {math.ceil(spent[1] * 1e4) / 1e4:.4f}")
     assert "add/remove" in statement
     assert "steps = 20" in " ".join(statement.split())
+
+
+def engine_of_linear(model: nn.Module | None = None, batch_size: int = 4, **arguments: Any) -> PrivacyEngine:
+    model = nn.Linear(3, 2) if model is None else model
+    data = TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0,
+        data_loader=DataLoader(data, batch_size=batch_size), **{"noise_multiplier": 1.0, **arguments},
+    )  # fmt: skip
+    return engine
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_engine_makes_one_run_private(steps):
+    engine = engine_of_linear()
+    assert engine.private is not None
+    model, optimizer, loader = engine.private
+    if steps:
+        inputs, target = next(iter(loader))
+        F.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+    again: dict[str, Any] = {
+        "module": nn.Linear(3, 2), "optimizer": None, "data_loader": loader.original, "max_grad_norm": 1.0
+    }  # fmt: skip
     with pytest.raises(ValueError, match="make a new PrivacyEngine"):
-        engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data,
-            noise_multiplier=1.0, max_grad_norm=1.0,
-        )  # fmt: skip
+        engine.make_private(**again, noise_multiplier=5.0)
+    with pytest.raises(ValueError, match="make a new PrivacyEngine"):
+        engine.make_private_with_epsilon(**again, target_epsilon=1.0, target_delta=DELTA, epochs=1)
+    assert len(engine.accountant) == steps
+
+
+def test_an_engine_whose_run_was_refused_is_still_fresh():
+    engine = PrivacyEngine()
+    model = nn.Linear(3, 2)
+    given: dict[str, Any] = {
+        "module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "noise_multiplier": 1.0,
+        "data_loader": DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=4), "max_grad_norm": 1.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="clipping"):
+        engine.make_private(**given, clipping="per_layer")
+    engine.make_private(**given)
+
+
+@pytest.mark.parametrize("other", ["the loader that was given", "another engine's loader"])
+@pytest.mark.parametrize("began", [False, True])
+def test_batches_that_its_loader_did_not_draw_are_refused(other, began):
+    model = nn.Linear(3, 2)
+    others = engine_of_linear(model, batch_size=20).private
+    private = engine_of_linear(model).private
+    assert private is not None
+    assert others is not None
+    if began:
+        one_epoch(*private)
+    taken = private.steps_taken
+    before = model.weight.detach().clone()
+    wrong = private.data_loader.original if other == "the loader that was given" else others.data_loader
+    with pytest.raises(ValueError, match="called twice for one batch" if began else "loop over that loader"):
+        one_epoch(model, private.optimizer, wrong)
+    assert torch.equal(model.weight, before)
+    assert private.steps_taken == taken
+    one_epoch(*private)  # the refused examples are forgotten, and the run goes on
+    assert private.steps_taken == taken + 10
+
+
+def test_every_run_has_a_key_of_its_own():
+    first, second = of_linear(), of_linear()
+    keys = [private.optimizer.key.fingerprint() for private in (first, second)]
+    assert keys[0] != keys[1]
+    assert keys == [private.data_loader.private_loader.key.fingerprint() for private in (first, second)]
+    fixed = [dpoptim.NoiseKey.from_bytes(bytes([byte]) * 32).fingerprint() for byte in range(256)]
+    assert not {*keys} & {*fixed}  # the keys that a placeholder would have
+
+
+def test_a_checkpoint_does_not_make_steps_forgotten(tmp_path):
+    key = dpoptim.NoiseKey.generate()
+    fresh, model = engine_of_linear(key=key), nn.Linear(3, 2)
+    assert fresh.private is not None
+    fresh.save_checkpoint(path=tmp_path / "fresh.pt", module=fresh.private.module)
+    engine = engine_of_linear(model, key=key)
+    assert engine.private is not None
+    engine.save_checkpoint(path=tmp_path / "own.pt", module=model)
+    with pytest.raises(ValueError, match="must be those of make_private"):
+        engine.load_checkpoint(path=tmp_path / "own.pt", module=nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="must be those of make_private"):
+        engine.load_checkpoint(path=tmp_path / "own.pt", module=model, optimizer=fresh.private.optimizer)
+    one_epoch(*engine.private)
+    spent, trained = engine.get_epsilon(DELTA), model.weight.detach().clone()
+    for name, why in (("fresh.pt", "another run"), ("own.pt", "lies behind step 10")):
+        with pytest.raises(ValueError, match=why):
+            engine.load_checkpoint(path=tmp_path / name, module=model)
+    assert torch.equal(model.weight, trained)
+    assert engine.get_epsilon(DELTA) == spent
+    one_epoch(*engine.private)
+    assert engine.get_epsilon(DELTA) > spent
 
 
 def test_shuffled_batches_get_the_epsilon_of_what_runs():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, SubsetRandomSampler
 
+import dpoptim
 from dpoptim.opacus_compat import (
     BatchMemoryManager,
     PrivacyEngine,
@@ -59,6 +61,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "reduction": ({"loss_reduction": "none"}, "loss_reduction='none'"),
     "criterion": ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "criterion has reduction='sum'"),
     "weights": ({"criterion": nn.CrossEntropyLoss(weight=torch.ones(2))}, "class weights"),
+    "ignored": ({"criterion": nn.CrossEntropyLoss(ignore_index=0)}, "ignore_index=0, and its mean"),
+    "ignored below 0": ({"criterion": nn.NLLLoss(ignore_index=-1)}, "ignore_index=-1, and its mean"),
+    "own_batches": ({"variant_options": {"own_batches": True}}, "variant_options has 'own_batches'"),
+    "run_id": ({"variant_options": {"run_id": "same"}}, "variant_options has 'run_id'"),
+    "key": ({"variant_options": {"key": dpoptim.NoiseKey.generate()}}, "variant_options has 'key': pass key="),
+    "loss_reduction": ({"variant_options": {"loss_reduction": "sum"}}, "variant_options has 'loss_reduction'"),
+    "rule": ({"variant_options": {"rule": None}, "optimizer": torch.optim.Adam}, "variant_options has 'rule'"),
+    "param_groups": ({"variant_options": {"param_groups": []}}, "variant_options has 'param_groups'"),
     "no epochs": (
         {"target_epsilon": 1.0, "target_delta": 1e-5, "epochs": None},
         "epochs must be a whole number",
@@ -92,6 +102,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data_loader": lambda d: DataLoader(d, batch_size=4, sampler=SubsetRandomSampler([1, 2, 3]))},
         "SubsetRandomSampler.*torch.utils.data.Subset",
     ),
+    "a part": (
+        {"data_loader": lambda d: DataLoader(d, batch_size=4, sampler=RandomSampler(d, num_samples=10))},
+        "RandomSampler.*torch.utils.data.Subset",
+    ),
+    "a seed": (
+        {"data_loader": lambda d: DataLoader(d, batch_size=4, shuffle=True, generator=torch.Generator())},
+        "drawn with a secret key",
+    ),
+    "a sampler's seed": (
+        {"data_loader": lambda d: DataLoader(d, 4, sampler=RandomSampler(d, generator=torch.Generator()))},
+        "drawn with a secret key",
+    ),
     "own batches": ({"data_loader": lambda d: DataLoader(d, batch_sampler=[[0, 1], [2, 3]])}, "data_loader has a list"),
     "worker_init_fn": (
         {"data_loader": lambda d: DataLoader(d, batch_size=4, num_workers=1, worker_init_fn=print)},
@@ -121,6 +143,24 @@ def test_the_engine_and_the_memory_manager_refuse_too():
         BatchMemoryManager(data_loader=private.data_loader, max_physical_batch_size=4, optimizer=other.optimizer)
     with pytest.raises(ValueError, match="max_physical_batch_size"):
         BatchMemoryManager(data_loader=private.data_loader, max_physical_batch_size=0, optimizer=private.optimizer)
+
+
+def test_criteria_that_do_not_mix_are_taken():
+    of_linear(criterion=nn.CrossEntropyLoss())
+    of_linear(criterion=nn.CrossEntropyLoss(reduction="sum", ignore_index=0), loss_reduction="sum")
+    of_linear(criterion=nn.MSELoss())
+
+
+def test_what_workers_lose_is_named():
+    with pytest.warns(UserWarning, match="^timeout, prefetch_factor, persistent_workers of data_loader: not carried"):
+        of_linear(
+            data_loader=lambda d: DataLoader(
+                d, batch_size=4, num_workers=1, timeout=5, prefetch_factor=3, persistent_workers=True
+            )
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_linear(data_loader=lambda d: DataLoader(d, batch_size=4, num_workers=1))
 
 
 def test_a_selection_goes_into_a_subset():

@@ -7,10 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
+from torch.utils.data import DataLoader
 
 import dpoptim
 from dpoptim.opacus_compat import (
@@ -131,56 +129,3 @@ def test_layers_are_mended_as_by_opacus():
     assert PrivacyEngine.get_compatible_module(nn.BatchNorm1d(6)).num_groups == 2
     theirs = pytest.importorskip("opacus.validators").ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(48)))
     assert str(theirs[0]) == str(mended[1])
-
-
-def tiny_bert(kind: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return kind(
-        BertConfig(
-            vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            max_position_embeddings=12, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            **options,
-        )
-    )  # fmt: skip
-
-
-def test_a_classifiers_own_loss_is_clipped_example_by_example():
-    """All parameters, embeddings included: more than Opacus can train here."""
-    ids, labels = torch.randint(0, 30, (6, 7)), torch.randint(0, 3, (6,))
-    steps = []
-    for own in (True, False):
-        model = tiny_bert(BertForSequenceClassification)
-        before = [p.detach().clone() for p in model.parameters()]
-        _, optimizer, loader = make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0,
-            max_grad_norm=0.3, data_loader=DataLoader(TensorDataset(ids, labels), batch_size=6),
-        )  # fmt: skip
-        for batch, target in loader:
-            loss = model(batch, labels=target).loss if own else F.cross_entropy(model(batch).logits, target)
-            loss.backward()
-            optimizer.step()
-        steps.append([b - p for b, p in zip(before, model.parameters(), strict=True)])
-    for own_loss, plain in zip(*steps, strict=True):
-        torch.testing.assert_close(own_loss, plain)
-    assert any(bool(step.abs().max() > 1e-3) for step in steps[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "labels", "reduction"),
-    [
-        (BertForTokenClassification, torch.zeros(6, 7).long(), "mean"),
-        (BertForSequenceClassification, torch.tensor([0, 1, 2, 0, -100, 1]), "mean"),
-        (BertForSequenceClassification, torch.zeros(6).long(), "sum"),
-    ],
-    ids=["over tokens", "over some examples", "a mean where a sum was announced"],
-)
-def test_a_loss_that_mixes_examples_is_refused(kind, labels, reduction):
-    model = tiny_bert(kind)
-    _, _, loader = make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=0.3,
-        data_loader=DataLoader(TensorDataset(torch.zeros(6, 7).long(), labels), batch_size=6), loss_reduction=reduction,
-    )  # fmt: skip
-    for batch, target in loader:
-        with pytest.raises(ValueError, match="mixes examples"):
-            model(batch, labels=target)
-        break

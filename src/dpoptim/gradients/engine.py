@@ -114,8 +114,9 @@ class Engine:
         return previous
 
     def detach(self) -> None:
-        """Give the model back its own forward; what was kept is forgotten."""
-        self.model.__dict__.pop(_ENGINE, None)
+        """Give the model back its own forward, unless another engine watches it; what was kept is forgotten."""
+        if self.attached:
+            del self.model.__dict__[_ENGINE]
         self._leave_forwards()
         for handle in self._handles:
             handle.remove()
@@ -129,7 +130,9 @@ class Engine:
 
     def _leave_forwards(self) -> None:
         for module in self.layers:
-            module.__dict__.pop("forward", None)
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, _PrivateForward) and forward.engine is self:
+                del module.__dict__["forward"]
 
     @property
     def attached(self) -> bool:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import IO, Any, Unpack
+from typing import IO, Any
 
 import torch
-import torch.utils.data
 from torch import nn
 
-from dpoptim.opacus_compat.loader import DPDataLoader
 from dpoptim.opacus_compat.modules import ModuleValidator
 from dpoptim.opacus_compat.optimizers import DPOptimizer
 from dpoptim.opacus_compat.private import Private, make_private, make_private_with_epsilon
-from dpoptim.opacus_compat.settings import Settings
 
 _ACCOUNTANTS = ("prv", "rdp", "gdp")
 
@@ -52,8 +49,8 @@ class PrivacyEngine:
     `accountant` may be any of Opacus's names: ε always comes from dpoptim's accountant (privacy loss distributions),
     which agrees with "prv" and lies below "rdp".
 
-    Guarantee: an engine stands for one run. A second `make_private` after steps have been taken is refused, since
-    their ε must be added.
+    Guarantee: an engine stands for one run, and a second `make_private` is refused: two runs' ε must be added, and an
+    engine tells that of one.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
@@ -68,61 +65,23 @@ class PrivacyEngine:
         self.private: Private | None = None
         self.accountant = Accountant(self, accountant)
 
-    def make_private(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        epochs: int | None = None,
-        **settings: Unpack[Settings],
-    ) -> Private:
-        """See `dpoptim.opacus_compat.make_private`."""
+    def make_private(self, **arguments: Any) -> Private:
+        """The arguments of `dpoptim.opacus_compat.make_private`."""
         self._check_fresh()
-        self.private = make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            epochs=epochs,
-            **settings,
-        )
+        self.private = make_private(**arguments)
         return self.private
 
-    def make_private_with_epsilon(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
-        max_grad_norm: float,
-        **settings: Unpack[Settings],
-    ) -> Private:
-        """See `dpoptim.opacus_compat.make_private_with_epsilon`."""
+    def make_private_with_epsilon(self, **arguments: Any) -> Private:
+        """The arguments of `dpoptim.opacus_compat.make_private_with_epsilon`."""
         self._check_fresh()
-        self.private = make_private_with_epsilon(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            epochs=epochs,
-            max_grad_norm=max_grad_norm,
-            **settings,
-        )
+        self.private = make_private_with_epsilon(**arguments)
         return self.private
 
     def _check_fresh(self) -> None:
-        if len(self.accountant) > 0:
+        if self.private is not None:
             raise ValueError(
-                f"this engine's run has taken {len(self.accountant)} steps, whose epsilon must be added to any "
-                "other's; make a new PrivacyEngine for a new run"
+                "this engine has made a run private already, and tells the epsilon of one run; make a new "
+                "PrivacyEngine for another, and add the two where both saw the same data"
             )
 
     def _run(self) -> Private:
@@ -137,12 +96,6 @@ class PrivacyEngine:
     def statement(self, delta: float | None = None) -> str:
         """What is guaranteed, for an auditor; see `Private.statement`."""
         return self._run().statement(delta)
-
-    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        return ModuleValidator.is_valid(module)
-
-    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        ModuleValidator.validate(module, strict=True)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -160,7 +113,7 @@ class PrivacyEngine:
         run = self._run()
         state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict()}
         state["optimizer_state_dict"] = (run.optimizer if optimizer is None else optimizer).state_dict()
-        state["data_loader_state_dict"] = run.data_loader.run.state_dict()
+        state["data_loader_state_dict"] = run.data_loader.private_loader.state_dict()
         torch.save(state, path)
 
     def load_checkpoint(
@@ -170,10 +123,16 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: DPOptimizer | None = None,
     ) -> dict[str, Any]:
-        """Continue the run of a checkpoint, after a `make_private` with the run's own numbers and `key`."""
+        """Continue the run of a checkpoint, after a `make_private` with the run's own numbers and `key`.
+
+        Refused once this engine's run has taken steps: they would be forgotten. Continue a checkpoint ONCE: two
+        continuations share their noise, so that what both release differs by the data alone, and no ε covers the pair.
+        """
         run = self._run()
+        if module is not run.module or optimizer not in (None, run.optimizer):
+            raise ValueError("module and optimizer must be those of make_private, which the checkpoint is to go into")
         state: dict[str, Any] = torch.load(path, weights_only=True)
+        run.optimizer.load_state_dict(state["optimizer_state_dict"])  # first, since it refuses what does not fit
+        run.data_loader.private_loader.load_state_dict(state["data_loader_state_dict"])
         module.load_state_dict(state["module_state_dict"])
-        (run.optimizer if optimizer is None else optimizer).load_state_dict(state["optimizer_state_dict"])
-        run.data_loader.run.load_state_dict(state["data_loader_state_dict"])
         return state

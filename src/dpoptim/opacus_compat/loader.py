@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, cast
 
@@ -10,6 +11,13 @@ import torch.utils.data
 from dpoptim.opacus_compat.optimizers import DPOptimizer
 from dpoptim.privacy import PrivateLoader
 
+_OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
+    "timeout": (0,),
+    "prefetch_factor": (None, 2),
+    "persistent_workers": (False,),
+    "multiprocessing_context": (None,),
+}
+
 
 class DPDataLoader:
     """The steps of a `PrivateLoader`, `steps_per_epoch` of them with every `iter()`.
@@ -17,44 +25,47 @@ class DPDataLoader:
     An iteration begins at the first step that the optimizer has not released: a batch that was only looked at, or an
     epoch that was left early, is drawn again, the same examples for the same step, and is released once.
 
-    Guarantee: that of the `PrivateLoader`. Steps beyond the plan's are refused, never taken.
+    Guarantee: that of the `PrivateLoader`. Steps beyond the plan's are refused; `is_open` says that no length was asked
+    for, and the plan's is only a bound.
     Edge cases: an empty Poisson sample comes as one example that the optimizer leaves out. `len` is in steps; for a
     loader in parts it is the expected number of parts.
     """
 
     def __init__(
         self,
-        run: PrivateLoader,
+        private_loader: PrivateLoader,
         optimizer: DPOptimizer,
         *,
         steps_per_epoch: int,
         original: torch.utils.data.DataLoader[Any],
+        is_open: bool,
         max_physical_batch_size: int | None = None,
     ) -> None:
-        self.run = run
+        self.private_loader = private_loader
         self.optimizer = optimizer
         self.steps_per_epoch = steps_per_epoch
         self.original = original
+        self.is_open = is_open
         self.max_physical_batch_size = max_physical_batch_size
 
     @property
     def dataset(self) -> torch.utils.data.Dataset[Any]:
-        return self.run.dataset
+        return self.private_loader.dataset
 
     @property
     def batch_size(self) -> int:
         """The expected one."""
-        return self.run.plan.batch_size
+        return self.private_loader.plan.batch_size
 
     @property
     def sample_rate(self) -> float:
         """The chance of an example to be in a batch (under shuffled batches, its share of the steps)."""
-        return self.run.plan.sampling_prob
+        return self.private_loader.plan.sampling_prob
 
     @property
     def step_ends(self) -> bool:
         """Whether the part that was yielded last closes a step; advance a scheduler of steps only then."""
-        return self.run.step_ends
+        return self.private_loader.step_ends
 
     def __len__(self) -> int:
         if self.max_physical_batch_size is None:
@@ -63,18 +74,18 @@ class DPDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         released = self.optimizer.release.step
-        if released >= self.run.steps:
+        if released >= self.private_loader.steps:
             raise ValueError(
-                f"all {self.run.steps} steps have been taken, and more are not covered by the epsilon asked for; for a "
-                "longer run pass more epochs to make_private"
+                f"all {self.private_loader.steps} steps have been taken, and more are not covered by the epsilon asked "
+                "for; for a longer run pass more epochs to make_private"
             )
-        self.run.load_state_dict({**self.run.state_dict(), "next_step": released})
-        self.run.micro_batch_size = self.max_physical_batch_size
-        return self._epoch(iter(self.run), end=released + self.steps_per_epoch)
+        self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
+        self.private_loader.micro_batch_size = self.max_physical_batch_size
+        return self._epoch(iter(self.private_loader), end=released + self.steps_per_epoch)
 
     def _epoch(self, batches: Iterator[Any], *, end: int) -> Iterator[Any]:
         for batch in batches:
-            last = self.run.next_step >= end
+            last = self.private_loader.next_step >= end
             yield batch
             if last:
                 return
@@ -82,10 +93,11 @@ class DPDataLoader:
     def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
         """The same steps, each in parts of at most so many examples; the optimizer makes one update a step."""
         return DPDataLoader(
-            self.run,
+            self.private_loader,
             self.optimizer,
             steps_per_epoch=self.steps_per_epoch,
             original=self.original,
+            is_open=self.is_open,
             max_physical_batch_size=max_physical_batch_size,
         )
 
@@ -142,4 +154,16 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
         raise ValueError("data_loader has no batches: drop_last=True and fewer examples than batch_size")
     if data_loader.worker_init_fn is not None:
         raise ValueError("data_loader has a worker_init_fn, which is not carried over; do that work in the dataset")
+    if data_loader.generator is not None or getattr(sampler, "generator", None) is not None:
+        raise ValueError(
+            "data_loader has a generator, and private batches are drawn with a secret key; leave it out, and pass key= "
+            "to make_private to draw the same again"
+        )
+    left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
+    if left:
+        warnings.warn(
+            f"{', '.join(left)} of data_loader: not carried over; workers start anew with every epoch, with torch's "
+            "defaults",
+            stacklevel=5,
+        )
     return data_loader

@@ -1,15 +1,12 @@
-"""What tutorials do to the module before and during training: mend its layers, and let it compute its own loss."""
+"""What tutorials do to the module before training: find the layers that cannot be trained privately, and mend them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -88,27 +85,3 @@ def _mended(part: nn.Module, num_groups: int | None, replace_bn_with_in: bool) -
     if isinstance(part, _InstanceNorm):
         mended.load_state_dict(dict(part.named_parameters()))
     return mended.train(part.training)
-
-
-def mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-    """A forward hook: a classifier's own loss, from `labels=`, becomes the mean of one cross-entropy an example.
-
-        loss = (1/n)·Σ_j cross_entropy(logits_j, label_j)
-
-    Hugging Face's classifiers return that value themselves, as a scalar in which examples could be mixed; there is no
-    telling from outside, so it is computed here, where each term is of one example. Where the value is another, by
-    more than rounding in bfloat16, the model's own is left as it is, and the engine refuses it: a loss over tokens,
-    say, is divided by their number in the batch.
-    """
-    labels = kwargs.get("labels")
-    if not (isinstance(output, dict) and torch.is_grad_enabled() and isinstance(labels, Tensor)):
-        return output
-    own, logits = output.get("loss"), output.get("logits")
-    if not (isinstance(own, Tensor) and own.ndim == 0 and isinstance(logits, Tensor) and logits.ndim == 2):
-        return output
-    if labels.shape != logits.shape[:1] or labels.is_floating_point():
-        return output
-    mean = F.cross_entropy(logits, labels, reduction="none").mean()
-    if torch.allclose(mean.detach().to(own.dtype), own.detach(), rtol=0.02, equal_nan=True):
-        output["loss"] = mean.reshape(1)  # one element, as `backward` and `item` take it, and no scalar
-    return output

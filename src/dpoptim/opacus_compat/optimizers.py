@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dpoptim.noise import NoiseKey
+from dpoptim.opacus_compat.own_loss import leave_own_loss
 from dpoptim.optim import (
     SGD,
     AdaGrad,
@@ -30,23 +31,35 @@ from dpoptim.privacy import PrivacyPlan
 
 
 class DPOptimizer(PrivateOptimizer):
-    """A private optimizer that also answers to Opacus's names for the numbers of its plan."""
+    """A private optimizer that also answers to Opacus's names for the numbers of its plan.
+
+    Batches are those of the loader that was made with it: a step on any other is refused.
+    """
+
+    def __init__(self, module: nn.Module, plan: PrivacyPlan, **slots: Any) -> None:
+        super().__init__(module, plan, **slots)
+        self.release.needs_loader = True
+        self._module = module
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise over clip norm: the standard deviation on the clipped sum is noise_multiplier·max_grad_norm."""
+        """The standard deviation of the noise on the clipped sum, over max_grad_norm."""
         assert self.plan.noise_multiplier is not None
         return float(self.plan.noise_multiplier)
 
     @property
     def max_grad_norm(self) -> float:
-        """Bound on the gradient of one example's loss."""
         return float(self.plan.clip_norm)
 
     @property
     def expected_batch_size(self) -> int:
         """What the noisy sum is divided by."""
         return self.plan.batch_size
+
+    def detach(self) -> None:
+        """Give the model back its own forward and its own loss; the optimizer cannot be used afterwards."""
+        super().detach()
+        leave_own_loss(self._module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +159,7 @@ def private_optimizer(
     kind = _KINDS[type(optimizer)]
     groups = [_group(group, kind) for group in optimizer.param_groups]
     first = {name: groups[0][name] for name in kind.settings}
-    common: dict[str, Any] = {"param_groups": groups, "loss_reduction": loss_reduction, "key": key, **variant_options}
+    common: dict[str, Any] = {"param_groups": groups, "loss_reduction": loss_reduction, "key": key}
     lr = groups[0]["lr"]
     made: PrivateOptimizer
     if kind.rule is SGD:
@@ -154,7 +167,7 @@ def private_optimizer(
             raise ValueError(
                 f"variant={variant!r} needs a second moment and optimizer is SGD; use Adam, or leave it out"
             )
-        made = dp_sgd(module, plan, lr, **first, **common)
+        made = dp_sgd(module, plan, lr, **first, **common, **variant_options)
     else:
         name = "post_processing" if variant is None else variant
         if name not in _ADAPTIVE:
@@ -169,10 +182,19 @@ def private_optimizer(
                 "variant='scale_then_privatize' with Adagrad sets eps_scale by the length of the run; pass epochs=..., "
                 "or variant_options={'eps_scale': ...}"
             )
-        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common)
-    made.__class__ = DPOptimizer  # which adds three read-only names; the variants make its base class
-    assert isinstance(made, DPOptimizer)
-    return made
+        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
+    memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
+    return DPOptimizer(  # of the parts that the variant has chosen; `made` is detached by it and dropped
+        module,
+        plan,
+        release=made.plan.release,
+        lr=lr,
+        rule=made.rule,
+        geometry=made.geometry,
+        second_moment=made.second_moment,
+        **common,
+        **memory,
+    )
 
 
 def _group(group: Mapping[str, Any], kind: _Kind) -> dict[str, Any]:

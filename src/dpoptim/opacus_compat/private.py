@@ -12,13 +12,12 @@ from torch import nn
 
 from dpoptim.noise import NoiseKey
 from dpoptim.opacus_compat.loader import DPDataLoader, checked_loader
-from dpoptim.opacus_compat.modules import mean_of_own_losses
 from dpoptim.opacus_compat.optimizers import DPOptimizer, check_optimizer, private_optimizer
+from dpoptim.opacus_compat.own_loss import own_loss_taken_apart
 from dpoptim.opacus_compat.settings import Settings, check_max_grad_norm, check_module, check_settings
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, private_loader
 
-OPEN_STEPS = 1_000_000
-"""How long a run without `epochs` may become: its noise is independent, so ε is that of the steps taken."""
+_MOST_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
 
 
 class Private(NamedTuple):
@@ -35,9 +34,8 @@ class Private(NamedTuple):
     def epsilon(self, delta: float) -> float:
         """ε of the steps taken so far, an upper bound; 0 before the first.
 
-        Noise is independent from step to step, so the first t steps are themselves the run of a plan of t steps. As
-        with any accountant that is read along the way, t is to be fixed in advance: a run that is stopped by what was
-        seen of it has the ε of the longest that it could have been.
+        Noise is independent, so t steps are the run of a plan of t steps, for a t that was fixed in advance: a run that
+        is stopped by what was seen of it has the ε of the longest that it could have been.
         """
         if self.steps_taken == 0:
             return 0.0
@@ -46,7 +44,7 @@ class Private(NamedTuple):
     def statement(self, delta: float | None = None) -> str:
         """What is guaranteed, for an auditor: of the whole run where its length was given, else of the steps taken."""
         plan = self.optimizer.plan
-        if plan.steps == OPEN_STEPS:
+        if self.data_loader.is_open:
             if self.steps_taken == 0:
                 raise ValueError("no step has been taken and epochs was not given; ask after training, or pass epochs=")
             plan = plan.replace(steps=self.steps_taken)
@@ -145,20 +143,9 @@ def _assembled(
             f"Opacus leaves the sum; for the same SGD step multiply lr by {plan.batch_size}",
             stacklevel=4,
         )
-    key = settings.get("key") or NoiseKey.generate()
-    if hasattr(module, "config") and reduction == "mean":  # before the engine, which looks at what the hook leaves
-        module.register_forward_hook(mean_of_own_losses, with_kwargs=True)
-    private = private_optimizer(
-        module,
-        optimizer,
-        plan,
-        variant=settings.get("variant"),
-        variant_options=settings.get("variant_options") or {},
-        loss_reduction=reduction,
-        key=key,
-        steps_are_known=epochs is not None,
-    )
-    loader = private_loader(
+    given_key = settings.get("key")
+    key = NoiseKey.generate() if given_key is None else given_key
+    private_batches = private_loader(
         original.dataset,
         plan,
         key=key,
@@ -166,7 +153,19 @@ def _assembled(
         num_workers=original.num_workers,
         pin_memory=original.pin_memory,
     )
-    return Private(module, private, DPDataLoader(loader, private, steps_per_epoch=steps_per_epoch, original=original))
+    with own_loss_taken_apart(module, wanted=hasattr(module, "config") and reduction == "mean"):
+        private = private_optimizer(
+            module,
+            optimizer,
+            plan,
+            variant=settings.get("variant"),
+            variant_options=settings.get("variant_options") or {},
+            loss_reduction=reduction,
+            key=key,
+            steps_are_known=not is_open,
+        )
+    loader = DPDataLoader(private_batches, private, steps_per_epoch=steps_per_epoch, original=original, is_open=is_open)
+    return Private(module, private, loader)
 
 
 def _plan(
@@ -197,7 +196,7 @@ def _plan(
     plan = PrivacyPlan(
         num_examples=num_examples,
         batch_size=batch_size,
-        steps=OPEN_STEPS if epochs is None else epochs * steps_per_epoch,
+        steps=_MOST_STEPS if epochs is None else epochs * steps_per_epoch,
         clip_norm=clip_norm,
         sampling=Poisson() if poisson_sampling else Shuffled(),
         adjacency=adjacency,

@@ -51,6 +51,17 @@ _WRAPPERS = {
     "FSDPModule": "private training runs in one process for now; pass the plain module",
 }
 
+_NOT_OPTIONS = {
+    "key": "pass key= to make_private itself, which gives it to the optimizer and to the loader",
+    "loss_reduction": "pass loss_reduction= to make_private itself",
+    "own_batches": "batches are always those of the loader that make_private returns; leave it out",
+    "run_id": "every run draws noise of its own, and load_checkpoint restores it; leave it out",
+    **dict.fromkeys(
+        ("model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay"),
+        "it is read from what make_private is given; set it there",
+    ),
+}
+
 
 def check_settings(settings: Settings) -> None:
     """Refuse what is not there, naming the argument, its value and the mend.
@@ -91,6 +102,9 @@ def check_settings(settings: Settings) -> None:
     if mode not in ("hooks", "functorch", "ew"):
         raise ValueError(f"grad_sample_mode={mode!r} is not known; leave it out, there is nothing to choose")
     _check_reduction(settings)
+    taken = sorted(_NOT_OPTIONS.keys() & (settings.get("variant_options") or {}).keys())
+    if taken:
+        raise ValueError(f"variant_options has {taken[0]!r}: {_NOT_OPTIONS[taken[0]]}")
 
 
 def _check_reduction(settings: Settings) -> None:
@@ -108,6 +122,12 @@ def _check_reduction(settings: Settings) -> None:
         raise ValueError(
             "criterion has class weights, whose mean is over the batch's weights and so mixes examples; use "
             "reduction='sum' with loss_reduction='sum'"
+        )
+    ignored = getattr(criterion, "ignore_index", -100)
+    if reduction == "mean" and ignored != -100:
+        raise ValueError(
+            f"criterion has ignore_index={ignored}, and its mean is over the targets that are left in the batch, which "
+            "mixes examples; use reduction='sum' with loss_reduction='sum'"
         )
 
 
