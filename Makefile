@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -qq --constraint constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    train a text classifier privately with four optimizers, in about a minute"
+	@echo "make demo    pretrain a small BERT on public text, fine-tune it privately on other text; two to three minutes"
 	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
@@ -20,8 +20,8 @@ help:
 	@echo "make clean   remove .venv and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
 
-demo: $(VENV)/.runtime
-	@$(BIN)/python examples/which_library.py $(ARGS)
+demo: $(VENV)/.train
+	@$(BIN)/dpoptim train $(ARGS)
 
 # One thread a process: xdist already keeps the cores busy.
 test: $(VENV)/.dev
@@ -56,6 +56,11 @@ $(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@echo "Installing dpoptim and what it runs on ..."
 	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.runtime
+	@echo "Installing transformers ..."
+	@$(INSTALL) --editable '.[train]'
 	@touch $@
 
 # Read with tomllib, so that a pip without --group will do.

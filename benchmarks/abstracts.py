@@ -1,97 +1,38 @@
-"""A whole private fine-tuning run of BERT-Tiny on arXiv abstracts of their own lengths, timed.
+"""A whole private fine-tuning run of BERT-Tiny on texts of their own lengths, such as abstracts of arXiv, timed.
 
-    python benchmarks/abstracts.py --data DIR --model DIR --steps 2000 --batch 2048
+    python benchmarks/abstracts.py --data FILE --model DIR --steps 200 --batch 256
     python benchmarks/abstracts.py --data DIR --model DIR --only-time 100 --write FILE     the first 100 steps alone
+    python benchmarks/abstracts.py --data DIR --model DIR --json FILE --write FILE         for the record
 
-DIR of the data has files train*.u16.xz: xz of little-endian uint16 token ids, each abstract closed by 102 ([SEP]).
-[CLS] is put in front. Of each abstract 15 % of the tokens are masked (80 % [MASK], 10 % another, 10 % as they are),
-anew in every step, from a fixed seed; its loss is the mean over them. The optimizer is `scale_then_privatize` with
-noise multiplier 1. A step's batch is cut by length (`lengths=`, `micro_batch_tokens=`); all tokens lie on the device,
-where a part is gathered, padded and masked. Losses that are printed are not private: they are for debugging.
+The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.training.read_records` takes), cut
+into tokens by the tokenizer beside the model; or a folder with files train*.u16.xz, which texts.py describes and the
+figures of abstracts.md come from. The model is the folder of a BERT with its head for masked tokens. Of each text 15 %
+of the tokens are masked (80 % [MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss
+is the mean over them. The optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length
+(`lengths=`, `micro_batch_tokens=`); all tokens lie on the device, where a part is gathered, padded and masked. Losses
+that are printed are not private: they are for debugging.
 """
 
 from __future__ import annotations
 
 import argparse
-import lzma
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from options import a_folder, add_device, add_files, need_packages, positive, told_in_one_line, whole
+from record import heading, load, markdown_table, save, setting
+from texts import Part, Texts, made_part, read_texts
 from torch import Tensor, nn
 
 import dpoptim
 
-PAD, CLS, SEP, MASK = 0, 101, 102, 103
 LONGEST = 512
 EVERY = 100
-
-
-@dataclass(frozen=True)
-class Abstracts:
-    """All abstracts end to end on the device; lengths are also on the host, which plans shapes without asking it."""
-
-    tokens: Tensor  # [tokens of all abstracts], without [CLS]
-    rows: Tensor  # [examples, 3]: where it starts, its length with [CLS], how many places are masked
-    lengths: NDArray[np.int64]
-    masked: NDArray[np.int64]
-
-
-def read_abstracts(files: list[Path], device: str) -> Abstracts:
-    tokens = np.concatenate([np.frombuffer(lzma.decompress(file.read_bytes()), "<u2") for file in files])
-    ends = np.flatnonzero(tokens == SEP) + 1
-    lengths = np.minimum(np.diff(ends, prepend=0) + 1, LONGEST)
-    words = np.maximum(lengths - 2, 0)  # all but [CLS] and [SEP]
-    masked = np.minimum(np.maximum(np.rint(0.15 * words).astype(np.int64), 1), words)
-    rows = np.stack([np.concatenate([[0], ends[:-1]]), lengths, masked], axis=1)
-    return Abstracts(
-        torch.from_numpy(tokens.astype(np.int32)).to(device), torch.from_numpy(rows).to(device), lengths, masked
-    )
-
-
-class Part(NamedTuple):
-    ids: Tensor  # [examples, width], masked
-    attends: Tensor  # [examples, 1, 1, width], False at padding
-    places: Tensor  # [examples, most masked places]
-    labels: Tensor  # [examples, most masked places], -100 where an example has fewer
-    masked: Tensor  # [examples]
-
-
-def made_part(
-    abstracts: Abstracts, indices: Tensor, width: int, most: int, vocabulary: int, generator: torch.Generator
-) -> Part:
-    """Gather, pad and mask the abstracts `indices` on their device; no number goes back to the host."""
-    device = abstracts.tokens.device
-    start, length, masked = abstracts.rows[indices.to(device, non_blocking=True)].unbind(1)
-    where = torch.arange(width, device=device)
-    real = where < length[:, None]
-    sources = (start[:, None] + where - 1).clamp_(0, len(abstracts.tokens) - 1)
-    ids = abstracts.tokens[sources].long().masked_fill_(~real, PAD)
-    ids[:, 0] = CLS
-    words = (where > 0) & (where < length[:, None] - 1)
-    order = torch.rand(ids.shape, device=device, generator=generator).masked_fill_(~words, -1.0)
-    places = order.topk(most, dim=1).indices
-    own = ids.gather(1, places)
-    counts = torch.arange(most, device=device) < masked[:, None]
-    fate = torch.rand(own.shape, device=device, generator=generator)
-    other = torch.randint(0, vocabulary, own.shape, device=device, generator=generator)
-    shown = torch.where(fate < 0.8, MASK, torch.where(fate < 0.9, other, own))
-    return Part(
-        ids=ids.scatter_(1, places, torch.where(counts, shown, own)),
-        attends=real[:, None, None],
-        places=places,
-        labels=own.masked_fill(~counts, -100),
-        masked=masked,
-    )
 
 
 class MaskedLM(nn.Module):
@@ -151,93 +92,148 @@ class Progress:
         return 1 - self.tokens / self.padded
 
 
-def train(options: argparse.Namespace, abstracts: Abstracts) -> Progress:
-    device = options.device
-    model = MaskedLM(options.model, torch.bfloat16 if device == "cuda" else torch.float32).to(device).train()
-    vocabulary = model.bert.config.vocab_size
+@dataclass(frozen=True)
+class Run:
+    """What a run needs, made before anything is timed, so that a wrong setting is told at once."""
+
+    model: MaskedLM
+    texts: Texts
+    loader: dpoptim.PrivateLoader
+    optimizer: Any
+    steps: int  # that are done, of those that are planned
+
+
+def set_up(options: argparse.Namespace) -> Run:
+    """ValueError or OSError for data, a model or settings that do not go together."""
+    device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
+    model = MaskedLM(options.model, dtype).to(device).train()
+    longest = min(LONGEST, model.bert.config.max_position_embeddings)
+    texts = read_texts(options.data, options.model, longest, device, options.files_read)
+    print(f"{len(texts.lengths):,} texts of {texts.lengths.mean():.0f} tokens from {options.data}")
+    if options.batch > len(texts.lengths):
+        raise ValueError(f"--batch {options.batch} is more than the {len(texts.lengths)} texts; take a smaller one")
     plan = dpoptim.PrivacyPlan(
-        num_examples=len(abstracts.lengths), batch_size=options.batch, steps=options.steps,
+        num_examples=len(texts.lengths), batch_size=options.batch, steps=options.steps,
         sampling=dpoptim.Shuffled(), noise_multiplier=1.0,
     )  # fmt: skip
 
     def shape(rows: list[int]) -> tuple[Tensor, int, int, int]:
         """A part as the device needs it: indices, width, most masked places; and its tokens, for the record."""
         indices = np.array(rows)
-        lengths = abstracts.lengths[indices]
+        lengths = texts.lengths[indices]
         width = -(-int(lengths.max()) // options.bucket) * options.bucket
-        return torch.from_numpy(indices), min(width, LONGEST), int(abstracts.masked[indices].max()), int(lengths.sum())
+        return torch.from_numpy(indices), min(width, longest), int(texts.masked[indices].max()), int(lengths.sum())
 
     loader = dpoptim.private_loader(
-        cast(Any, range(len(abstracts.lengths))), plan, lengths=abstracts.lengths, micro_batch_tokens=options.tokens,
+        cast(Any, range(len(texts.lengths))), plan, lengths=texts.lengths, micro_batch_tokens=options.tokens,
         bucket=options.bucket, collate_fn=shape, pin_memory=device == "cuda",
         # A known key, so that every run meets the same batches: a shuffled order need not be secret, the noise must.
         key=dpoptim.NoiseKey.from_bytes(bytes(32)), run_id="abstracts",
     )  # fmt: skip
     optimizer = dpoptim.scale_then_privatize(model, plan, lr=options.lr)
+    return Run(model, texts, loader, optimizer, min(options.only_time or options.steps, options.steps))
+
+
+def train(run: Run, device: str) -> Progress:
+    vocabulary = run.model.bert.config.vocab_size
     generator = torch.Generator(device).manual_seed(0)
-    last = min(options.only_time or options.steps, options.steps)
     progress = Progress(torch.cuda.synchronize if device == "cuda" else lambda: None)
-    for indices, width, most, tokens in loader:
-        losses = model(made_part(abstracts, indices, width, most, vocabulary, generator))
+    for indices, width, most, tokens in run.loader:
+        losses = run.model(made_part(run.texts, indices, width, most, vocabulary, generator))
         losses.sum().backward()
-        optimizer.step()
+        run.optimizer.step()
         progress.add(losses, tokens=tokens, padded=len(indices) * width)
-        if not loader.step_ends:
+        if not run.loader.step_ends:
             continue
         progress.steps += 1
-        if progress.steps == min(10, last // 2):
+        if progress.steps == min(10, run.steps // 2):
             progress.warm_steps, progress.warm_seconds = progress.steps, progress.seconds()
-        if progress.steps % EVERY == 0 or progress.steps == last:
+        if progress.steps % EVERY == 0 or progress.steps == run.steps:
             progress.show()
-        if progress.steps == last:
+        if progress.steps == run.steps:
             break
     return progress
 
 
-def report(options: argparse.Namespace, examples: int, done: Progress, seconds: float) -> str:
-    cuda = options.device == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    a_step = (seconds - done.warm_seconds) / (done.steps - done.warm_steps)
-    rows = {
-        "steps done": f"{done.steps} of {options.steps}, {options.batch} abstracts each, {examples:,} in all",
-        "seconds, start of the first step to the end of the last": f"{seconds:.1f}",
-        f"ms a step, without the first {done.warm_steps}": f"{1e3 * a_step:.1f}",
-        f"seconds for {options.steps} steps at that pace": f"{a_step * options.steps:.0f}",
-        "tokens, padding not counted": f"{done.tokens:,} ({done.tokens / seconds:,.0f} a second)",
-        "padding": f"{100 * done.padding_share:.1f} % of what was computed",
-        "parts a step": f"{done.parts / done.steps:.1f} (up to {options.tokens:,} tokens, bucket {options.bucket})",
-        "peak memory of the GPU": f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GB" if cuda else "none used",
+def found_in(options: argparse.Namespace, examples: int, done: Progress, seconds: float) -> dict[str, Any]:
+    """The figures of a run with their setting, for --json."""
+    return setting(options.device, options.commit) | {
+        "planned_steps": options.steps,
+        "batch": options.batch,
+        "examples": examples,
+        "most_tokens": options.tokens,
+        "bucket": options.bucket,
+        "steps": done.steps,
+        "seconds": seconds,
+        "warm_steps": done.warm_steps,
+        "warm_seconds": done.warm_seconds,
+        "tokens": done.tokens,
+        "padded": done.padded,
+        "parts": done.parts,
+        "gb": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
     }
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    head = f"{date.today()}, commit {asked.stdout.strip() or 'unknown'}, {machine}, Python {platform.python_version()}"
-    made = f"{head}, {versions}; made by `python benchmarks/abstracts.py`, which says what is run."
-    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-    return "\n".join(["# A private fine-tuning run on abstracts", "", made, "", *table, ""])
+
+
+def markdown(record: dict[str, Any]) -> str:
+    seconds, steps, planned = record["seconds"], record["steps"], record["planned_steps"]
+    a_step = (seconds - record["warm_seconds"]) / (steps - record["warm_steps"])
+    padding = 100 * (1 - record["tokens"] / record["padded"])
+    rows = {
+        "steps done": f"{steps} of {planned}, {record['batch']} texts each, {record['examples']:,} in all",
+        "seconds, start of the first step to the end of the last": f"{seconds:.1f}",
+        f"ms a step, without the first {record['warm_steps']}": f"{1e3 * a_step:.1f}",
+        f"seconds for {planned} steps at that pace": f"{a_step * planned:.0f}",
+        "tokens, padding not counted": f"{record['tokens']:,} ({record['tokens'] / seconds:,.0f} a second)",
+        "padding": f"{padding:.1f} % of what was computed",
+        "parts a step": f"{record['parts'] / steps:.1f} (up to {record['most_tokens']:,} tokens, "
+        f"bucket {record['bucket']})",
+        "peak memory of the GPU": "none used" if record["gb"] is None else f"{record['gb']:.1f} GB",
+    }
+    lines = [
+        "# A private fine-tuning run on abstracts",
+        "",
+        f"{heading(record)}; made by `python benchmarks/abstracts.py`, which says what is run.",
+        "",
+        *markdown_table(["", ""], [list(row) for row in rows.items()]),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="has train*.u16.xz, also further down")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="for BertForMaskedLM.from_pretrained")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=2048, help="abstracts a step")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=2**20, metavar="N", help="most tokens of a part, with padding")
-    parser.add_argument("--bucket", type=int, default=64, help="widths are multiples of this")
-    parser.add_argument("--files", type=int, metavar="K", help="read the first K files alone")
-    parser.add_argument("--only-time", type=int, metavar="STEPS", help="end after so many steps of the plan")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the figures as markdown")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="texts, or a folder with train*.u16.xz (see above)")
+    parser.add_argument("--model", type=a_folder, metavar="DIR", help="for BertForMaskedLM.from_pretrained")
+    parser.add_argument("--steps", type=whole(2), default=2000)
+    parser.add_argument("--batch", type=whole(1), default=2048, help="texts a step")
+    parser.add_argument("--lr", type=positive, default=1e-3)
+    add_device(parser)
+    parser.add_argument(
+        "--tokens", type=whole(1), default=2**20, metavar="N", help="most tokens of a part, with padding"
+    )
+    parser.add_argument("--bucket", type=whole(1), default=64, help="widths are multiples of this")
+    parser.add_argument(
+        "--files", dest="files_read", type=whole(1), metavar="K", help="of packed files read the first K alone"
+    )
+    parser.add_argument("--only-time", type=whole(2), metavar="STEPS", help="end after so many steps of the plan")
+    add_files(parser)
     options = parser.parse_args()
-    files = sorted(options.data.rglob("train*.u16.xz"))[: options.files]
-    if not files:
-        parser.error(f"--data {options.data} has no file train*.u16.xz")
-    abstracts = read_abstracts(files, options.device)
-    print(f"{len(abstracts.lengths):,} abstracts of {abstracts.lengths.mean():.0f} tokens from {len(files)} files")
-    done = train(options, abstracts)
-    text = report(options, len(abstracts.lengths), done, done.seconds())
-    print(text)
+    if options.files:
+        with told_in_one_line(parser):
+            record = load(options.files[0], "abstracts.py", "planned_steps", "padded")
+        if len(options.files) > 1:
+            parser.error("--from takes one file: a run is not put together of several")
+    else:
+        if options.data is None or options.model is None:
+            parser.error("--data and --model are needed to measure; --from reads an earlier run")
+        need_packages(parser, "transformers")
+        with told_in_one_line(parser):
+            run = set_up(options)
+        done = train(run, options.device)
+        record = found_in(options, len(run.texts.lengths), done, done.seconds())
+    text = markdown(record)
+    print(text, end="")
+    if options.json:
+        save(record, options.json)
     if options.write:
         options.write.write_text(text)
 

@@ -26,7 +26,8 @@ class Case:
     """A model, its batch, and its loss an example: as one would write it, with our fused loss, and of the peers' model.
 
     `compiled_micro_batch` is the number of examples that one compiled call takes (all where None); `together` is False
-    where the ways do not fit into memory beside each other; `note` says in what the peers' model differs.
+    where the ways do not fit into memory beside each other; `note` says in what the peers' model differs; `needs` are
+    the packages that it cannot be made without.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     compiled_micro_batch: int | None = None
     together: bool = True
     note: str = ""
+    needs: tuple[str, ...] = ("transformers",)
 
 
 def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -241,6 +243,7 @@ def gpt2(device: str, examples: int, positions: int, *, lora: bool = False) -> C
         peer_model=lambda: Twin("gpt2", **sizes, lora=16 if lora else 0),
         peer_loss=peer_text_loss,
         note="Linear for Conv1D" if lora else "untied",
+        needs=("transformers", "peft") if lora else ("transformers",),
     )
 
 
@@ -320,6 +323,7 @@ def resnet(device: str, examples: int) -> Case:
         loss=image_loss,
         peer_model=resnet50,
         peer_loss=image_loss,
+        needs=(),
     )
 
 

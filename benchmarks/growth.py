@@ -13,16 +13,29 @@ it up to 2 a doubling of the length, and matrix products do so in width.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
+from cases import Case, masked_lm
+from options import (
+    PICTURES,
+    add_commit,
+    add_device,
+    need_matplotlib,
+    need_packages,
+    read_from,
+    say,
+    told_in_one_line,
+    whole,
+    write_to,
+)
+from record import heading, load, save, setting
 from rich.console import Console
 from rich.table import Table
-from steps import heading, masked_lm, setting, timed
+from steps import timed
 
 WAYS = ("off", "scaled")
 QUIET = 1.25  # the base point may take this many times its least on a machine without other work
@@ -57,13 +70,14 @@ Point = dict[str, Any]  # {"size": 64, "off": {"ms": ...}, "scaled": {"ms": ...}
 
 def points_of(device: str, axis: str, repeats: int) -> list[Point]:
     """All sizes in the same rounds, so that a machine that slows down slows every one of them."""
-    runs = {}
+    runs: dict[str, tuple[Case, str]] = {}
     for size in SIZES[device][axis]:
         sizes = BASES[device] | {axis: size}
-        examples, positions = sizes.pop("examples"), sizes.pop("positions")
-        case = masked_lm(device, examples, positions, **sizes)
+        case = masked_lm(
+            device, sizes["examples"], sizes["positions"], width=sizes["width"], vocabulary=sizes["vocabulary"]
+        )
         runs |= {f"{size} {way}": (case, way) for way in WAYS}
-    found = timed(runs, repeats)
+    found = timed(runs, repeats, lambda line: say(f"{axis}: {line}"))
     return [{"size": size, **{way: found[f"{size} {way}"] for way in WAYS}} for size in SIZES[device][axis]]
 
 
@@ -81,6 +95,19 @@ def curve(points: list[Point], way: str) -> tuple[list[int], list[float]]:
     """Sizes and times of the points that ran."""
     ran = [point for point in points if "ms" in point[way]]
     return [point["size"] for point in ran], [point[way]["ms"] for point in ran]
+
+
+def prices(points: list[Point], kind: str = "ms") -> list[float]:
+    """scaled / off at each size where both ran, in time ("ms") or memory ("gb")."""
+    return [p["scaled"][kind] / p["off"][kind] for p in points if all(kind in p[way] for way in WAYS)]
+
+
+def span(values: list[float]) -> str:
+    """
+    >>> span([1.5, 1.26, 2.118]), span([])
+    ('1.26 to 2.12', '-')
+    """
+    return f"{min(values):.2f} to {max(values):.2f}" if values else "-"
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:
@@ -113,11 +140,10 @@ def steepest(sizes: list[int], times: list[float]) -> tuple[float, str]:
 
 def show(record: dict[str, Any], console: Console) -> None:
     table = Table(title="Growth of the time of a step", caption=heading(record))
-    for title in ("axis", "way", "sizes", "times, ms", "exponent", "time growth / size growth", "scaled/off"):
+    for title in ("axis", "way", "sizes", "times, ms", "exponent", "time growth / size growth", "scaled/off", "memory"):
         table.add_column(title)
     worst = (-math.inf, "")
     for axis, points in record["axes"].items():
-        shares = [p["scaled"]["ms"] / p["off"]["ms"] for p in points if all("ms" in p[way] for way in WAYS)]
         for way in WAYS:
             sizes, times = curve(points, way)
             most, where = steepest(sizes, times)
@@ -129,7 +155,8 @@ def show(record: dict[str, Any], console: Console) -> None:
                 " ".join(f"{p[way]['ms']:.1f}" if "ms" in p[way] else p[way]["error"] for p in points),
                 f"{exponent(sizes, times):.2f}",
                 f"at most {most:.2f}, {where}",
-                f"{min(shares):.2f} to {max(shares):.2f}" if way == "scaled" and shares else "",
+                span(prices(points)) if way == "scaled" else "",
+                span(prices(points, "gb")) if way == "scaled" else "",
             )
     console.print(table)
     console.print(f"Steepest: {worst[0]:.2f} times as much time growth as size growth ({worst[1]}).", highlight=False)
@@ -163,15 +190,20 @@ def draw(record: dict[str, Any], path: Path) -> None:
             side.set_minor_locator(NullLocator())
         panel.axvline(record["base"][axis], color="0.6", linewidth=0.8, linestyle=":")
         panel.grid(alpha=0.3)
-        panel.set_ymargin(0.2)
-        panel.legend(fontsize=9, loc="upper left")
+        panel.set_ymargin(0.3)
+        price = f"scaled / off: {span(prices(points))}"
+        panel.legend(fontsize=9, loc="upper left", title=price, title_fontsize=9, alignment="left")
     base = ", ".join(f"{LABELS[axis].split(',')[0]} {size}" for axis, size in record["base"].items())
     figure.suptitle(
-        "Time of a training step as one size grows: parallel lines are a constant price of privacy", fontsize=11
+        "Time of a training step as one size grows, without privacy (off) and with it (scaled)", fontsize=11
     )
     quiet = "" if unrest(record) <= QUIET else " The machine was not quiet: measure again."
+    ways = (
+        "A BERT of two layers; off: dpoptim's fused loss and torch.optim.Adam, no privacy; "
+        "scaled: the same model, loss and batch with dpoptim.scale_then_privatize."
+    )
     note = f"Dotted: the base point ({base}). Exponents of the upper half of the sizes.{quiet}"
-    figure.supxlabel(f"{note}\n{heading(record)}", fontsize=7.5)
+    figure.supxlabel(f"{ways}\n{note}\n{heading(record)}", fontsize=7.5)
     figure.savefig(path, dpi=150)
 
 
@@ -179,38 +211,51 @@ def short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def main() -> None:
+def read(files: list[Path]) -> dict[str, Any]:
+    """One record of several, measured alike."""
+    record, *others = [load(file, "growth.py", "base", "axes") for file in files]
+    for other in others:
+        if heading(other) != heading(record):
+            raise ValueError(f"these were not measured alike: {heading(record)}; {heading(other)}")
+        record["axes"] |= other["axes"]
+    return record
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     parser.add_argument("--only", choices=list(LABELS), help="only this axis")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="rounds that are timed at each size (10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, after each axis")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the four panels (needs matplotlib)")
-    parser.add_argument("--commit", metavar="TEXT", help="the commit to name where there is no repository")
+    parser.add_argument("--repeats", type=whole(2), default=10, metavar="N", help="rounds timed at each size (10)")
+    parser.add_argument("--json", type=write_to(".json"), metavar="FILE", help="write what was found, after each axis")
+    parser.add_argument("--plot", type=write_to(*PICTURES), metavar="FILE", help="draw the panels (needs matplotlib)")
+    add_commit(parser)
     parser.add_argument(
-        "--from", dest="files", type=Path, nargs="+", metavar="FILE", help="measure nothing, read earlier --json files"
-    )
+        "--from", dest="files", type=read_from, nargs="+", metavar="FILE",
+        help="measure nothing, read earlier --json files",
+    )  # fmt: skip
     options = parser.parse_args()
-    if options.repeats < 2:
-        parser.error(f"--repeats must be 2 or more, got {options.repeats}")
+    if options.plot:
+        need_matplotlib(parser, "--plot")
     warnings.simplefilter("ignore")
     console = Console(width=None if Console().is_terminal else 200)
     if options.files:
-        record, *others = [json.loads(file.read_text()) for file in options.files]
-        for other in others:
-            if heading(other) != heading(record):
-                parser.error(f"these were not measured alike: {heading(record)}; {heading(other)}")
-            record["axes"] |= other["axes"]
+        with told_in_one_line(parser):
+            record = read(options.files)
     else:
+        need_packages(parser, "transformers")
         record = setting(options.device, options.commit) | {"base": BASES[options.device], "axes": {}}
         for axis in [options.only] if options.only else LABELS:
             record["axes"][axis] = points_of(options.device, axis, options.repeats)
             if options.json:
-                options.json.write_text(json.dumps(record, indent=1) + "\n")
+                save(record, options.json)
     show(record, console)
+    if not any("ms" in point[way] for points in record["axes"].values() for point in points for way in WAYS):
+        say("Nothing ran: see the errors in the table.")
+        return 1
     if options.plot:
         draw(record, options.plot)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

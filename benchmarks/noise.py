@@ -1,7 +1,7 @@
 """What noise costs a step: the time of one row of correlated noise for all parameters of BERT-Tiny, and its memory.
 
     python benchmarks/noise.py                             on the GPU where there is one, else on the CPU
-    python benchmarks/noise.py --parameters 124e6 --write FILE
+    python benchmarks/noise.py --parameters 124M --write FILE
 
 The rows are made as an optimizer makes them, one tensor end to end, in float32, from a ChaCha20 keystream; times are
 medians over steps that come after the mechanism's bands are full.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
+from options import add_commit, add_device, whole, write_to
+from record import heading, setting
 from rich.console import Console
-from steps import heading, setting
 
 import dpoptim
 from dpoptim.noise import StrategySpec
@@ -49,27 +49,33 @@ def timed(spec: StrategySpec, parameters: int, device: str, repeats: int) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parameters", type=float, default=4_416_698, metavar="N", help="4,416,698: BERT-Tiny")
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="rows that are timed (30)")
-    parser.add_argument("--commit", metavar="TEXT", help="the commit to name where there is no repository")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as markdown")
+    add_device(parser)
+    parser.add_argument("--parameters", type=whole(1), default=4_416_698, metavar="N", help="4,416,698: BERT-Tiny")
+    parser.add_argument("--repeats", type=whole(1), default=30, metavar="N", help="rows that are timed (30)")
+    add_commit(parser)
+    parser.add_argument("--write", type=write_to(".md"), metavar="FILE", help="write the table as markdown")
     options = parser.parse_args()
-    parameters, rows = int(options.parameters), []
-    for spec in MECHANISMS:
-        ms, kept = timed(spec, parameters, options.device, options.repeats)
-        rows.append(f"| `{spec!r}` | {ms:.2f} | {format_bytes(kept)} |")
-    lines = [
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    lines: list[str] = []
+
+    def put(*more: str) -> None:
+        """A line of the table, shown at once."""
+        for line in more:
+            console.print(line)
+            lines.append(line)
+
+    put(
         "# Time of one row of noise",
         "",
-        f"{heading(setting(options.device, options.commit))}. {parameters:,} parameters, {STEPS} steps; medians of "
-        f"{options.repeats} rows; made by `python benchmarks/noise.py`.",
+        f"{heading(setting(options.device, options.commit))}. {options.parameters:,} parameters, {STEPS} steps; "
+        f"medians of {options.repeats} rows; made by `python benchmarks/noise.py`.",
         "",
         "| mechanism | ms a step | memory |",
         "|---|---|---|",
-        *rows,
-    ]
-    Console().print("\n".join(lines), highlight=False, markup=False)
+    )
+    for spec in MECHANISMS:
+        ms, kept = timed(spec, options.parameters, options.device, options.repeats)
+        put(f"| `{spec!r}` | {ms:.2f} | {format_bytes(kept)} |")
     if options.write:
         options.write.write_text("\n".join(lines) + "\n")
 

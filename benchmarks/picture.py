@@ -2,9 +2,11 @@
 
     python benchmarks/steps.py --json FILE
     python benchmarks/picture.py FILE -o docs/images/speed.png
+    python benchmarks/picture.py benchmarks/results/steps.json benchmarks/results/peers.json -o docs/images/speed.png
 
-Bars are step times over that of "off", the same code without privacy; the line at 1 is "off" itself. Opacus stands with
-the faster of its modes. A bar far beyond the others is cut and says its length; a way that failed says so.
+Bars are step times over that of "off", the same model, loss and batch without privacy; the line at 1 is "off" itself.
+Opacus stands with the faster of its modes. A bar far beyond the others is cut and says its length; a way that failed,
+or was measured in other cases alone, says so.
 """
 
 from __future__ import annotations
@@ -13,11 +15,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib.figure import Figure
-from steps import fastest_peer, read
+from options import PICTURES, need_matplotlib, read_from, told_in_one_line, write_to
+from record import fastest_peer, listed, own_layer_norm, read, spelled
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; Opacus is hatched besides.
 BARS = {
@@ -41,24 +40,65 @@ def lengths_of(case: dict[str, Any]) -> dict[str, float | str]:
     return given
 
 
+def footnotes(record: dict[str, Any], shown: dict[str, dict[str, float | str]]) -> list[str]:
+    """Machine and versions, and what makes a bar mean less than it seems to; `shown` has the bars of each case."""
+    cases = [case for case in record["cases"] if case["name"] in shown]
+    ran = {bar for lengths in shown.values() for bar, length in lengths.items() if isinstance(length, float)}
+    versions = record["versions"]
+    named = [f"{name} {versions[name]}" for name in ("torch", "opacus") if name in versions and name in ("torch", *ran)]
+    lines = [
+        f"{record['machine']}, {', '.join(named)}; {record['date']}, commit {record['commit']}, "
+        f"{record['repeats']} steps each",
+        "off: the same model, dpoptim's fused loss and batch with torch.optim.Adam, no privacy",
+    ]
+    if own_layer_norm(record):
+        lines[-1] += "; off runs torch's layer norm,\nthe private steps a kernel of dpoptim's own"
+    small = [case for case in cases if case["compiled_micro_batch"] and "compiled" in shown[case["name"]]]
+    for case in small:
+        size = case["compiled_micro_batch"]
+        lines.append(f"torch.compile ran in micro-batches of {size} in {spelled(case['name'])}")
+    twins = {case["note"] for case in cases if case["note"] and isinstance(shown[case["name"]].get("opacus"), float)}
+    if twins:
+        lines.append(f"Opacus trains a twin of the same sizes in layers that it accepts ({'; '.join(sorted(twins))})")
+    later = {way for case in cases for later in case.get("later", []) for way in later["ways"]}
+    apart = [BARS[bar][1].split(",")[0] for bar in BARS if bar in later]
+    if apart:
+        lines.append(f"{listed(apart)} ran in another process than the rest")
+    return lines
+
+
 def draw(record: dict[str, Any], path: Path) -> None:
+    """One group of bars a case; the `read` of steps.py's files as `record`."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib.figure import Figure
+
     cases = [(case, lengths) for case in record["cases"] if (lengths := lengths_of(case))]
     if not cases:
-        raise SystemExit('there is no case with a time of "off" and of another way to compare with it')
+        raise ValueError('there is no case with a time of "off" and of another way to compare with it')
     every = [(bar, length) for _, lengths in cases for bar, length in lengths.items() if isinstance(length, float)]
+    ran = [bar for bar in BARS if bar in dict(every)]
     ours = max([1.0, *(length for bar, length in every if bar != "opacus")])
     limit = min(max([1.0, *(length for _, length in every)]), LONGEST * ours)
-    rows = sum(len(lengths) for _, lengths in cases) + 0.8 * len(cases)
-    figure = Figure(figsize=(8, 1.7 + 0.21 * rows), layout="constrained")
+    notes = footnotes(record, {case["name"]: lengths for case, lengths in cases})
+    rows = sum(len(lengths) + any(bar not in lengths for bar in ran) for _, lengths in cases) + 0.8 * len(cases)
+    figure = Figure(figsize=(8, 1.5 + 0.14 * len(notes) + 0.21 * rows), layout="constrained")
     axes = figure.subplots()
-    place, ticks, used = 0.0, [], {}
+    place, ticks = 0.0, []
+    used: dict[str, Any] = {}  # bar: what stands for it in the legend
+
+    def write(words: str) -> None:
+        # On white, so that the line at 1 does not run through it.
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.text(0.012 * limit, place, words, va="center", fontsize=8, style="italic", color="0.4", bbox=white)
+
     for case, lengths in cases:
         first = place
         for bar, length in lengths.items():
             colour = BARS[bar][0]
             if isinstance(length, str):
-                reason = length.split(":")[0]
-                axes.text(0.01 * limit, place, f"{bar}: {reason}", va="center", fontsize=8, style="italic", color="0.4")
+                write(f"{BARS[bar][1]}: {length.split(':')[0]}")
             else:
                 hatch = "///" if bar == "opacus" else None
                 drawn = axes.barh(
@@ -66,7 +106,6 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 )
                 used.setdefault(bar, drawn)
                 cut = " →" if length > limit else ""
-                # On white, so that the line at 1 does not run through it.
                 axes.text(
                     min(length, limit) + 0.012 * limit,
                     place,
@@ -76,43 +115,41 @@ def draw(record: dict[str, Any], path: Path) -> None:
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
                 )
             place += 1
-        ticks.append(((first + place - 1) / 2, f"{case['name']}\noff: {case['ways']['off']['ms']:.3g} ms"))
+        if absent := [BARS[bar][1].split(",")[0] for bar in ran if bar not in lengths]:
+            write(f"{listed(absent)}: not measured")
+            place += 1
+        label = spelled(case["name"]).replace(", ", "\n")
+        ticks.append(((first + place - 1) / 2, f"{label}\noff: {case['ways']['off']['ms']:.3g} ms"))
         place += 0.8
-    axes.axvline(1.0, color="black", linewidth=1.2)
+    axes.axvline(1.0, color="black", linewidth=1.2, zorder=1.5)
     axes.set_xlim(0, 1.12 * limit)
     axes.set_ylim(place - 1.2, -0.9)
     axes.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks], fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("step time / step time without privacy (off, the line at 1); shorter is faster", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    handles = {bar: used[bar] for bar in BARS if bar in used}
     figure.legend(
-        handles.values(),
-        [BARS[bar][1] for bar in handles],
+        [used[bar] for bar in ran],
+        [BARS[bar][1] for bar in ran],
         fontsize=9,
         ncols=3,
         loc="outside upper center",
         frameon=False,
     )
-    versions = record["versions"]
-    with_peer = any("opacus" in lengths for _, lengths in cases)
-    named = ("torch", "opacus") if with_peer else ("torch",)
-    shown = ", ".join(f"{name} {versions[name]}" for name in named if name in versions)
-    measured = (
-        f"{record['machine']}, {shown}; {record['date']}, commit {record['commit']}, {record['repeats']} steps each"
-    )
-    twins = any(case["note"] and isinstance(lengths.get("opacus"), float) for case, lengths in cases)
-    note = "\nOpacus trains twins of the transformers, of equal sizes, in layers that it accepts" if twins else ""
-    figure.supxlabel(measured + note, fontsize=8, color="0.3")
+    figure.supxlabel("\n".join(notes), fontsize=8, color="0.3")
     figure.savefig(path, dpi=200)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what steps.py --json wrote")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the picture, .png or .svg")
+    parser.add_argument("files", type=read_from, nargs="+", metavar="FILE", help="what steps.py --json wrote")
+    parser.add_argument(
+        "-o", "--output", type=write_to(*PICTURES), required=True, metavar="FILE", help=f"ends in {', '.join(PICTURES)}"
+    )
     options = parser.parse_args()
-    draw(read(options.files), options.output)
+    need_matplotlib(parser, "-o")
+    with told_in_one_line(parser):
+        draw(read(options.files), options.output)
 
 
 if __name__ == "__main__":

@@ -2,64 +2,167 @@
 
     make bench
     python benchmarks/small.py --repeats 50
+    python benchmarks/small.py --apart --json FILE --write FILE    also each way in a process of its own; dated
+    python benchmarks/small.py --from FILE --write FILE            the table of an earlier --json, without measuring
 
-The ways of steps.py take turns, and the ratios of their medians are held against limits: a private step may cost 1.2
-times the one without privacy (flat) or 1.35 times (scaled), and Opacus, where it is installed, must take 1.3 times as
-long as ours of the same geometry. Exits with 1 where one is missed.
+The ways of steps.py take turns in one process, and the ratios of their medians are held against limits: a private step
+may cost 1.2 times the one without privacy (flat) or 1.35 times (scaled), and Opacus, where it is installed, must take
+1.3 times as long as ours of the same geometry. Exits with 1 where one is missed. With --apart every way is timed once
+more in a process of its own, where a step meets the memory that it left itself and not that of the other ways; limits
+do not apply to these ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
+import subprocess
 import sys
 import warnings
+from typing import Any
 
 import torch
+from options import absent, add_files, need_packages, say, told_in_one_line, whole
+from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, read, save, setting, spelled
 from rich.console import Console
 from rich.table import Table
-from steps import PEERS, bert_tiny, fastest_peer, heading, measured, setting
+from steps import bert_tiny, measured
 
+THREADS = 2
 # the ratio, its limit, and whether the limit is the most or the least that it may be
 LIMITS = (("flat", "off", 1.2, "most"), ("scaled", "off", 1.35, "most"), ("opacus", "flat", 1.3, "least"))
+TITLES = ["ratio", "times, ms", "measured", "limit", "verdict"]
+
+
+def in_new_process(way: str, repeats: int) -> dict[str, Any]:
+    """What `measured` finds for this way alone, in a process that makes nothing else."""
+    command = [sys.executable, __file__, "--repeats", str(repeats), "--job", way]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"error": f"ended with status {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def compared(found: Found, top: str, bottom: str) -> tuple[str, float | str]:
+    """(both times, their ratio), or why there is none."""
+    above, below = found.get(top, {"error": "not installed"}), found[bottom]
+    if "ms" in above and "ms" in below:
+        return f"{above['ms']:.0f} / {below['ms']:.0f}", above["ms"] / below["ms"]
+    return "-", above.get("error") or below["error"]
+
+
+def rows_of(record: dict[str, Any]) -> list[list[str]]:
+    """A row for each limit; the verdict is "MISSED" where a way failed, unless it is Opacus and not installed."""
+    case, rows = record["cases"][0], []
+    peer = fastest_peer(case["ways"]) or "opacus"
+    for named, bottom, limit, bound in LIMITS:
+        top = peer if named == "opacus" else named
+        times, ratio = compared(case["ways"], top, bottom)
+        if isinstance(ratio, str):
+            verdict = "not checked" if top in PEERS and top not in case["ways"] else "MISSED"
+        else:
+            verdict = "ok" if (ratio <= limit if bound == "most" else ratio >= limit) else "MISSED"
+        row = [f"{top}/{bottom}", times, shown(ratio), f"at {bound} {limit}", verdict]
+        if "apart" in case:
+            times, ratio = compared(case["apart"], top, bottom)
+            row += [times, shown(ratio)]
+        rows.append(row)
+    return rows
+
+
+def shown(ratio: float | str) -> str:
+    return ratio if isinstance(ratio, str) else f"{ratio:.2f}"
+
+
+def titles_of(record: dict[str, Any]) -> list[str]:
+    return TITLES + (["apart: times, ms", "apart: measured"] if "apart" in record["cases"][0] else [])
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    case, lines = record["cases"][0], []
+    if "apart" in case:
+        lines.append("The ways took turns in one process; apart: each in a process of its own, where no limit applies.")
+    if fastest_peer(case["ways"]):
+        lines.append(f"Opacus trains an {case['note']} twin of the same sizes; its faster mode counts.")
+    else:
+        lines.append("Opacus is not compared; where it is installed (pip install opacus) it is.")
+    return lines
+
+
+def measure(repeats: int, commit: str | None, apart: bool) -> dict[str, Any]:
+    """A record as steps.py writes it, of one case."""
+    case = bert_tiny("cpu", 32, 128)
+    ways = ("off", "flat", "scaled", *(() if absent(["opacus"]) else PEERS))
+    found = measured(case, ways, repeats, say)
+    about = {key: getattr(case, key) for key in ("name", "note", "together", "compiled_micro_batch")}
+    done = {**about, "ways": found, "ratios": ratios(found)}
+    if apart:
+        done["apart"] = {way: in_new_process(way, repeats) for way in ways}
+    return setting("cpu", commit) | {"repeats": repeats, "cases": [done]}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    name = spelled(record["cases"][0]["name"])
+    made = (
+        f"{name}, medians of {record['repeats']} rounds; made by `python benchmarks/small.py`, which says what is run."
+    )
+    lines = [
+        "# A small step on the CPU",
+        "",
+        f"{heading(record)}. {made}",
+        "",
+        *markdown_table(titles_of(record), rows_of(record)),
+        "",
+        *(f"- {line}" for line in notes(record)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    case = record["cases"][0]
+    table = Table(title=f"{case['name']}: ratios of step times, medians of {record['repeats']} rounds")
+    for title in titles_of(record):
+        table.add_column(title, justify="left" if title == "ratio" else "right", no_wrap=title == "ratio")
+    colours = {"MISSED": "[red]MISSED", "ok": "[green]ok"}
+    for row in rows_of(record):
+        table.add_row(*(colours.get(cell, cell) for cell in row))
+    console.print(table)
+    for line in (heading(record), *notes(record)):
+        console.print(line, highlight=False, markup=False)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="rounds that are timed (20)")
-    repeats = max(2, parser.parse_args().repeats)
+    parser.add_argument("--repeats", type=whole(2), default=20, metavar="N", help="rounds that are timed (20)")
+    parser.add_argument("--apart", action="store_true", help="time each way in a process of its own besides")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    add_files(parser)
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
-    with_peers = importlib.util.find_spec("opacus") is not None
-    case = bert_tiny("cpu", 32, 128)
-    found = measured(case, ("off", "flat", "scaled", *(PEERS if with_peers else ())), repeats)
-    peer = fastest_peer(found) or "opacus"
-    table = Table(title=f"{case.name}: ratios of step times, medians of {repeats} rounds")
-    for title in ("ratio", "times, ms", "measured", "limit", ""):
-        table.add_column(title, justify="left" if title == "ratio" else "right")
-    missed = False
-    for top, bottom, limit, bound in LIMITS:
-        top = peer if top == "opacus" else top
-        limited = f"at {bound} {limit}"
-        above, below = found.get(top, {"error": "not installed"}), found[bottom]
-        if "ms" in above and "ms" in below:
-            ratio = above["ms"] / below["ms"]
-            ok = ratio <= limit if bound == "most" else ratio >= limit
-            times, measure = f"{above['ms']:.0f} / {below['ms']:.0f}", f"{ratio:.2f}"
-        else:
-            # Only a peer that is not installed may be absent; a way that fails is a miss.
-            ok, times, measure = top in PEERS and not with_peers, "-", above.get("error") or below["error"]
-        missed |= not ok
-        verdict = "[red]MISSED" if not ok else "[green]ok" if "ms" in above else "not checked"
-        table.add_row(f"{top}/{bottom}", times, measure, limited, verdict)
-    console = Console()
-    console.print(table)
-    console.print(heading(setting("cpu")), highlight=False)
-    if with_peers:
-        console.print(f"Opacus trains an {case.note} twin of the same sizes; its faster mode counts.", highlight=False)
+    torch.set_num_threads(THREADS)
+    if options.files:
+        with told_in_one_line(parser):
+            record = read(options.files)
+        if not record["cases"] or not {"off", "flat"} <= record["cases"][0]["ways"].keys():
+            parser.error(f'{options.files[0]} has no times of "off" and "flat"; give what small.py --json wrote')
     else:
-        console.print("Opacus is not installed, so it is not compared; pip install opacus", highlight=False)
-    return int(missed)
+        need_packages(parser, "transformers")
+        if options.job:
+            case = bert_tiny("cpu", 32, 128)
+            print(
+                json.dumps(
+                    measured(case, (options.job,), options.repeats, lambda line: say(f"apart: {line}"))[options.job]
+                )
+            )
+            return 0
+        record = measure(options.repeats, options.commit, options.apart)
+    show(record, Console())
+    if options.json:
+        save(record, options.json)
+    if options.write:
+        options.write.write_text(markdown(record))
+    return int(any("MISSED" in row for row in rows_of(record)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -146,15 +145,19 @@ def cells(result: dict[str, Any] | None) -> list[str]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--job"]:
+        run_job(sys.argv[2])
+        return
+    from options import write_to  # not in a job, whose memory it would add to
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="also what takes jax-privacy many minutes")
     parser.add_argument("--only", metavar="TEXT", default="", help="only the searches whose name has TEXT in it")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as markdown")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=write_to(".md"), metavar="FILE", help="write the table as markdown")
     options = parser.parse_args()
-    if options.job:
-        run_job(options.job)
-        return
+    chosen = [case for case in CASES if options.only.lower() in case[0].lower()]
+    if not chosen:
+        parser.error(f"--only must be part of one of: {'; '.join(name for name, *_ in CASES)}")
     has_jax = importlib.util.find_spec("jax_privacy") is not None
     titles = ["search", "wall, s", "CPU, s", "peak, GB", "mean", "max"]
     titles += [f"jax-privacy {title}" for title in titles[1:]] if has_jax else []
@@ -163,9 +166,7 @@ def main() -> None:
         table.add_column(title, justify="left" if title == "search" else "right")
     console = Console() if sys.stdout.isatty() else Console(width=200)
     with console.status("...") as status:
-        for name, spec, steps, pattern, peer in CASES:
-            if options.only not in name:
-                continue
+        for name, spec, steps, pattern, peer in chosen:
             status.update(f"{name}: dpoptim")
             row = [name, *cells(in_new_process("ours", spec, steps, pattern))]
             if has_jax:
