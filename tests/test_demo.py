@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dpoptim.training.demo_text import docstrings
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "which_library.py"
 PRIVATE = ["dp_sgd", "post_processing", "bias_correction", "scale_then_privatize"]
 
@@ -105,13 +107,13 @@ def test_words_are_hashed_without_the_names_of_the_libraries(demo):
     assert demo.word_ids("gradient") == [5977], "the hash must be the same on every machine"
 
 
-def test_only_documentation_strings_are_read(demo, tmp_path):
+def test_only_documentation_strings_are_read(tmp_path):
     source = tmp_path / "module.py"
     source.write_text('"""Of the module."""\nx = "no documentation"\n\ndef f():\n    """Of a function."""\n')
-    assert list(demo.docstrings(source)) == ["Of the module.", "Of a function."]
+    assert list(docstrings(source)) == ["Of the module.", "Of a function."]
     source.write_text("this is not Python")
-    assert list(demo.docstrings(source)) == []
-    assert list(demo.docstrings(tmp_path / "absent.py")) == []
+    assert list(docstrings(source)) == []
+    assert list(docstrings(tmp_path / "absent.py")) == []
 
 
 def test_padding_does_not_reach_the_model(demo):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpoptim
 from dpoptim import PrivacyPlan, theory
-from dpoptim.cli import main, model_size
-from dpoptim.cli.model_size import parameter_count
+from dpoptim.cli import advise_table, main
+from dpoptim.cli.model_size import ModelSize, model_size, typed_count
+from dpoptim.training import Task
 
 TRAINING = ["--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
 SMALL = ["advise", "10k", *TRAINING]
@@ -65,6 +67,7 @@ def test_json_is_the_advice(capsys):
     assert found["negative_fraction"] == advice.negative_fraction
     assert found["window"]["eps_scale"] == [advice.window.low, advice.window.high]
     assert found["try"]["eps_scale"] == list(advice.window.to_try)
+    assert found["try"]["eps_scale_is"] == [advice.window.place(value) for value in advice.window.to_try]
     assert found["signal"]["measured"] is False
     assert [row["step"] for row in found["forecasts"]][-1] == 60
     assert (found["epsilon"], found["delta"], found["parameters"]) == (4.0, 1e-6, 10_000)
@@ -90,8 +93,72 @@ def test_the_table_says_what_why_and_what_to_try(capsys):
         "Evidence: in the paper",
         "closed form (Balle and Wang 2018)",
         "CyclicPoisson",
+        "normals a step",
+        "is the library's default, twice the noise's level: above the window. The window is that of a constant",
+        "Trials on real text worked at the default",
     ):
         assert words in text
+    assert text.count("nu collapses") == 1  # said once
+    assert "too narrow to try a value in it" in text
+
+
+def test_values_to_try_are_marked(capsys):
+    text = " ".join(printed(capsys, ["advise", "300", *TRAINING]).split())
+    window = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
+    assert {window.place(value) for value in window.to_try} == {"in if examples agree", "above"}
+    assert f"{window.to_try[0]:.6g} (in the window if examples agree)" in text
+    assert f"{window.to_try[-1]:.6g} (above the window)" in text
+    assert "too narrow" not in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "likely_high", "words"),
+    [
+        (0.1, 0.4, 0.3, "in the window, where"),
+        (0.1, 0.4, 0.15, "in the window if examples agree. The"),
+        (0.15, 0.18, 0.17, "above the window. The"),
+    ],
+)
+def test_why_the_default_is_offered(low, high, likely_high, words):
+    window = theory.ScaleWindow(
+        clip_norm=1.0, low=low, high=high, likely_high=likely_high, clip_norms=(1.0, 2.0), default=0.2
+    )
+    told = advise_table.why_default(SimpleNamespace(window=window))  # type: ignore[arg-type]
+    assert f"twice the noise's level: {words}" in told
+    assert ("below it noise diverges" in told) == (words[:14] != "in the window,")
+
+
+def test_a_tiny_epsilon_has_every_row(capsys):
+    """The accountant may say 0, within its tolerance; that is no reason to stop halfway."""
+    found = printed(capsys, [*SMALL, "--epsilon", "1e-6"])
+    assert found.count("BufferedToeplitz(buffers=") >= 3
+    assert "- ASSUMED" in found
+    assert printed(capsys, ["plan", *TRAINING, "--epsilon", "1e-6"])
+
+
+def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
+    def fails(epsilon):
+        raise ValueError("math domain error")
+
+    monkeypatch.setattr("dpoptim.cli.mechanism_rows.rounded_up", fails)
+    assert main(SMALL) == 2
+    assert capsys.readouterr().out == ""
+    assert main(["plan", *TRAINING]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_large_epsilon_ends(capsys):
+    """Secret sampling is not compared there, and the advice says so."""
+    text = " ".join(printed(capsys, [*SMALL, "--epsilon", "1e6"]).split())
+    assert "The other sampling is not compared: epsilon=1e+06" in text
+    assert "CyclicPoisson(" not in text
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys):
+    assert main([*SMALL, "--json"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "optimizing and calibrating Independent() ..."
+    assert "optimizing and calibrating BufferedToeplitz(buffers=2) ..." in lines
 
 
 def test_what_is_printed_to_be_typed_trains(capsys):
@@ -133,23 +200,43 @@ def test_parameters_are_counted_from_the_configuration_alone(tmp_path, bert):
         architectures=["BertForMaskedLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    assert parameter_count(str(tmp_path)) == 4_416_698  # BERT-Tiny with its tied head
+    assert model_size(str(tmp_path)) == ModelSize(parameters=4_416_698, counted="BertForMaskedLM")  # BERT-Tiny, tied
     config.architectures = None
     config.save_pretrained(tmp_path)
-    assert parameter_count(str(tmp_path)) == 4_385_920
+    with pytest.raises(ValueError, match=r"does not say what it is for .*; set --task to one of masked-lm"):
+        model_size(str(tmp_path))
+    assert model_size(str(tmp_path), task=Task.MASKED_LM).parameters == 4_416_698
+    config.num_labels = 5
+    config.save_pretrained(tmp_path)
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    counted = model_size(str(tmp_path), task=Task.TEXT_CLASSIFICATION)
+    assert counted.parameters == sum(p.numel() for p in classifier.parameters())
+    assert counted.counted == "BertForSequenceClassification"
     (tmp_path / "gpt2").mkdir()
     transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
-    assert parameter_count(str(tmp_path / "gpt2")) == 124_439_808
+    assert model_size(str(tmp_path / "gpt2")).parameters == 124_439_808
     made = transformers.AutoModelForMaskedLM.from_pretrained(bert)
-    assert parameter_count(str(bert)) == sum(p.numel() for p in made.parameters())
+    assert model_size(str(bert)).parameters == sum(p.numel() for p in made.parameters())
+
+
+def test_the_class_that_was_counted_is_printed(capsys, bert):
+    assert "parameters of BertForMaskedLM;" in printed(capsys, ["advise", str(bert), *TRAINING])
+    task = ["--task", "text-classification", "--json"]
+    found = json.loads(printed(capsys, ["advise", str(bert), *TRAINING, *task]))
+    assert found["counted"] == "BertForSequenceClassification"
 
 
 def test_a_probe_measures(capsys, bert, public_texts):
     probe = ["--probe", str(public_texts), "--task", "masked-lm", "--probe-examples", "48"]
-    found = json.loads(printed(capsys, ["advise", str(bert), *TRAINING, *probe, "--json"]))
+    assert main(["advise", str(bert), *TRAINING, *probe, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("taken as PUBLIC on your word") == 1
+    assert "gradients of 48 public examples" in captured.err
+    assert "Loading weights" not in captured.err
+    found = json.loads(captured.out)
     signal = found["signal"]
     assert (signal["measured"], signal["examples"]) == (True, 48)
-    assert found["parameters"] == parameter_count(str(bert))
+    assert found["parameters"] == model_size(str(bert)).parameters
     assert 0 < signal["norm"] < 1
     assert len(signal["squares"]) > 10
     assert found["notes"][0].startswith("MEASURED on 48 public examples")
@@ -174,8 +261,14 @@ def test_the_help_says_that_the_probe_must_be_public():
     [
         (["--steps", "0"], "steps must be a whole number ≥ 1"),
         (["--epsilon", "inf"], "--epsilon inf must be a finite number above 0"),
-        (["--delta", "2"], "delta must be a number strictly between 0 and 1"),
+        (["--delta", "2"], "--delta 2 must lie strictly between 0 and 1"),
         (["--clip-norm", "0"], "clip_norm must be a number > 0"),
+        (["--clip-norm", "1e-30"], "--clip-norm 1e-30 must lie between 1e-09 and 1e+09"),
+        (["--steps", "1e6", "--num-examples", "1e8"], "at most 100,000 steps"),
+        (["--text-column", "text"], "--text-column is for --probe, which was not given"),
+        (["--from-scratch"], "--from-scratch is for --probe, which was not given"),
+        (["--probe-examples", "256"], "--probe-examples is for --probe"),
+        (["--task", "masked-lm"], "--task is for a folder or a name"),
         (["--beta2", "1"], "beta2=1.0 must lie in [0, 1)"),
         (["--plot", "none/advice.png"], "there is no folder none"),
         (["--probe", "public.txt", "--task", "masked-lm"], "is a number; give a folder or a name"),
@@ -190,10 +283,15 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
     ("model", "words"),
     [
         ("0", "must be at least one parameter"),
+        ("9e18", "at most 10,000,000,000,000"),
+        ("4.4X", "is no number of parameters such as 4400000 or 4.4M"),
+        ("-5", "is no number of parameters such as 4400000 or 4.4M"),
+        ("mlp", "depend on the columns of the data; give their number"),
         ("./missing", "does not exist"),
-        ("empty", "folder without config.json"),
-        ("broken", "config.json cannot be read"),
-        ("nobody/no-such-model", "hub did not give it"),
+        ("empty", "is no folder of a model"),
+        ("broken", "is no folder of a model"),
+        ("nobody/no-such-model", "hub does not give it"),
+        ("9/no-such-model", "hub does not give it"),
     ],
 )
 def test_models_that_cannot_be_read(capsys, tmp_path, monkeypatch, model, words):
@@ -214,20 +312,49 @@ def test_probes_that_cannot_run(capsys, tmp_path, bert, public_texts):
     missing = [*base, "--probe", str(tmp_path / "no.txt"), "--task", "masked-lm"]
     told_in_one_line(capsys, missing, "does not exist")
     told_in_one_line(capsys, [*missing, "--probe-examples", "4"], "too few")
+    told_in_one_line(capsys, [*missing, "--max-length", "1"], "--max-length 1 must be at least 2")
+
+
+def test_mistakes_of_a_probe_are_told_in_options(capsys, tmp_path, bert, public_texts):
+    """Not in the names that Python has for them."""
+    base = ["advise", str(bert), *TRAINING, "--task", "masked-lm", "--probe"]
+    told_in_one_line(capsys, [*base, str(tmp_path / "no.txt")], f"--probe '{tmp_path}/no.txt' does not exist")
+    told_in_one_line(capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must lie between 2")
+    told_in_one_line(
+        capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, and --probe"
+    )
+    labels = [*base, str(public_texts), "--task", "text-classification"]
+    told_in_one_line(capsys, labels, "set --label-column")
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).write_bytes((bert / name).read_bytes())
+    bare = ["advise", str(tmp_path / "bare"), *TRAINING, "--task", "masked-lm", "--probe", str(public_texts)]
+    told_in_one_line(capsys, bare, "set --from-scratch to start from new ones")
+
+
+def test_cheap_checks_come_before_slow_imports(bert):
+    program = (
+        "import sys; from dpoptim.cli import main;"
+        f"status = main(['advise', {str(bert)!r}, *{TRAINING!r}, '--probe', 'x.txt']);"
+        "sys.exit(0 if status == 2 and 'transformers' not in sys.modules else 1)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match="needs transformers"):
-        parameter_count("some/model")
-    assert model_size.is_number("4.4M")
-    assert parameter_count("4.4M") == 4_400_000
+    with pytest.raises(ValueError, match=r"MODEL 'some/model' needs .*transformers"):
+        model_size("some/model")
+    assert typed_count("4.4M") == 4_400_000
 
 
 def told_in_one_line(capsys, arguments, words):
+    """One line of error, beside lines of progress and the note on public examples; nothing on standard output."""
     capsys.readouterr()
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert words in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+    *before, last = captured.err.strip().splitlines()
+    assert last.startswith("dpoptim: ")
+    assert words in last
+    assert all(line.endswith(" ...") or line.startswith("note: ") for line in before)

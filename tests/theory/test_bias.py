@@ -59,3 +59,8 @@ def test_monte_carlo(spec, memory):
 def test_bad_beta2():
     with pytest.raises(ValueError, match="beta2=1"):
         second_moment_bias(dpoptim.Independent().optimize(steps=2), beta2=1.0)
+
+
+def test_a_kind_of_noise_is_no_strategy():
+    with pytest.raises(ValueError, match=r"call \.optimize\(steps=\.\.\.\) first"):
+        second_moment_bias(dpoptim.BufferedToeplitz(buffers=2))  # type: ignore[arg-type]

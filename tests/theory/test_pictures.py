@@ -14,9 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpoptim.theory import exponents, picture_data, picture_style, pictures, quadratic_plot, steady_state
+from dpoptim.theory import (
+    exponents,
+    picture_data,
+    picture_style,
+    pictures,
+    quadratic_plane,
+    quadratic_plot,
+    quadratic_tuning,
+    second_moments,
+    steady_state,
+)
 from dpoptim.theory.exponents import Cost
-from dpoptim.theory.quadratic import Quadratic
+from dpoptim.theory.quadratic import Quadratic, simulate
 from dpoptim.theory.regimes import Signal
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -170,7 +180,7 @@ def test_exponent_costs():
 
 def test_plane():
     """Noise around the gradient, simulated as it is released; runs that end nearer the optimum than they began."""
-    data = quadratic_plot.plane()
+    data = quadratic_plane.plane()
     assert data.preconditioners["post_processing"][1] * data.gradient[1] == pytest.approx(0.5, abs=0.02)
     assert data.noise["post_processing"][1] > data.gradient[1] > 10 * data.noise["scale_then_privatize"][1]
     ratio = data.noise["scale_then_privatize"] / data.gradient
@@ -188,9 +198,11 @@ def test_plane():
 def test_the_ranking_depends_on_the_setting():
     """What the page says of the picture: who ends lowest of the private ones, and how the others stand."""
     for spread, winner in ((1.0, "scale_then_privatize"), (0.0, "dp_sgd")):
-        paths = quadratic_plot.compared(Quadratic(spread=spread, repeats=200), grids=quadratic_plot.NEAR)
-        ends = {path.variant: quadratic_plot.last_loss(path) for path in paths if path.variant != "adam"}
+        paths = quadratic_tuning.compared(Quadratic(spread=spread, repeats=200), grids=quadratic_tuning.NEAR)
+        ends = {path.variant: quadratic_tuning.last_loss(path) for path in paths if path.variant != "adam"}
         assert min(ends, key=ends.__getitem__) == winner
+    finer = simulate(Quadratic(spread=1.0, repeats=200, lr=0.007, seed=1), "adam")
+    assert quadratic_tuning.last_loss(finer) == pytest.approx(3.6e-4, rel=0.02)  # Adam, between two of the grid's rates
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--only" in c])
@@ -201,9 +213,9 @@ def test_commands_of_the_page_make_their_pictures(command, tmp_path, capsys, mon
     """
     words, figures = shlex.split(command), []
     first = {
-        variant: {name: values[:1] for name, values in grid.items()} for variant, grid in quadratic_plot.NEAR.items()
+        variant: {name: values[:1] for name, values in grid.items()} for variant, grid in quadratic_tuning.NEAR.items()
     }
-    monkeypatch.setattr(quadratic_plot, "NEAR", first)
+    monkeypatch.setattr(quadratic_tuning, "NEAR", first)
     quick = functools.partial(pictures.ranking, repeats=5, tuning_repeats=1, steps=60)
     monkeypatch.setitem(pictures.PICTURES, "ranking", quick)
     make = picture_style.new_figure
@@ -267,6 +279,24 @@ def test_examples_of_the_page():
     assert len(test.examples) > 25
 
 
+def test_the_page_is_a_doctest():
+    """As `python -m doctest docs/theory.md` reads it: what is expected ends before the fence."""
+    examples = doctest.DocTestParser().get_examples(PAGE)
+    assert len(examples) > 25
+    assert not any("```" in example.want for example in examples)
+
+
+def test_numbers_of_the_captions():
+    """Where a second moment is negative less than one time in ten; how far a clip norm below the window gets."""
+    at = second_moments.negative_probability([0.20, 0.21], noise_variance=1.0, step=5000)
+    assert at[0] > 0.11
+    assert at[1] < 0.1
+    _, simulated = picture_data.window_paths(start=0.0, clip_norms=(19.0,))
+    path = simulated.y["19"]
+    assert 2e-4 < path[-1] < 4e-4
+    assert path[-1] > 1.05 * path[-200]
+
+
 def test_links_of_the_page():
     for target in re.findall(r"\]\(([^)]+)\)", PAGE):
         assert (DOCS / target).exists(), target
@@ -283,5 +313,5 @@ def test_refusals(tmp_path, capsys, monkeypatch):
 
 
 def test_matplotlib_is_imported_inside_functions_alone():
-    for module in (picture_data, picture_style, pictures, quadratic_plot):
+    for module in (picture_data, picture_style, pictures, quadratic_plane, quadratic_plot, quadratic_tuning):
         assert not re.search(r"^(import|from) matplotlib", Path(str(module.__file__)).read_text(), re.M)

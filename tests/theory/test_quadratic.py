@@ -16,7 +16,8 @@ import dpoptim
 from dpoptim.noise import NormalSource, StrategySpec
 from dpoptim.theory import quadratic
 from dpoptim.theory.quadratic import VARIANTS, Quadratic, simulate
-from dpoptim.theory.quadratic_plot import GRIDS, NEAR, compared, draw_ranking, tuned
+from dpoptim.theory.quadratic_plot import draw_ranking
+from dpoptim.theory.quadratic_tuning import GRIDS, NEAR, compared, tuned
 from dpoptim.theory.second_moments import negative_probability
 from dpoptim.theory.update_noise import post_processing_update_rms
 

@@ -183,3 +183,26 @@ def test_edge_cases():
         second_moments.second_moment_variance(noise_variance=-1.0)
     with pytest.raises(ValueError, match="square_stddev=-1"):
         second_moments.ime_negative_probability(square_stddev=-1.0)
+
+
+@pytest.mark.parametrize("step", [1.5, 2.0, True, "2"])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda **step: second_moments.moment_weights(beta=0.9, **step),
+        lambda **step: second_moments.squared_weight(beta=0.9, **step),
+        lambda **step: second_moments.second_moment_mean(noise_variance=1.0, **step),
+        lambda **step: second_moments.second_moment_variance(noise_variance=1.0, **step),
+        lambda **step: second_moments.negative_probability(noise_variance=1.0, **step),
+        lambda **step: second_moments.ime_negative_probability(square_stddev=1.0, **step),
+    ],
+)
+def test_steps_are_whole(compute, step):
+    with pytest.raises(ValueError, match="must be a whole number"):
+        compute(step=step)
+    assert np.all(compute(step=np.int64(2)) == compute(step=2))
+
+
+def test_a_kind_of_noise_is_no_strategy():
+    with pytest.raises(ValueError, match=r"call \.optimize\(steps=\.\.\.\) first"):
+        second_moments.negative_probability(noise_variance=1.0, step=2, strategy=dpoptim.BufferedToeplitz(buffers=2))  # type: ignore[arg-type]

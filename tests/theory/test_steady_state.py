@@ -176,3 +176,9 @@ def test_edge_cases():
         theory.mean_field(1.0, steps=0, **given)
     with pytest.raises(ValueError, match="beta2=1"):
         theory.contraction_factor(beta2=1.0, **given)
+
+
+@pytest.mark.parametrize("steps", [0, 1.5])
+def test_steps_are_whole(steps):
+    with pytest.raises(ValueError, match=f"steps={steps} must be"):
+        theory.mean_field([1.0], clip_norm=1.0, noise_multiplier=1.0, batch_size=2, steps=steps)

@@ -249,3 +249,19 @@ def test_edge_cases():
         update_noise.post_processing_update_rms(strategy=STRATEGIES["banded"])
     with pytest.raises(ValueError, match="beta1=1"):
         update_noise.momentum_noise_variance(noise_variance=1.0, beta1=1.0)
+
+
+@pytest.mark.parametrize("step", [1.5, 2.0, True])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda step: update_noise.momentum_noise_variance(noise_variance=1.0, step=step),
+        lambda step: update_noise.post_processing_update_rms(step=step),
+        lambda step: update_noise.bias_correction_update_bound(noise_variance=1.0, eps=1.0, step=step),
+        lambda step: update_noise.update_sensitivity(clip_norm=1.0, batch_size=4, eps=1.0, step=step),
+        lambda step: update_noise.update_sensitivity(clip_norm=1.0, batch_size=4, eps=1.0, step=9, participation=step),
+    ],
+)
+def test_steps_are_whole(compute, step):
+    with pytest.raises(ValueError, match="must be a whole number"):
+        compute(step)

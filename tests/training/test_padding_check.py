@@ -22,7 +22,7 @@ def test_an_architecture_without_a_mask_is_refused():
     with pytest.raises(ValueError, match="padding, or at the batch's width"):
         prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64, bucket=8)
     assert model.training
-    prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64)  # one width for all
+    prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64)  # of one width
 
 
 def test_bert_is_taken_and_its_mode_put_back():

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
-from dpoptim.cli import advise_table
-from dpoptim.cli.model_size import is_number, parameter_count
+from dpoptim.cli import advise_plot, advise_probe, advise_table, mechanism_rows
+from dpoptim.cli.model_size import ModelSize, model_size, typed_count
 from dpoptim.cli.training_options import (
     add_noise_memory,
     add_output,
     add_training,
+    check_parameters,
     check_plot,
-    note_weak_delta,
     plan_of,
 )
-from dpoptim.cli.units import count
+from dpoptim.cli.training_text import note_weak_delta, progress_on
 from dpoptim.noise import NoiseMemory
-from dpoptim.theory import Advice, Alternative, GradientSignal, advise, measure_signal
+from dpoptim.theory import Advice, Alternative, advise
+from dpoptim.training import Task
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-_TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
 
 _DESCRIPTION = """\
 Say which optimizer variant and which noise to train MODEL with at (epsilon, delta), and why: noise multiplier, the
@@ -67,19 +64,7 @@ def add_to(commands: Any) -> None:
     training.add_argument("--beta1", type=float, default=0.9, metavar="B", help="of Adam (default: 0.9)")
     training.add_argument("--beta2", type=float, default=0.999, metavar="B", help="of Adam (default: 0.999)")
     add_noise_memory(parser.add_argument_group("the noise"))
-    probe = parser.add_argument_group("measured gradients")
-    probe.add_argument(
-        "--probe",
-        metavar="DATA",
-        help="PUBLIC examples: .txt, .jsonl, .csv, a folder or a dataset's name. They must be public: their gradients "
-        "enter the advice without noise, and no guarantee covers them",
-    )
-    probe.add_argument("--task", choices=_TASKS, help="what MODEL learns; needed with --probe")
-    probe.add_argument("--text-column", metavar="NAME", help="of --probe, where the texts are")
-    probe.add_argument("--label-column", metavar="NAME", help="of --probe, where the labels are")
-    probe.add_argument("--probe-examples", type=count, default=256, metavar="N", help="how many (default: 256)")
-    probe.add_argument("--max-length", type=count, metavar="N", help="tokens a text is cut at")
-    probe.add_argument("--from-scratch", action="store_true", help="new weights, of MODEL's configuration")
+    advise_probe.add_options(parser)
     add_output(parser)
     parser.set_defaults(run=run)
 
@@ -87,84 +72,48 @@ def add_to(commands: Any) -> None:
 def run(options: Namespace) -> int:
     """Print the advice as tables or as JSON, and draw it where asked."""
     plan = plan_of(options, clip_norm=options.clip_norm)
-    if not 0 < options.epsilon < math.inf:
-        raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
+    number = typed_count(options.model)
+    advise_probe.check_options(options, number=number)
     if options.plot is not None:
         check_plot(options.plot)
-        from dpoptim.cli import advise_plot  # early, so that a missing matplotlib is told before the work
-    console = Console(stderr=True)
-    with console.status("...") as status:
-        signal = None
-        if options.probe is not None:
-            signal = _probed(options, progress=lambda done: status.update(f"gradients of {done} public examples ..."))
-        status.update(f"reading {options.model} ...")
+    console, signal = Console(stderr=True), None
+    with progress_on(console) as tell:
+        if number is not None:
+            size = ModelSize(parameters=number)
+        elif options.probe is None:
+            tell(f"reading {options.model} ...")
+            size = model_size(options.model, task=None if options.task is None else Task(options.task))
+        else:
+            console.print(advise_probe.PUBLIC, highlight=False, soft_wrap=True)
+            tell(f"reading {options.model} and {options.probe} ...")
+            signal = advise_probe.measured(options, progress=lambda n: tell(f"gradients of {n} public examples ..."))
+            size = ModelSize(parameters=signal.parameters)
+        check_parameters(size.parameters, "MODEL")
         advice = advise(
             plan,
             epsilon=options.epsilon,
             delta=options.delta,
-            parameters=parameter_count(options.model) if signal is None else signal.parameters,
+            parameters=size.parameters,
             signal=signal,
             beta1=options.beta1,
             beta2=options.beta2,
             memory_budget=options.memory_budget,
             memory=NoiseMemory(bits=options.bits),
-            progress=lambda name: status.update(f"optimizing and calibrating {name} ..."),
+            progress=lambda name: tell(f"optimizing and calibrating {name} ..."),
         )
     if options.json:
-        json.dump(as_json(advice), sys.stdout, indent=2, allow_nan=False)
+        json.dump(as_json(advice, counted=size.counted), sys.stdout, indent=2, allow_nan=False)
         print()
     else:
-        advise_table.print_advice(advice)
-    note_weak_delta(console, options)
+        advise_table.print_advice(advice, counted=size.counted)
+    note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
         advise_plot.draw(advice, options.plot)
         console.print(f"wrote {options.plot}")
     return 0
 
 
-def _probed(options: Namespace, *, progress: Any) -> GradientSignal:
-    """The signal of MODEL on the public records, in small batches, as in training (dropout included)."""
-    from dpoptim.training import Task, prepare, read_records  # late: transformers takes seconds to import
-
-    if is_number(options.model):
-        raise ValueError(f"--probe needs a model, and MODEL {options.model!r} is a number; give a folder or a name")
-    if options.task is None:
-        raise ValueError(f"--probe needs --task, one of {', '.join(_TASKS)}")
-    if options.probe_examples < 16:
-        raise ValueError(f"--probe-examples {options.probe_examples} is too few to measure anything; give 16 or more")
-    records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))[: options.probe_examples]
-    if len(order) < 16:
-        raise ValueError(f"--probe {options.probe} has {len(order)} records; give 16 or more, better a few hundred")
-    prepared = prepare(
-        task=Task(options.task),
-        model=options.model,
-        records=records.take(order.tolist()),
-        max_length=options.max_length,
-        from_scratch=options.from_scratch,
-    )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = prepared.model.to(device).train()
-    dataset: Any = prepared.dataset
-
-    def batches() -> Any:
-        for step, part in enumerate(torch.arange(len(order)).split(8)):
-            batch = prepared.collate([dataset[int(i)] for i in part])
-            yield prepared.at_step({name: values.to(device) for name, values in batch.items()}, step)
-
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
-        torch.default_generator.manual_seed(0)
-        return measure_signal(
-            model,
-            prepared.loss_per_example,
-            batches(),
-            clip_norm=options.clip_norm,
-            batch_size=options.batch_size,
-            progress=progress,
-        )
-
-
-def as_json(advice: Advice) -> dict[str, Any]:
+def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
     """The advice as plain values.
 
     Variances, eps and clip norms are in gradient units; `snr` is the mean squared gradient over the noise's variance
@@ -174,44 +123,27 @@ def as_json(advice: Advice) -> dict[str, Any]:
     """
     plan, window = advice.plan, advice.window
     return {
-        "epsilon": advice.epsilon,
-        "delta": advice.delta,
-        "steps": plan.steps,
-        "batch_size": plan.batch_size,
-        "num_examples": plan.num_examples,
-        "clip_norm": plan.clip_norm,
+        **_fields(advice, "epsilon", "delta"),
+        **_fields(plan, "steps", "batch_size", "num_examples", "clip_norm", "noise_multiplier"),
         "parameters": advice.signal.parameters,
-        "variant": advice.variant,
-        "reason": advice.reason,
+        "counted": counted,
         "mechanism": advice.choice.chosen.name,
         "mechanism_reason": advice.choice.reason,
         "sampling": repr(plan.sampling),
         "adjacency": plan.adjacency.value,
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_variance": advice.noise_variance,
-        "snr": advice.snr,
-        "signal_share": advice.signal_share,
-        "scaled_share": advice.scaled_share,
-        "negative_fraction": advice.negative_fraction,
-        "many_negative": advice.many_negative,
+        **_fields(advice, "variant", "reason", "noise_variance", "snr", "signal_share", "scaled_share"),
+        **_fields(advice, "negative_fraction", "many_negative", "notes"),
         "forecasts": [
             {
-                "step": forecast.step,
-                "noise_variance": forecast.noise_variance,
+                **_fields(forecast, "step", "noise_variance"),
                 "negative_bias_correction": forecast.bias_correction,
                 "negative_independent_moments": forecast.independent_moments,
             }
             for forecast in advice.forecasts
         ],
-        "signal": {
-            "measured": advice.signal.measured,
-            "examples": advice.signal.examples,
-            "norm": advice.signal.norm,
-            "agreement": advice.signal.agreement,
-            "example_norms": advice.signal.example_norms,
-            "squares": advice.signal.squares,
-            "weights": advice.signal.weights,
-        },
+        "signal": _fields(
+            advice.signal, "measured", "examples", "norm", "agreement", "example_norms", "squares", "weights"
+        ),
         "window": {
             "eps_scale": [window.low, window.high],
             "eps_scale_likely_high": window.likely_high,
@@ -221,27 +153,21 @@ def as_json(advice: Advice) -> dict[str, Any]:
         },
         "try": {
             "eps_scale": window.to_try,
+            "eps_scale_is": [window.place(value) for value in window.to_try],
             "eps": advice.eps_to_try,
             "clip_norm": advice.clip_norms_to_try,
         },
         "mechanisms": [_row(row, advice.delta) for row in advice.alternatives],
-        "notes": advice.notes,
     }
 
 
+def _fields(source: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
 def _row(row: Alternative, delta: float) -> dict[str, Any]:
-    candidate = row.candidate
     return {
-        "name": row.name,
-        "chosen": row.chosen,
-        "sampling": row.sampling,
+        **mechanism_rows.as_values(row.candidate, delta=delta),
+        **_fields(row, "chosen", "accountant", "epsilon_at_chosen_error"),
         "adjacency": row.adjacency.value,
-        "accountant": row.accountant,
-        "noise_multiplier": candidate.plan.noise_multiplier,
-        "rmse_mean": candidate.rmse_mean,
-        "rmse_max": candidate.rmse_max,
-        "memory_bytes": candidate.memory_bytes,
-        "normal_rows": candidate.normal_rows,
-        "epsilon": candidate.plan.epsilon(delta=delta),
-        "epsilon_at_chosen_error": row.epsilon_at_chosen_error,
     }

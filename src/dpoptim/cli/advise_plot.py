@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.theory import Advice, Fate
-
-try:
-    import matplotlib
-except ImportError as missing:
-    raise ValueError("--plot needs matplotlib; install it with: pip install matplotlib") from missing
-
-matplotlib.use("agg")
-from matplotlib.figure import Figure
+from dpoptim.theory import Advice, Alternative, Fate, ScaleWindow, picture_style
+from dpoptim.theory.advice_rule import MANY_NEGATIVE
+from dpoptim.theory.advice_window import rounded
 
 _BINS = 24
+_NARROW = 1.3  # high/low below which the window is also shown enlarged
+_MARKERS = "ov^<>DPXdh"
 _COLOURS = {Fate.DIVERGES: "#f4c7c3", Fate.STEADY: "#cfe8cf", Fate.COLLAPSES: "#e3e3e3"}
 
 
 def draw(advice: Advice, path: Path) -> None:
     """Negative second moments, gradients against noise, the window of eps_scale, error against memory."""
-    figure = Figure(figsize=(12, 9), layout="constrained")
+    figure = picture_style.new_figure(12, 9.4)
     panels = figure.subplots(2, 2)
     plan = advice.plan
     kind = f"measured on {advice.signal.examples} public examples" if advice.signal.measured else "assumed"
@@ -49,7 +45,7 @@ def _negative(axes: Any, advice: Advice) -> None:
         values = [getattr(forecast, name) for forecast in advice.forecasts]
         if None not in values:
             axes.plot(steps, [100 * value for value in values], marker="o", label=label, color=colour)
-    axes.axhline(25, color="0.4", linestyle="--", linewidth=1, label="25 %")
+    axes.axhline(100 * MANY_NEGATIVE, color="0.4", linestyle="--", linewidth=1, label=f"{MANY_NEGATIVE:.0%}")
     axes.set(xscale="log", xlabel="step", ylabel="coordinates with ν̂ below 0, %", ylim=(-2, 72))
     axes.legend(fontsize=8)
     axes.set_title("(a) above the dashed line, too few second moments see a gradient", fontsize=9)
@@ -75,6 +71,30 @@ def _window(axes: Any, advice: Advice) -> None:
     window = advice.window
     points = [*window.to_try, window.default, window.high, *([window.low] if window.low else [])]
     left, right = 0.5 * min(points), 2 * max(points)
+    _bands(axes, window, left, right)
+    axes.plot(window.to_try, [0.38] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
+    axes.plot([window.default], [0.2], "D", color="C3", label="default", markersize=8)
+    for index, value in enumerate(window.to_try):  # above and below in turn, so that near ones stay apart
+        place = (0, 9 if index % 2 == 0 else -17)
+        axes.annotate(f"{value:.4g}", (value, 0.38), textcoords="offset points", xytext=place, ha="center", fontsize=8)
+    axes.set(xscale="log", xlim=(left, right), ylim=(0, 1), yticks=[])
+    _few_ticks(axes, [rounded(float(value)) for value in np.geomspace(left, right, 7)[1:-1]])
+    axes.set_xlabel(f"eps_scale of scale_then_privatize at clip norm {window.clip_norm:g}, gradient units")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    axes.set_title(
+        f"(c) window {_factor(window.width)} wide; left of it noise feeds on itself, right of it scaling fades",
+        fontsize=9,
+    )
+    if window.width < _NARROW:
+        margin = 0.6 * (window.high - window.low)
+        inset = axes.inset_axes((0.37, 0.6, 0.58, 0.24))
+        _bands(inset, window, window.low - margin, window.high + margin)
+        inset.set(xlim=(window.low - margin, window.high + margin), yticks=[])
+        _few_ticks(inset, [window.low, window.high])
+        inset.set_title("the window, enlarged", fontsize=8)
+
+
+def _bands(axes: Any, window: ScaleWindow, left: float, right: float) -> None:
     for start, end, fate in (
         (left, max(left, window.low), Fate.DIVERGES),
         (max(left, window.low), window.high, Fate.STEADY),
@@ -82,41 +102,46 @@ def _window(axes: Any, advice: Advice) -> None:
     ):
         axes.axvspan(start, end, color=_COLOURS[fate], label=f"ν̂ {fate.value if fate != Fate.STEADY else 'is steady'}")
     axes.axvline(window.likely_high, color="C2", linestyle=":", label="upper end if examples disagree")
-    axes.plot(window.to_try, [0.6] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
-    axes.plot([window.default], [0.4], "D", color="C3", label="default", markersize=8)
-    for index, value in enumerate(window.to_try):  # above and below in turn, so that near ones stay apart
-        place = (0, 9 if index % 2 == 0 else -17)
-        axes.annotate(f"{value:.2g}", (value, 0.6), textcoords="offset points", xytext=place, ha="center", fontsize=8)
-    axes.set(xscale="log", xlim=(left, right), ylim=(0, 1), yticks=[])
-    axes.set_xlabel(f"eps_scale of scale_then_privatize at clip norm {window.clip_norm:g}, gradient units")
-    axes.legend(fontsize=8, loc="lower right")
-    axes.set_title(
-        f"(c) window {_factor(window.width)} wide; left of it noise feeds on itself, right of it scaling fades",
-        fontsize=9,
-    )
+
+
+def _few_ticks(axes: Any, values: list[float]) -> None:
+    axes.set_xticks(values, [f"{value:.5g}" for value in values], fontsize=8)
+    axes.set_xticks([], minor=True)
 
 
 def _factor(width: float) -> str:
+    if width < 1.01:
+        return f"{100 * (width - 1):.2g} %"
     return "without end" if np.isinf(width) else f"a factor of {width:.3g}"
 
 
 def _errors(axes: Any, advice: Advice) -> None:
-    largest = 0.0
+    """Points are small and hollow, so that none hides another; a ring marks the chosen one."""
     for index, row in enumerate(advice.alternatives):
-        megabytes = row.candidate.memory_bytes / 1e6
-        largest = max(largest, megabytes)
-        plain = row.sampling == repr(advice.plan.sampling) or row.candidate in advice.choice.candidates
+        place = (row.candidate.memory_bytes / 1e6, row.candidate.rmse_mean)
+        own = row.candidate in advice.choice.candidates
+        marker = _MARKERS[index % len(_MARKERS)] if own else "s"
+        colour = f"C{index % 10}"
         axes.plot(
-            megabytes,
-            row.candidate.rmse_mean,
-            marker=("o" if plain else "s"),
-            markersize=13 if row.chosen else 7,
-            color=f"C{index % 10}",
-            linestyle="none",
-            label=row.name if plain else f"{row.name}, {row.sampling}",
+            *place, marker=marker, markersize=8, mfc="none", mew=1.8, color=colour, ls="none", label=_named(row, own)
         )
+        if row.chosen:
+            axes.plot(*place, marker="o", markersize=20, mfc="none", mew=1.5, color="black", ls="none")
+    largest = max(row.candidate.memory_bytes for row in advice.alternatives) / 1e6
     axes.set(yscale="log", xlabel="memory that the noise keeps, MB", ylabel="mean RMSE of prefix sums, clip norm 1")
     axes.set_xscale("symlog", linthresh=1.0)
     axes.set_xlim(-0.3, 3 + 3 * largest)
-    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
-    axes.set_title("(d) lower is better; large: chosen; squares: the other sampling", fontsize=9)
+    axes.legend(
+        fontsize=7,
+        ncols=2,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        title="name: normals a step",
+        title_fontsize=7,
+    )
+    axes.set_title("(d) lower is better, and few normals a step; ring: chosen; squares: the other sampling", fontsize=9)
+
+
+def _named(row: Alternative, own: bool) -> str:
+    name = row.name if own else f"{row.name}, {row.sampling}"
+    return f"{name}: {row.candidate.normal_rows:.0f}"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Iterator
+
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from dpoptim.cli.training_options import headline, plan_line, rounded_up, wide_console
-from dpoptim.theory import Advice, format_bytes
+from dpoptim.cli import mechanism_rows
+from dpoptim.cli.training_text import headline, plan_line, rounded_up, wide_console
+from dpoptim.theory import Advice
 
+_WHERE = {
+    "in": "in the window",
+    "in if examples agree": "in the window if examples agree",
+    "above": "above the window",
+    "below": "below the window",
+}
 _CONSTANTS = {
     "scale_then_privatize": "eps_scale={}",
     "bias_correction": "rule=Adam(eps={})",
@@ -15,41 +25,64 @@ _CONSTANTS = {
 }
 
 
-def print_advice(advice: Advice) -> None:
-    """Print on standard output."""
-    console, plan = wide_console(), advice.plan
-    console.print(headline(plan, epsilon=advice.epsilon, delta=advice.delta), highlight=False)
-    console.print(
-        f"{advice.signal.parameters:,} parameters; clip norm {plan.clip_norm:g}; gradients "
-        f"{'measured' if advice.signal.measured else 'ASSUMED'}\n",
-        highlight=False,
-    )
-    _say(console, f"Use {advice.variant}", advice.reason)
-    _say(console, "with", advice.choice.reason)
-    print(f"  plan = {plan_line(plan, epsilon=advice.epsilon, delta=advice.delta)}")
-    print(f"  optimizer = {_optimizer_line(advice)}\n")
-    console.print(_numbers(advice))
-    console.print()
-    console.print(_to_try(advice))
-    console.print()
-    console.print(_mechanisms(advice))
-    console.print(
-        "epsilon*: what the mechanism would cost at the chosen one's mean RMSE. Every row at "
-        f"{plan.adjacency.value} adjacency; accountants:",
-        highlight=False,
+def print_advice(advice: Advice, *, counted: str | None = None) -> None:
+    """Print on standard output, once all of it is made; `counted` is the class whose parameters they are."""
+    console = wide_console()
+    for part in list(_parts(advice, counted)):
+        if isinstance(part, str):
+            print(part)  # to be typed: never wrapped
+        else:
+            console.print(part, highlight=False)
+
+
+def _parts(advice: Advice, counted: str | None) -> Iterator[RenderableType]:
+    plan = advice.plan
+    of = "" if counted is None else f" of {counted}"
+    known = "measured" if advice.signal.measured else "ASSUMED"
+    yield Text(headline(plan, epsilon=advice.epsilon, delta=advice.delta))
+    yield Text(f"{advice.signal.parameters:,} parameters{of}; clip norm {plan.clip_norm:g}; gradients {known}\n")
+    yield _said(f"Use {advice.variant}", advice.reason)
+    yield _said("with", advice.choice.reason)
+    yield f"  plan = {plan_line(plan, epsilon=advice.epsilon, delta=advice.delta)}"
+    yield f"  optimizer = {_optimizer_line(advice)}"
+    if advice.variant == "scale_then_privatize":
+        yield Text(f"  {why_default(advice)}")
+    yield ""
+    yield _numbers(advice)
+    yield ""
+    yield _to_try(advice)
+    yield ""
+    yield _mechanisms(advice)
+    yield Text(
+        "normals a step: rows of random numbers, the time that noise takes. epsilon*: what the mechanism would cost at "
+        f"the chosen one's mean RMSE. Every row at {plan.adjacency.value} adjacency; accountants:"
     )
     for accountant in dict.fromkeys(row.accountant for row in advice.alternatives):
         samplings = dict.fromkeys(
             row.sampling.partition("(")[0] for row in advice.alternatives if row.accountant == accountant
         )
-        console.print(f"  {', '.join(samplings)}: {accountant}", highlight=False)
-    console.print()
+        yield Text(f"  {', '.join(samplings)}: {accountant}")
+    yield ""
     for note in advice.notes:
-        console.print(f"- {note}", highlight=False)
+        yield Text(f"- {note}")
 
 
-def _say(console: Console, head: str, text: str) -> None:
-    console.print(f"[bold green]{head}[/]: {text}.", highlight=False)
+def _said(head: str, text: str) -> Text:
+    return Text.assemble((head, "bold green"), f": {text}.")
+
+
+def why_default(advice: Advice) -> str:
+    """Why the library's own eps_scale is offered, whichever side of the window it is on."""
+    window = advice.window
+    place = window.place(window.default)
+    told = f"eps_scale={window.default:.3g} is the library's default, twice the noise's level: "
+    if place == "in":
+        return told + "in the window, where the second moment rests"
+    return told + (
+        f"{_WHERE[place]}. The window is that of a constant gradient, equal for all examples, which real ones are "
+        "not; below it noise diverges, above it scaling fades gracefully towards post_processing, so the default keeps "
+        "clear of the lower end. Trials on real text worked at the default"
+    )
 
 
 def _optimizer_line(advice: Advice) -> str:
@@ -59,9 +92,8 @@ def _optimizer_line(advice: Advice) -> str:
 
 
 def _numbers(advice: Advice) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    table = mechanism_rows.plain_table(words=("", ""))
+    table.show_header = False
     plan, window, signal = advice.plan, advice.window, advice.signal
     level = f"{advice.noise_variance:.3g}"
     rows = [
@@ -86,12 +118,13 @@ def _numbers(advice: Advice) -> Table:
                 f"{advice.signal_share:.3f} of it on average, at most {advice.scaled_share:.3f} where scaling evens it",
             )
         )
-    low, high = (f"{end:.4g}" for end in window.clip_norms)
+    low, high, likely = _apart(window.low, window.high, window.likely_high)
+    least, most = _apart(*window.clip_norms)
     rows += [
         (
             "window of eps_scale",
-            f"({window.low:.4g}, {window.high:.4g}] at clip norm {plan.clip_norm:g}, up to {window.likely_high:.4g} if "
-            f"examples agree as little as {signal.agreement:.2g}; clip norm/eps_scale in [{low}, {high})",
+            f"({low}, {high}] at clip norm {plan.clip_norm:g}, up to {likely} if examples agree as little as "
+            f"{signal.agreement:.2g}; clip norm/eps_scale in [{least}, {most})",
         ),
         ("its default", f"{window.default:.4g}, {window.describe(window.default)}"),
     ]
@@ -100,12 +133,23 @@ def _numbers(advice: Advice) -> Table:
     return table
 
 
+def _apart(*values: float) -> list[str]:
+    """To four digits, or as many as tell them apart.
+
+    >>> _apart(0.02331, 0.0233105)
+    ['0.023310', '0.023311']
+    """
+    told = ([f"{value:#.{digits}g}" for value in values] for digits in range(4, 18))
+    return next((shown for shown in told if len(set(shown)) == len(set(values))), [repr(value) for value in values])
+
+
 def _to_try(advice: Advice) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("to try", "for", "values"):
-        table.add_column(title, overflow="fold")
+    table = mechanism_rows.plain_table(words=("to try", "for", "values"))
     window = advice.window
-    table.add_row("eps_scale", "scale_then_privatize", _listed(window.to_try))
+    marked = ", ".join(f"{value:.6g} ({_WHERE[window.place(value)]})" for value in window.to_try)
+    if window.too_narrow:
+        marked += "; the window is too narrow to try a value in it that is clear of divergence"
+    table.add_row("eps_scale", "scale_then_privatize", marked)
     table.add_row("eps", "bias_correction, IME", f"{_listed(advice.eps_to_try)} (0.3, 1 and 3 times the noise)")
     source = "10, 50 and 90 % of the public norms; " if advice.signal.example_norms else ""
     table.add_row("clip_norm", "all", f"{_listed(advice.clip_norms_to_try)} ({source}eps_scale and eps in proportion)")
@@ -117,21 +161,13 @@ def _listed(values: tuple[float, ...]) -> str:
 
 
 def _mechanisms(advice: Advice) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("mechanism", overflow="fold")
-    table.add_column("sampling", overflow="fold")
-    for title in ("noise multiplier", "RMSE mean", "RMSE max", "memory", "epsilon", "epsilon*"):
-        table.add_column(title, justify="right", overflow="fold")
+    table = mechanism_rows.plain_table(words=("mechanism", "sampling"), numbers=(*mechanism_rows.COLUMNS, "epsilon*"))
     for row in advice.alternatives:
-        candidate, cost = row.candidate, row.epsilon_at_chosen_error
+        cost = row.epsilon_at_chosen_error
         table.add_row(
             row.name,
             row.sampling,
-            f"{candidate.plan.noise_multiplier:.4f}",
-            f"{candidate.rmse_mean:.4g}",
-            f"{candidate.rmse_max:.4g}",
-            "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
-            rounded_up(candidate.plan.epsilon(delta=advice.delta)),
+            *mechanism_rows.as_cells(row.candidate, delta=advice.delta),
             "-" if cost is None else rounded_up(cost),
             style="bold green" if row.chosen else None,
         )

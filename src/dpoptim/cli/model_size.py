@@ -6,90 +6,129 @@ import argparse
 import contextlib
 import importlib
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dpoptim.cli.units import count
+from dpoptim.training import Task, load_model
+from dpoptim.training.optional import needed
+from dpoptim.training.task_of_model import task_of_model
+
+_OPTIONS = {
+    "source": "--probe",
+    "model": "MODEL",
+    "tokenizer": "MODEL's tokenizer",
+    "task": "--task",
+    "from_scratch": "--from-scratch",
+    "label_column": "--label-column",
+    "text_column": "--text-column",
+    "max_length": "--max-length",
+}
+_NAMES = re.compile(rf"\b(source|model|tokenizer|task)=|\b({'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)")
 
 
-def parameter_count(model: str) -> int:
-    """Trained parameters of a model given as a number (4.4M), a folder with config.json, or a name on the hub.
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Trained parameters, and the class that they were counted of; None where a number was given."""
 
-    The class that the configuration names is built on the meta device, which takes neither memory nor weights; what is
-    tied counts once. Edge cases: one ValueError line where transformers is missing, the hub cannot be reached, or there
-    is no such model.
+    parameters: int
+    counted: str | None = None
 
-    >>> parameter_count("4.4M")
-    4400000
+
+def typed_count(model: str) -> int | None:
+    """The number that MODEL is, or None where it is a folder or a name.
+
+    Edge cases: what begins like a number and is neither one, nor a folder, nor a name with a "/" is refused, before a
+    network is asked for it.
+
+    >>> typed_count("124M"), typed_count("gpt2")
+    (124000000, None)
     """
     try:
-        number = count(model)
+        return count(model)
     except argparse.ArgumentTypeError:
-        return _of_configuration(model)
-    if number < 1:
-        raise ValueError(f"MODEL {model!r} must be at least one parameter")
-    return number
+        if re.match(r"[-+\d]", model) and "/" not in model and not Path(model).is_dir():
+            raise ValueError(
+                f"MODEL {model!r} is no number of parameters such as 4400000 or 4.4M, and there is no such folder"
+            ) from None
+        return None
 
 
-def is_number(model: str) -> bool:
-    """Whether a model is given by its number of parameters alone.
+def model_size(model: str, *, task: Task | None = None) -> ModelSize:
+    """Trained parameters of a model given as a folder with config.json or a name on the hub (or built in).
 
-    >>> is_number("124M"), is_number("gpt2")
-    (True, False)
+    The class that `task` asks for, else the one that the configuration names, is built on the meta device, which takes
+    neither memory nor weights; what is tied counts once. Edge cases: one ValueError line where transformers is missing,
+    the hub cannot be reached, there is no such model, or its configuration names no task.
+
+    >>> model_size("small-cnn").counted
+    'SmallCNN'
     """
-    try:
-        count(model)
-    except argparse.ArgumentTypeError:
-        return False
-    return True
-
-
-def _of_configuration(model: str) -> int:
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"MODEL {model!r} is a folder without config.json; give one made by save_pretrained")
-    if not folder.is_dir() and (folder.is_absolute() or model.startswith((".", "~"))):
-        raise ValueError(f"MODEL {model!r} does not exist; give a folder, a hub name or a count such as 4.4M")
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise ValueError(
-            f"MODEL {model!r}: reading it needs transformers (pip install transformers); or give a count such as 4.4M"
-        ) from None
-    try:
-        with _quiet_hub():
-            config = transformers.AutoConfig.from_pretrained(str(folder) if folder.is_dir() else model)
-    except Exception as error:  # of the hub, of the network, of the file: many types, all for people to read
-        raise ValueError(
-            f"MODEL {model!r} is no folder here and the Hugging Face hub did not give it ({_first_line(error)}); "
-            "give a folder or a count such as 4.4M"
-            if not folder.is_dir()
-            else f"MODEL {model!r}: config.json cannot be read ({_first_line(error)})"
-        ) from None
-    named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
-    try:
+    with in_options(), quiet_loading():
+        task = task_of_model(model) if task is None else task
+        if task is Task.TABULAR_CLASSIFICATION:
+            raise ValueError(f"MODEL {model!r}: its parameters depend on the columns of the data; give their number")
         with torch.device("meta"):
-            made = transformers.AutoModel.from_config(config) if named is None else getattr(transformers, named)(config)
-    except Exception as error:
-        raise ValueError(f"MODEL {model!r} cannot be built from its configuration: {_first_line(error)}") from None
-    return sum(p.numel() for p in made.parameters() if p.requires_grad)
+            made = load_model(task, model, num_labels=_labels(model, task), from_scratch=True)
+    parameters = sum(p.numel() for p in made.parameters() if p.requires_grad)
+    return ModelSize(parameters=parameters, counted=type(made).__name__)
+
+
+def _labels(model: str, task: Task) -> int | None:
+    """As many as the configuration has, where the task has labels."""
+    if not task.is_classification:
+        return None
+    if model == "small-cnn" or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
+        return 2
+    try:
+        config = needed("transformers", f"MODEL {model!r}").AutoConfig.from_pretrained(model)
+    except OSError:
+        return 2  # load_model says what is wrong
+    return max(2, int(config.num_labels))
 
 
 @contextlib.contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Without a line for each attempt to reach the hub: the last error is told, once."""
+def in_options() -> Iterator[None]:
+    """Errors of the library in the words of the command line.
+
+    >>> with in_options():
+    ...     raise ValueError("max_length=1 must lie above 1; set from_scratch or model='x'")
+    Traceback (most recent call last):
+    ValueError: --max-length 1 must lie above 1; set --from-scratch or MODEL 'x'
+    """
+    try:
+        yield
+    except ValueError as error:
+        told = str(error).replace("task=None: ", "").replace("set task to", "set --task to")
+        raise ValueError(_NAMES.sub(_in_option, told)) from error
+
+
+def _in_option(found: re.Match[str]) -> str:
+    """NAME=value is an option and its value, NAME alone the option."""
+    name, blank = (found[1], " ") if found[1] else (found[2], " " if found[3] else "")
+    return f"{_OPTIONS[name]}{blank}"
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without bars for weights, and without a line for each attempt to reach the hub: the last error is told, once."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    bars: Any = None
+    with contextlib.suppress(ImportError):
+        bars = importlib.import_module("transformers.utils.logging")
+    shown = bars is not None and bars.is_progress_bar_enabled()
+    if shown:
+        bars.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:160] if lines else type(error).__name__
+        if shown:
+            bars.enable_progress_bar()

@@ -8,30 +8,28 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
+from dpoptim.cli import mechanism_rows, plan_plot
 from dpoptim.cli.training_options import (
     add_noise_memory,
     add_output,
     add_training,
+    check_parameters,
     check_plot,
-    headline,
-    note_weak_delta,
-    plan_line,
     plan_of,
-    rounded_up,
-    wide_console,
 )
+from dpoptim.cli.training_text import headline, note_weak_delta, plan_line, progress_on, wide_console
 from dpoptim.cli.units import count
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.noise.dense import dense_seconds
 from dpoptim.privacy import PrivacyPlan, Shuffled
-from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory import Choice, choose_noise
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 _MOST_DENSE_SECONDS = 60.0
+_ERRORS = 3  # columns up to those of the errors, behind which their ratio stands
 
 _DESCRIPTION = """\
 Compare the mechanisms that a training could add its noise by, all at the same (epsilon, delta), and say which one to
@@ -87,11 +85,11 @@ def add_to(commands: Any) -> None:
 def run(options: Namespace) -> int:
     """Print the comparison as a table or as JSON, and draw it where asked."""
     plan = plan_of(options)
+    check_parameters(options.parameters, "--parameters")
     if options.plot is not None:
         check_plot(options.plot)
-        from dpoptim.cli import plan_plot  # early, so that a missing matplotlib is told before the work
     console = Console(stderr=True)
-    with console.status("...") as status:
+    with progress_on(console) as tell:
         choice = choose_noise(
             plan,
             epsilon=options.epsilon,
@@ -101,14 +99,14 @@ def run(options: Namespace) -> int:
             memory=NoiseMemory(bits=options.bits),
             workload=options.workload,
             more=_slow_mechanisms(plan, options.workload) if options.all else (),
-            progress=lambda name: status.update(f"optimizing and calibrating {name} ..."),
+            progress=lambda name: tell(f"optimizing and calibrating {name} ..."),
         )
     if options.json:
         json.dump(as_json(choice, options.epsilon, options.delta), sys.stdout, indent=2)
         print()
     else:
         _print_table(choice, options)
-    note_weak_delta(console, options)
+    note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
         plan_plot.draw(choice, options.plot)
         console.print(f"wrote {options.plot}")
@@ -116,13 +114,7 @@ def run(options: Namespace) -> int:
 
 
 def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
-    """The comparison as plain values.
-
-    `noise_multiplier` is relative to one participation, and `sensitivity` is to one participation (the largest
-    column norm), so that rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity`, where
-    sampling does not amplify, is how far one neighbour moves the whole run: of all participations, and twice as much
-    under replace adjacency.
-    """
+    """The comparison as plain values; `mechanism_rows.as_values` says what the numbers of a mechanism are."""
     return {
         "epsilon": epsilon,
         "delta": delta,
@@ -134,26 +126,7 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
-        "mechanisms": [_row(candidate, delta) for candidate in choice.candidates],
-    }
-
-
-def _row(candidate: Candidate, delta: float) -> dict[str, Any]:
-    plan, strategy = candidate.plan, candidate.plan.strategy
-    total = None
-    if isinstance(plan.sampling, Shuffled):
-        total = plan.adjacency.sensitivity_factor * plan.sensitivity_ratio(strategy) * strategy.column_norm
-    return {
-        "name": candidate.name,
-        "sampling": repr(plan.sampling),
-        "noise_multiplier": plan.noise_multiplier,
-        "sensitivity": strategy.column_norm,
-        "total_sensitivity": total,
-        "rmse_mean": candidate.rmse_mean,
-        "rmse_max": candidate.rmse_max,
-        "memory_bytes": candidate.memory_bytes,
-        "normal_rows": candidate.normal_rows,
-        "epsilon": plan.epsilon(delta=delta),
+        "mechanisms": [mechanism_rows.as_values(candidate, delta=delta) for candidate in choice.candidates],
     }
 
 
@@ -161,23 +134,18 @@ def _print_table(choice: Choice, options: Namespace) -> None:
     console, plan, independent = wide_console(), choice.plan, choice.independent
     told = headline(plan, epsilon=options.epsilon, delta=options.delta)
     workload = "prefix sums" if options.workload == PrefixSums() else options.workload
-    console.print(f"{told}; RMSE of {workload}", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("mechanism", overflow="fold")
-    for title in ("noise multiplier", "RMSE mean", "RMSE max", "to independent", "memory", "normals a step", "epsilon"):
-        table.add_column(title, justify="right", overflow="fold")
+    first, rest = mechanism_rows.COLUMNS[:_ERRORS], mechanism_rows.COLUMNS[_ERRORS:]
+    table = mechanism_rows.plain_table(words=("mechanism",), numbers=(*first, "to independent", *rest))
     for candidate in choice.candidates:
+        cells = mechanism_rows.as_cells(candidate, delta=options.delta)
         table.add_row(
             candidate.name,
-            f"{candidate.plan.noise_multiplier:.4f}",
-            f"{candidate.rmse_mean:.4g}",
-            f"{candidate.rmse_max:.4g}",
+            *cells[:_ERRORS],
             f"{candidate.rmse_mean / independent.rmse_mean:.4f}",
-            "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
-            f"{candidate.normal_rows:.0f}",
-            rounded_up(candidate.plan.epsilon(delta=options.delta)),
+            *cells[_ERRORS:],
             style="bold green" if candidate is choice.chosen else None,
         )
+    console.print(f"{told}; RMSE of {workload}", highlight=False)
     console.print(table)
     print(f"Use {choice.reason}:")
     print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}")

@@ -7,20 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from dpoptim.noise import PrefixSums
-from dpoptim.theory import Candidate, Choice
-
-try:
-    import matplotlib
-except ImportError as missing:
-    raise ValueError("--plot needs matplotlib; install it with: pip install matplotlib") from missing
-
-matplotlib.use("agg")
-from matplotlib.figure import Figure
+from dpoptim.theory import Candidate, Choice, picture_style
 
 
 def draw(choice: Choice, path: Path) -> None:
     """Error at each step, and mean error against memory, one colour a mechanism; the chosen one is thick."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = picture_style.new_figure(11, 5)
     by_step, by_memory = figure.subplots(1, 2, width_ratios=[3, 2])
     shown = _shown(choice)
     for index, candidate in enumerate(shown):

@@ -1,21 +1,23 @@
-"""What every command that plans a training asks for, and says about it."""
+"""What every command that plans a training asks for, and refuses."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from dpoptim.cli.training_text import rounded_up as rounded_up
+from dpoptim.cli.training_text import wide_console as wide_console
 from dpoptim.cli.units import count, size
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+from dpoptim.theory.picture_style import check_matplotlib
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+MOST_PARAMETERS = 10**13
+_CLIP_NORMS = (1e-9, 1e9)
 
 
 def add_training(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -34,6 +36,7 @@ def add_training(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     training.add_argument(
         "--adjacency",
+        type=lambda text: text.replace("-", "_"),
         choices=[kind.value for kind in Adjacency],
         default=Adjacency.ZERO_OUT.value,
         help="which datasets are neighbours (default: %(default)s)",
@@ -60,8 +63,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_of(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
-    """The plan that the options describe, not calibrated."""
-    return PrivacyPlan(
+    """The plan that the options describe, not calibrated; (epsilon, delta) is checked beside it."""
+    plan = PrivacyPlan(
         num_examples=options.num_examples,
         batch_size=options.batch_size,
         steps=options.steps,
@@ -69,59 +72,26 @@ def plan_of(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
         sampling=Poisson() if options.sampling == "poisson" else Shuffled(),
         adjacency=Adjacency(options.adjacency),
     )
+    if not 0 < options.epsilon < math.inf:
+        raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
+    if not 0 < options.delta < 1:
+        raise ValueError(f"--delta {options.delta:g} must lie strictly between 0 and 1")
+    if not _CLIP_NORMS[0] <= clip_norm <= _CLIP_NORMS[1]:
+        low, high = _CLIP_NORMS
+        raise ValueError(f"--clip-norm {clip_norm:g} must lie between {low:g} and {high:g}, in units of a gradient")
+    return plan
+
+
+def check_parameters(parameters: int, name: str) -> None:
+    """Refuse what no model has; `name` is the option."""
+    if not 1 <= parameters <= MOST_PARAMETERS:
+        raise ValueError(f"{name} {parameters:,} must be at least one parameter, and at most {MOST_PARAMETERS:,}")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be written, before the work."""
+    """Refuse a picture that could not be made or written, before the work."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot {path} must be a file name that ends in .png, .svg or .pdf")
     if not path.parent.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {path.parent}")
-
-
-def wide_console() -> Console:
-    """Standard output, 120 columns wide where it is no terminal."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
-
-
-def headline(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
-    """The training and its guarantee, in a line."""
-    sampling = "secret Poisson sampling (cyclic where noise is correlated)"
-    if isinstance(plan.sampling, Shuffled):
-        sampling = (
-            f"shuffled (no amplification): {plan.max_participations} participations at least "
-            f"{plan.min_separation:,} steps apart"
-        )
-    return (
-        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
-        f"epsilon = {epsilon:g} at delta = {delta:g}; {plan.adjacency.value} neighbours; {sampling}"
-    )
-
-
-def plan_line(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
-    """What to type to get the plan, with all digits, and all that is not a default but its sizes."""
-    clip_norm = "" if plan.clip_norm == 1 else f"clip_norm={plan.clip_norm!r}, "
-    adjacency = "" if plan.adjacency is Adjacency.ZERO_OUT else f"adjacency=Adjacency.{plan.adjacency.name}, "
-    return (
-        f"PrivacyPlan(..., {clip_norm}{adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
-        f".calibrate(epsilon={epsilon!r}, delta={delta!r})"
-    )
-
-
-def note_weak_delta(console: Console, options: Namespace) -> None:
-    """Say so where delta would let one example in full go free."""
-    if options.delta > 1 / options.num_examples:
-        console.print(f"note: delta = {options.delta:g} is above 1/num-examples, {1 / options.num_examples:.2g}: weak")
-
-
-def rounded_up(epsilon: float) -> str:
-    """To five digits, rounded up: never a smaller claim than the accountant's.
-
-    >>> rounded_up(9.99999), rounded_up(1.23451e-5), rounded_up(math.inf)
-    ('10.0000', '1.2346e-05', 'inf')
-    """
-    if math.isinf(epsilon):
-        return "inf"
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 4)
-    rounded = math.ceil(epsilon / unit - 1e-7) * unit
-    return f"{rounded:.4f}" if rounded >= 0.1 else f"{rounded:.4e}"
+    check_matplotlib("--plot needs")

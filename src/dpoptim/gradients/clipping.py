@@ -120,7 +120,8 @@ class ClippedSums:
         squared, bounds = self._measured(batch.gradients)
         norms = squared.sqrt() * factor
         weights = self._weights(norms) * factor
-        apart, indices = torch.zeros_like(weights, dtype=torch.bool), list[int]
+        apart = torch.zeros_like(weights, dtype=torch.bool)
+        indices: Callable[[], list[int]] = list
         if bounds is not None:  # which may be NaN
             apart = (weights > 0) & ~(bounds * factor <= self._cancellation * norms)
             indices = _told_later(apart)

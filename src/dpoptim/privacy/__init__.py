@@ -17,6 +17,7 @@ from dpoptim.privacy.releases import (
     noise_stddevs,
     square_sensitivity,
 )
+from dpoptim.privacy.repeated import calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 
@@ -37,6 +38,8 @@ __all__ = [
     "Sampling",
     "Shuffled",
     "TruncatedPoissonRun",
+    "calibrate_runs",
+    "epsilon_of_runs",
     "gaussian_delta",
     "gaussian_epsilon",
     "gaussian_noise_multiplier",

@@ -6,6 +6,7 @@ from dpoptim.theory.advice_window import ScaleWindow, scale_window
 from dpoptim.theory.adviser import Advice, Forecast, advise
 from dpoptim.theory.bias import second_moment_bias
 from dpoptim.theory.choice import Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory.exponents import Cost, best_exponent, least_noise_cost, noise_cost
 from dpoptim.theory.probe import measure_signal
 from dpoptim.theory.quadratic import Quadratic, simulate
 from dpoptim.theory.regimes import (
@@ -38,6 +39,7 @@ __all__ = [
     "Alternative",
     "Candidate",
     "Choice",
+    "Cost",
     "Fate",
     "Forecast",
     "GradientSignal",
@@ -45,6 +47,7 @@ __all__ = [
     "ScaleWindow",
     "Signal",
     "advise",
+    "best_exponent",
     "bias_correction_update_bound",
     "choose_noise",
     "clip_norm_window",
@@ -55,10 +58,12 @@ __all__ = [
     "largest_dimension_bias_correction",
     "largest_dimension_ime",
     "largest_dimension_post_processing",
+    "least_noise_cost",
     "mean_field",
     "measure_signal",
     "momentum_noise_variance",
     "negative_probability",
+    "noise_cost",
     "post_processing_update_rms",
     "predict",
     "scale_window",

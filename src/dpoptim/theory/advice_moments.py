@@ -22,7 +22,13 @@ from scipy.stats import gamma
 from dpoptim.noise import Strategy, ToeplitzStrategy
 from dpoptim.noise.series import Series
 from dpoptim.noise.workloads import Matrix
-from dpoptim.theory.second_moments import check_beta, moment_weights, negative_probability, squared_weight
+from dpoptim.theory.second_moments import (
+    check_beta,
+    check_step,
+    moment_weights,
+    negative_probability,
+    squared_weight,
+)
 
 _EXACT_UP_TO = 30  # steps
 _LONGEST_BLOCK = 2000  # steps whose covariances are formed; later ones hardly differ
@@ -62,8 +68,8 @@ def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.99
     """
     check_beta("beta2", beta2)
     steps = list(steps)
-    if not all(1 <= step <= strategy.steps for step in steps):
-        raise ValueError(f"steps={steps} must lie between 1 and the strategy's steps={strategy.steps}")
+    for step in steps:
+        check_step(step, strategy=strategy)
     squares = strategy.row_norms() ** 2
     rows = _leading_rows(strategy, min(max(steps), _LONGEST_BLOCK)) if strategy.bands > 1 else None
     covariance = None if rows is None else rows @ rows.T
@@ -134,6 +140,7 @@ def momentum_weight(strategy: Strategy, *, step: int, beta1: float = 0.9) -> flo
     >>> round(momentum_weight(Independent().optimize(steps=500), step=500), 6)
     0.052632
     """
+    check_step(step, strategy=strategy)
     block = min(step, _LONGEST_BLOCK)
     small = _leading_strategy(strategy, block)
     if small is not None:

@@ -19,6 +19,7 @@ to be constant over the steps, which real ones are not, and examples to be clipp
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dpoptim.theory.steady_state import Fate, clip_norm_window
@@ -69,19 +70,39 @@ class ScaleWindow:
         kept = 1 - self.high / eps_scale
         return f"above the window: nu collapses, and a scale is {kept:.2f} where coordinates are alike (1: unscaled)"
 
+    def place(self, eps_scale: float) -> str:
+        """In a word or two: "in", "in if examples agree" (above `likely_high`), "above" or "below"."""
+        fate = self.fate(eps_scale)
+        if fate is Fate.STEADY:
+            return "in" if eps_scale <= self.likely_high else "in if examples agree"
+        return "above" if fate is Fate.COLLAPSES else "below"
+
+    @property
+    def too_narrow(self) -> bool:
+        """Whether no value in the window is a tenth above its lower end, where estimates of ν̂ fluctuate."""
+        return self.width < _CLEAR_OF_DIVERGENCE
+
     @property
     def to_try(self) -> tuple[float, ...]:
-        """Three to five values: from inside the window, clear of its lower end, to where scaling fades."""
+        """Three to six values: from inside the window, clear of its lower end, to where scaling fades.
+
+        Both upper ends are among them where they are clear of the lower one. Two digits each, or as many as keep it on
+        its side of the ends.
+        """
         if not self.low:
-            return tuple(_rounded(self.high * factor) for factor in (0.01, 0.1, 1.0, 10.0))
+            return tuple(rounded(self.high * factor) for factor in (0.01, 0.1, 1.0, 10.0))
         if self.width > _WIDE:
             ratio = (self.high / (2 * self.low)) ** (1 / 3)
             values = [2 * self.low * ratio**i for i in range(4)] + [3 * self.high]
         else:
-            middle = math.sqrt(self.low * self.high)
-            values = [v for v in (middle, self.high) if v >= _CLEAR_OF_DIVERGENCE * self.low]
-            values += [2 * self.low, 4 * self.low, 8 * self.low]
-        return tuple(sorted({_rounded(value) for value in values}))
+            values = [math.sqrt(self.low * self.high), self.high, 2 * self.low, 4 * self.low, 8 * self.low]
+        clear = [v for v in (self.likely_high, *values) if v >= _CLEAR_OF_DIVERGENCE * self.low]
+        return _apart({self._typed(value) for value in clear})
+
+    def _typed(self, value: float) -> float:
+        """To the fewest digits, two or more, that leave it in its place."""
+        found = (rounded(value, digits) for digits in range(2, 17))
+        return next((short for short in found if self.place(short) == self.place(value)), value)
 
 
 def scale_window(
@@ -118,10 +139,19 @@ def _percent(part: float) -> str:
     return f"{part / (1 - part):.0%}" if part < 1 else "∞"
 
 
-def _rounded(value: float, digits: int = 2) -> float:
+def _apart(values: Iterable[float]) -> tuple[float, ...]:
+    """In order, without those that lie within a twentieth of the one before."""
+    kept: list[float] = []
+    for value in sorted(values):
+        if not kept or value > 1.05 * kept[-1]:
+            kept.append(value)
+    return tuple(kept)
+
+
+def rounded(value: float, digits: int = 2) -> float:
     """To two digits, for people to type.
 
-    >>> _rounded(0.0123456)
+    >>> rounded(0.0123456)
     0.012
     """
     return float(f"{value:.{digits - 1}e}") if value else 0.0

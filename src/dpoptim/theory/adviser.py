@@ -21,10 +21,9 @@ from dpoptim.theory.advice_alternatives import Alternative, Progress, alternativ
 from dpoptim.theory.advice_moments import moment_laws, momentum_weight, negative_fractions
 from dpoptim.theory.advice_rule import EVIDENCE, MANY_NEGATIVE, choose_variant
 from dpoptim.theory.advice_signal import GradientSignal
-from dpoptim.theory.advice_window import ScaleWindow, scale_window
+from dpoptim.theory.advice_window import ScaleWindow, rounded, scale_window
 from dpoptim.theory.choice import Choice, choose_noise
 from dpoptim.theory.second_moments import check_beta
-from dpoptim.theory.steady_state import Fate
 
 _MOST_FORECASTS = 10
 
@@ -142,7 +141,7 @@ def advise(
         signal, phi=phi, negative=forecasts[-1].bias_correction, shares=shares, beta2=beta2
     )
     level = noise_level(choice.plan, Gradient())
-    notes = _notes(choice.plan, signal, window=window, variant=variant, exact=exact, missing=missing)
+    notes = _notes(choice.plan, signal, exact=exact, missing=missing)
     return Advice(
         epsilon=epsilon,
         delta=delta,
@@ -155,7 +154,7 @@ def advise(
         signal_share=shares[0],
         scaled_share=shares[1],
         window=window,
-        eps_to_try=tuple(_two_digits(level * factor) for factor in (0.3, 1.0, 3.0)),
+        eps_to_try=tuple(rounded(level * factor) for factor in (0.3, 1.0, 3.0)),
         clip_norms_to_try=_clip_norms(plan.clip_norm, signal),
         alternatives=rows,
         notes=notes,
@@ -232,15 +231,13 @@ def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[fl
 def _clip_norms(clip_norm: float, signal: GradientSignal) -> tuple[float, ...]:
     """Measured: the 10, 50 and 90 % points of the norms. Otherwise the given one, and a third and a tenth of it."""
     values = signal.example_norms or (clip_norm / 10, clip_norm / 3, clip_norm)
-    return tuple(sorted({_two_digits(value) for value in values if value > 0} or {clip_norm}))
+    return tuple(sorted({rounded(value) for value in values if value > 0} or {clip_norm}))
 
 
 def _notes(
     plan: PrivacyPlan,
     signal: GradientSignal,
     *,
-    window: ScaleWindow,
-    variant: str,
     exact: bool,
     missing: str | None,
 ) -> tuple[str, ...]:
@@ -257,11 +254,6 @@ def _notes(
             "case for bias correction; --probe or measure_signal measures it"
         )
     notes = [source, EVIDENCE]
-    if variant == "scale_then_privatize" and window.fate(window.default) is not Fate.STEADY:
-        notes.append(
-            f"The window of eps_scale spans a factor of {window.width:.6g}, and the default {window.default:.3g} lies "
-            f"{window.describe(window.default)}"
-        )
     if signal.example_norms and signal.example_norms[1] < plan.clip_norm:
         notes.append(
             f"Half of the public examples have gradients below {signal.example_norms[1]:.3g} and are not clipped at "
@@ -273,7 +265,3 @@ def _notes(
     if missing is not None:
         notes.append(f"The other sampling is not compared: {missing}")
     return tuple(notes)
-
-
-def _two_digits(value: float) -> float:
-    return float(f"{value:.1e}")

@@ -23,6 +23,7 @@ def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
     >>> round(float(second_moment_bias(banded, beta2=0.9)[-1]), 7)
     1.2836411
     """
+    check_strategy(strategy)
     if not 0 <= beta2 < 1:
         raise ValueError(f"beta2={beta2} must lie in [0, 1)")
     total, biases = 0.0, []
@@ -30,3 +31,15 @@ def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
         total = beta2 * total + (1 - beta2) * norm**2
         biases.append(total / (1 - beta2**step))
     return np.asarray(biases)
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a kind of noise whose matrix is not made yet.
+
+    >>> from dpoptim.noise import BufferedToeplitz
+    >>> check_strategy(BufferedToeplitz(buffers=2))
+    Traceback (most recent call last):
+    ValueError: strategy=BufferedToeplitz(buffers=2) has no matrix yet; call .optimize(steps=...) first
+    """
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r} has no matrix yet; call .optimize(steps=...) first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,8 @@ _MOST_NORMAL_ROWS = 16.0  # a mechanism that makes more rows of normals a step c
 _AS_GOOD = 1.005  # errors within half a percent are equal: time decides, then memory
 _LEAST_BUDGET = 4 * 2**30
 _BUDGET_PER_PARAMETER = 16
+_MOST_STEPS = 100_000  # minutes; ten times as many take an hour
+_MOST_SAMPLED_EPSILON = 100.0  # half a minute; privacy loss distributions grow with ε
 
 Progress = Callable[[str], None]
 
@@ -121,7 +124,8 @@ def choose_noise(
 
     Guarantee: each candidate is a calibrated plan, whose own accountant stands for its ε.
     Edge cases: independent noise needs no memory, so something always fits. Mechanisms that make more than 16 rows of
-    normals a step are shown and not chosen.
+    normals a step are shown and not chosen. Refused, as the search would take many minutes: more than 100,000 steps,
+    and ε above 100 under secret sampling, which protects nobody.
 
     >>> plan = PrivacyPlan(num_examples=10_000, batch_size=100, steps=300)
     >>> choice = choose_noise(plan, epsilon=5.0, delta=1e-6, parameters=100_000_000)
@@ -136,6 +140,16 @@ def choose_noise(
         memory_budget = max(_LEAST_BUDGET, _BUDGET_PER_PARAMETER * parameters)
     if not isinstance(memory_budget, int) or memory_budget < 0:
         raise ValueError(f"memory_budget={memory_budget!r} must be a number of bytes, 0 or more")
+    if plan.steps > _MOST_STEPS:
+        raise ValueError(
+            f"steps={plan.steps}: mechanisms are compared for at most {_MOST_STEPS:,} steps; compare them for fewer, "
+            "and give that noise to a plan of the steps in question"
+        )
+    if plan.sampling.is_random and _MOST_SAMPLED_EPSILON < epsilon < math.inf:
+        raise ValueError(
+            f"epsilon={epsilon:g}: under secret sampling mechanisms are compared up to epsilon="
+            f"{_MOST_SAMPLED_EPSILON:g}, beyond which accounting takes minutes and nobody is protected; ask for less"
+        )
     tell = progress or (lambda text: None)
 
     def candidate(noise: StrategySpec, sampling: Sampling = plan.sampling) -> Candidate:
@@ -219,10 +233,15 @@ def _reason(choice: Choice, memory_budget: int) -> str:
     better = [c for c in candidates if c.rmse_mean * _AS_GOOD < chosen.rmse_mean]
     if better:
         other = min(better, key=lambda c: c.rmse_mean)
-        slow, large = f"{other.normal_rows:.0f} rows of normals a step", format_bytes(other.memory_bytes)
-        dear = f"{large} of the {format_bytes(memory_budget)} allowed" if other.memory_bytes > memory_budget else slow
-        reason += f" that fits ({other.name}, {other.rmse_mean:.4g}, would take {dear})"
+        dear = f"{other.normal_rows:.0f} rows of normals a step, above {_MOST_NORMAL_ROWS:.0f}"
+        if other.memory_bytes > memory_budget:
+            dear = f"{format_bytes(other.memory_bytes)}, above the {_in_bytes(memory_budget)} allowed"
+        reason += f"; {other.name} has RMSE {other.rmse_mean:.4g}, but would take {dear}"
     return reason
+
+
+def _in_bytes(budget: int) -> str:
+    return format_bytes(budget) if budget else "0 bytes"
 
 
 def format_bytes(count: int) -> str:

@@ -5,6 +5,7 @@ Matplotlib is optional (`pip install 'dpoptim[plots]'`) and imported when the fi
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,22 @@ FONTS = {
 }
 
 
+def check_matplotlib(what: str = "pictures need") -> None:
+    """Refuse in one line where matplotlib is not installed; `what` begins the line."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as missing:
+        raise ValueError(f"{what} matplotlib; install it with: pip install matplotlib") from missing
+
+
 def new_figure(width: float, height: float) -> Any:
     """A matplotlib Figure of that size in inches, with no window behind it.
 
     Edge cases: without matplotlib a ValueError says how to install it.
     """
-    try:
-        import matplotlib
-    except ImportError as missing:
-        raise ValueError("pictures need matplotlib; install it with: pip install matplotlib") from missing
+    check_matplotlib()
+    import matplotlib
+
     matplotlib.use("agg")
     matplotlib.rcParams.update(FONTS)
     from matplotlib.figure import Figure
@@ -62,13 +70,13 @@ def label(axes: Any, title: str, x: str, y: str, *, log: str = "") -> None:
     axes.grid(alpha=0.25, which="major", linewidth=0.6)
 
 
-def legend_below(figure: Any, *axes: Any, columns: int) -> None:
+def legend_below(figure: Any, *axes: Any, columns: int) -> Any:
     """One legend for all axes, outside of them, each name once."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, name in zip(*one.get_legend_handles_labels(), strict=True):
             found.setdefault(name, handle)
-    figure.legend(found.values(), found.keys(), ncols=columns, loc="outside lower center", frameon=False)
+    return figure.legend(found.values(), found.keys(), ncols=columns, loc="outside lower center", frameon=False)
 
 
 def save(figure: Any, file: Path) -> None:

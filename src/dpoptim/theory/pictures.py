@@ -1,7 +1,7 @@
 """The pictures of docs/theory.md, made again: `python -m dpoptim.theory.pictures FOLDER [--only NAME]`.
 
-Writes theory-NAME.png into the folder, all of them in well under a minute on one core. The numbers come from
-`picture_data` and `quadratic_plot`, which call the theory's functions; here they are only drawn.
+Writes theory-NAME.png into the folder, all of them in one to two minutes on one core. The numbers come from
+`picture_data`, `quadratic_plane` and `quadratic_tuning`, which call the theory's functions; here they are only drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from dpoptim.theory import picture_data as data
 from dpoptim.theory import picture_style as style
-from dpoptim.theory import quadratic_plot, regimes, steady_state
+from dpoptim.theory import quadratic_plane, quadratic_plot, quadratic_tuning, regimes, steady_state
 from dpoptim.theory.exponents import Cost, best_exponent
 from dpoptim.theory.quadratic import Quadratic
 from dpoptim.theory.regimes import Signal
@@ -196,7 +196,7 @@ def update_noise() -> Any:
 def quadratic() -> Any:
     """Preconditioners, noise ellipses and runs on a quadratic in two dimensions."""
     figure = style.new_figure(12.5, 4.4)
-    quadratic_plot.draw_plane(figure, quadratic_plot.plane())
+    quadratic_plot.draw_plane(figure, quadratic_plane.plane())
     return figure
 
 
@@ -204,9 +204,9 @@ def ranking(*, repeats: int = 200, tuning_repeats: int = 20, steps: int = 300) -
     """Mean loss of every optimizer, tuned, on the quadratic with spread and with equal examples."""
     figure = style.new_figure(11, 4.8)
     results = {
-        name: quadratic_plot.compared(
+        name: quadratic_tuning.compared(
             Quadratic(spread=spread, repeats=repeats, steps=steps),
-            grids=quadratic_plot.NEAR,
+            grids=quadratic_tuning.NEAR,
             tuning_repeats=tuning_repeats,
         )
         for name, spread in (("Spread examples", 1.0), ("Equal examples", 0.0))
@@ -228,12 +228,12 @@ def exponent() -> Any:
     for cost, (colour, name) in looks.items():
         axes.plot(lines.x, lines.y[cost.value], color=colour, lw=2, label=name)
         axes.plot(best_exponent(cost), 1.0, "o", color=colour, markersize=8, clip_on=False, zorder=5)
-    axes.set_ylim(1, 20)
+    axes.set_ylim(1, 60)
     axes.set_xlim(0, 0.6)
     axes.set_xticks([0, 1 / 4, 1 / 3, 1 / 2], ["0", "¼", "⅓", "½"])
     title, y = "The best exponent depends on what is counted", "noise, over the least possible"
     style.label(axes, title, "exponent p, s = |g|^(−2p)", y, log="y")
-    axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     axes.minorticks_off()
     style.legend_below(figure, axes, columns=1)
     return figure

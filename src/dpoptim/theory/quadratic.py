@@ -4,7 +4,8 @@
 
 θ is measured from the optimum, and x_j ~ N(0, spread²) are the examples. The paper has such an example in two
 dimensions; this setting is our own. Geometry, second moments and update rules are the library's slots, run on all
-repeats end to end; only clipping is written here, as it goes by repeat. `quadratic_plot` makes a picture.
+repeats end to end; only clipping is written here, as it goes by repeat. `quadratic_tuning` finds
+settings, `quadratic_plot` draws.
 """
 
 from __future__ import annotations

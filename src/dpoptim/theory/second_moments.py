@@ -17,7 +17,7 @@ from scipy.special import ndtr
 
 from dpoptim.noise import Strategy
 from dpoptim.noise.series import Series
-from dpoptim.theory.bias import second_moment_bias
+from dpoptim.theory.bias import check_strategy, second_moment_bias
 
 _TAIL = 1e-7  # weight of the oldest steps, in the limit, that enter by their mean: their variance is below _TAIL²
 _NODES = np.linspace(0.0, 6.0, 121)
@@ -223,10 +223,21 @@ def check_beta(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} must lie in [0, 1)")
 
 
-def _check(*, step: int | None, strategy: Strategy | None = None, noise_variance: float | None = None) -> None:
+def check_step(step: int | None, *, strategy: Strategy | None = None, name: str = "step") -> None:
+    """Refuse what is no whole number from 1 to the strategy's steps; None, the limit, is for independent noise."""
+    if strategy is not None:
+        check_strategy(strategy)
     if step is None and strategy is not None:
-        raise ValueError("step=None is the limit for independent noise; with a strategy give a step of 1 to its steps")
-    if step is not None and (step < 1 or (strategy is not None and step > strategy.steps)):
-        raise ValueError(f"step={step} must be at least 1 and at most the number of steps of the strategy")
+        raise ValueError(f"{name}=None is the limit for independent noise; with a strategy give one of 1 to its steps")
+    if step is None:
+        return
+    if isinstance(step, bool) or not isinstance(step, int | np.integer):
+        raise ValueError(f"{name}={step!r} must be a whole number, counted from 1")
+    if step < 1 or (strategy is not None and step > strategy.steps):
+        raise ValueError(f"{name}={step} must be at least 1 and at most the number of steps of the strategy")
+
+
+def _check(*, step: int | None, strategy: Strategy | None = None, noise_variance: float | None = None) -> None:
+    check_step(step, strategy=strategy)
     if noise_variance is not None and not 0 <= noise_variance < math.inf:
         raise ValueError(f"noise_variance={noise_variance} must be a finite number of at least 0")

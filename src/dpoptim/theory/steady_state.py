@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpoptim.noise.series import Series
-from dpoptim.theory.second_moments import check_beta
+from dpoptim.theory.second_moments import check_beta, check_step
 
 
 class Fate(enum.Enum):
@@ -146,8 +146,7 @@ def mean_field(
     """
     check_beta("beta2", beta2)
     _check(eps_scale=eps_scale)
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_step(steps, name="steps")
     phi = feedback(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
     g = np.atleast_1d(np.asarray(gradient, dtype=np.float64))
     nu, nu_hat = np.zeros_like(g), np.broadcast_to(np.asarray(start, dtype=np.float64), g.shape)

@@ -15,7 +15,7 @@ from scipy.integrate import quad
 from scipy.special import logsumexp
 
 from dpoptim.noise import Strategy
-from dpoptim.theory.second_moments import check_beta, moment_weights, squared_weight
+from dpoptim.theory.second_moments import check_beta, check_step, moment_weights, squared_weight
 
 _NEGLIGIBLE = 1e-10  # weight of the oldest steps that a limit leaves out
 
@@ -57,7 +57,7 @@ def post_processing_update_rms(
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
     _check_momentum(beta1, beta2, step)
-    squared_weight(beta=beta1, step=1 if strategy is None and step is None else step, strategy=strategy)  # checks step
+    check_step(step, strategy=strategy)
     count = step or max(1, *(math.ceil(math.log(_NEGLIGIBLE) / math.log(b)) if b else 1 for b in (beta1, beta2)))
     sizes, shares = moment_weights(beta=beta2, step=count), moment_weights(beta=beta1, step=count) ** 2
     if strategy is not None:
@@ -155,6 +155,8 @@ def update_sensitivity(
     _check_positive(clip_norm=clip_norm, batch_size=batch_size, eps=eps)
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
+    check_step(step)
+    check_step(participation, name="participation")
     _check_momentum(beta1, beta2, step)
     last = step if participation is None else participation
     if not 1 <= last <= step:

@@ -1,0 +1,49 @@
+"""The progress of `dpoptim compare`: which run of how many, the run itself, and the time that is left."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from dpoptim.training.compare import Watch
+from dpoptim.training.progress import Bar, Silent
+
+
+class Told(Watch):
+    """A line a run on standard error, and in a terminal a bar for its steps."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("...")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._status.stop()
+
+    def tell(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._status.update(f"{text} ...")
+            self._status.start()
+
+    def begin(self, number: int, total: int, name: str, seconds_left: float | None) -> None:
+        self._status.stop()
+        left = "" if seconds_left is None else f"; about {duration(seconds_left)} left for all"
+        self._console.print(f"run {number} of {total}: {name}{left}", highlight=False, markup=False, soft_wrap=True)
+
+    def progress(self) -> Silent:
+        return Bar(self._console) if self._console.is_terminal else Silent()
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it.
+
+    >>> duration(0.2), duration(59), duration(150), duration(7300)
+    ('1 s', '59 s', '3 min', '2.0 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{-(-seconds // 60):.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,78 @@
+"""What `dpoptim train --dry-run` prints: the plan, memory and time of a run that was not made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dpoptim.theory import Candidate, format_bytes
+from dpoptim.training.estimate import Estimate
+from dpoptim.training.setup import Setup
+
+
+def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:
+    """The whole recipe, the plan and the estimate as plain values; bytes and seconds."""
+    plan = setup.plan
+    return {
+        "recipe": setup.recipe.to_dict(),
+        "plan": plan.to_dict(),
+        "epsilon": plan.epsilon(),
+        "delta": plan.delta,
+        "noise_multiplier": plan.noise_multiplier,
+        "mechanism": setup.recipe.noise,
+        "rmse": _rmse(setup),
+        "trained_parameters": setup.trained_parameters,
+        "validation_examples": _held_out(setup),
+        "estimate": dataclasses.asdict(found),
+    }
+
+
+def as_text(setup: Setup, found: Estimate) -> str:
+    """The statement without its assumptions, the settings in a few lines, memory, time, and the whole recipe."""
+    recipe, plan = setup.recipe, setup.plan
+    lines = plan.statement().splitlines()
+    shown = lines[: lines.index("Assumptions:")]
+    shown += [
+        "",
+        f"{recipe.task} with {recipe.variant}, learning rate {recipe.learning_rate:g}",
+        f"{recipe.noise} noise of multiplier {plan.noise_multiplier:.4f}, {recipe.sampling} sampling; "
+        f"RMSE of prefix sums {_rmse(setup):.4g} for clip norm 1",
+        f"{plan.num_examples:,} training records, {_held_out(setup):,} held out; "
+        f"{plan.steps:,} steps of {plan.batch_size:,}",
+        f"{setup.trained_parameters:,} parameters trained, on {setup.device} in {recipe.dtype}",
+        "",
+        f"memory   parameters {format_bytes(found.parameter_bytes)}, optimizer {format_bytes(found.optimizer_bytes)}, "
+        f"noise {format_bytes(found.noise_bytes)},",
+        f"         a micro-batch {format_bytes(found.working_bytes)} (measured); "
+        f"about {format_bytes(found.memory_bytes)} in all",
+        f"disk     at most {format_bytes(found.disk_bytes)}",
+        f"time     {found.step_seconds:.3g} s a step, {duration(found.run_seconds)} for the run "
+        "(measured on random examples, without evaluations)",
+        "",
+        "Nothing was written. The whole recipe:",
+        "",
+        recipe.to_toml(),
+    ]
+    return "\n".join(shown)
+
+
+def duration(seconds: float) -> str:
+    """As a person says it.
+
+    >>> duration(50), duration(125), duration(7300)
+    ('50 s', '2 min 5 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _rmse(setup: Setup) -> float:
+    return Candidate(plan=setup.plan, parameters=setup.trained_parameters).rmse_mean
+
+
+def _held_out(setup: Setup) -> int:
+    return 0 if setup.validation is None else len(setup.validation.records)

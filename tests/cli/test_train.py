@@ -1,0 +1,148 @@
+"""`dpoptim train` from the outside: output, JSON, dry run, mistakes and help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpoptim.cli import main
+from tests.training.runs import write_rows
+
+FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.csv")
+    return ["train", "--model", "mlp", "--data", "rows.csv", "--epsilon", "4", *FEW]
+
+
+def test_a_run_says_what_it_guarantees_and_where_it_is(base, capsys):
+    assert main([*base, "--run-dir", "out"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "", "logs go to standard error"
+    assert "Differentially private: epsilon = 4.0000" in printed.err
+    assert "outside the guarantee" in printed.err
+    assert "model, statement and log: out" in printed.err
+    assert "training loss" not in printed.err
+
+
+def test_json_is_the_summary_alone(base, capsys):
+    assert main([*base, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["reason"] == "finished"
+    assert found["epsilon"] <= 4.0
+    directory = Path(found["run"])
+    assert directory.parent == Path("runs"), "a name of its own, where none is given"
+    assert json.loads((directory / "summary.json").read_text()) == found
+
+
+def test_the_training_loss_is_shown_only_in_debugging(base, capsys):
+    assert main([*base, "--run-dir", "out", "--debug"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "training loss" in line]
+    assert lines
+    assert all("(not private: for debugging)" in line for line in lines)
+
+
+def test_a_recipe_with_flags_over_it(tmp_path, base, capsys):
+    (tmp_path / "recipe.toml").write_text('model = "mlp"\ndata = "rows.csv"\nepsilon = 9\nsteps = 3\nbatch_size = 16\n')
+    over = ["--epsilon", "2", "--noise", "independent", "--sampling", "shuffled", "--json"]
+    assert main(["train", "recipe.toml", *over]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], round(found["epsilon"], 2)) == (3, 2.0)
+
+
+def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
+    before = set(tmp_path.rglob("*"))
+    assert main([*base, "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    for told in ("epsilon = 4.0000", "Noise:", "RMSE", "memory   parameters 35.6 kB", "s a step", "variant = "):
+        assert told in text
+    assert main([*base, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] <= 4.0
+    assert found["recipe"]["batch_size"] == 16
+    estimate = found["estimate"]
+    assert estimate["parameter_bytes"] == 4 * 8898
+    assert estimate["optimizer_bytes"] == 3 * 4 * 8898, "two moments and a scale"
+    assert 0 < estimate["step_seconds"] < 60
+    assert estimate["run_seconds"] == pytest.approx(4 * estimate["step_seconds"])
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--epsilon", "0"], "epsilon=0.0"),
+        (["--epsilon", "nan"], "epsilon=nan"),
+        (["--noise-multiplier", "1"], "give one of the two"),
+        (["--data", "absent.csv"], "does not exist"),
+        (["--label-column", "colour"], "colour"),
+        (["--batch-size", "5000"], "batch_size=5000 is larger"),
+        (["--delta", "2"], "delta=2.0"),
+        (["--noise", "pink"], "noise='pink'"),
+        (["--sampling", "odd"], "sampling='odd'"),
+        (["--run-dir", "rows.csv"], "is there already"),
+        (["--run-dir", "rows.csv/run"], "not a folder"),
+        (["--resume", "somewhere"], "--resume goes on with the run's own recipe"),
+        (["--quick"], "--quick"),
+        (["--model", "./absent"], "does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(tmp_path, base, capsys, arguments, told):
+    before = set(tmp_path.rglob("*"))
+    assert main([*base, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert told in printed.err
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_resuming_what_is_no_run(tmp_path, capsys):
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err
+    assert main(["train", "recipe.toml"]) == 2
+    assert "recipe 'recipe.toml' does not exist" in capsys.readouterr().err
+
+
+def test_help_reads_well(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for told in ("model and data:", "privacy:", "optimizer:", "the run:", "examples:", "noise.key", "NOT private"):
+        assert told in text
+
+
+@pytest.mark.slow
+def test_the_demonstration_runs_without_arguments(tmp_path):
+    """Little text and few steps, but every part: reading, vocabulary, pretraining, five runs in two processes."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "dpoptim", "train", "--quick", "--json", "--run-dir", str(tmp_path / "demo")],
+        capture_output=True, text=True, encoding="utf-8", timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    names = [row["name"] for row in found["results"]]
+    private = ["post_processing", "bias_correction", "independent_moments", "scale_then_privatize"]
+    assert names == ["no fine-tuning", "not_private", *private]
+    for row in found["results"]:
+        assert 1 < row["loss"] < 12
+        if row["name"] in private:
+            assert row["private"]
+            assert 7.9 < row["epsilon"] <= 8.0
+            assert (tmp_path / "demo" / row["name"] / "statement.txt").is_file()
+    assert found["results"][1]["epsilon"] is None
+    texts = {
+        name: set((tmp_path / "demo" / f"{name}.jsonl").read_text().splitlines())
+        for name in ("public", "private", "test")
+    }
+    assert not texts["public"] & texts["private"]
+    assert not texts["private"] & texts["test"]
