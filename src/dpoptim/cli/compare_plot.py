@@ -6,20 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-try:
-    import matplotlib
-except ImportError as missing:
-    raise ValueError("--plot needs matplotlib; install it with: pip install matplotlib") from missing
-
-matplotlib.use("agg")
-from matplotlib.figure import Figure
+from dpoptim.theory import picture_style
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Scores across, one line a variant, the best on top; references are grey."""
     metric = result["metric"]
     rows = sorted(result["variants"], key=lambda row: _order(row, metric)) + result["references"]
-    figure = Figure(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
+    figure = picture_style.new_figure(8, 1.4 + 0.5 * len(rows))
     axes = figure.subplots()
     for place, row in enumerate(rows):
         values = [value for value in row[metric]["values"] if math.isfinite(value)]

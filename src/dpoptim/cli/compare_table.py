@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from dpoptim.cli.compare_watch import duration
-from dpoptim.cli.training_options import rounded_up, wide_console
+from dpoptim.cli.training_text import rounded_up, wide_console
 
 
 def show(result: dict[str, Any]) -> None:

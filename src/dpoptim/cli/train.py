@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dpoptim.cli.units import count
+from dpoptim.training.tasks import Task
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -40,7 +41,6 @@ examples:
   dpoptim train --resume runs/eps3
 """
 
-_TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
 _VARIANTS = (
     "scale_then_privatize",
     "post_processing",
@@ -73,7 +73,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and data")
     group.add_argument("--model", metavar="M", help='a folder, a Hugging Face name, "mlp" or "small-cnn"')
     group.add_argument("--data", metavar="D", help=".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
-    group.add_argument("--task", choices=_TASKS, help="default: what the model's configuration says")
+    group.add_argument(
+        "--task", choices=[task.value for task in Task], help="default: what the model's configuration says"
+    )
     group.add_argument("--split", metavar="NAME", help="of the data (default: train)")
     group.add_argument("--text-column", metavar="NAME")
     group.add_argument("--label-column", metavar="NAME")

@@ -7,8 +7,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpoptim.cli.training_text import rounded_up as rounded_up
-from dpoptim.cli.training_text import wide_console as wide_console
 from dpoptim.cli.units import count, size
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 from dpoptim.theory.picture_style import check_matplotlib
