@@ -26,6 +26,7 @@ from dpoptim.training.privacy_arguments import (
     plan_for,
     take_key_out,
 )
+from dpoptim.training.secret_randomness import forget_seed, seed_secretly
 from dpoptim.training.step_loader import Step, StepLoader
 from dpoptim.training.trainer_refusals import check_call, private_args, size_of
 
@@ -174,7 +175,9 @@ class PrivateTrainer(transformers.Trainer):
         Returns 0 in place of the loss, which is not private, unless debug_loss asks for it.
         """
         assert self._steps is not None
+        assert self.private_optimizer is not None
         model.train()
+        seed_secretly(self.private_optimizer)
         shown, examples = torch.zeros((), device=self.args.device), 0
         for part in inputs:
             losses = self._losses(model, self._prepare_inputs(part))
@@ -183,6 +186,7 @@ class PrivateTrainer(transformers.Trainer):
                 shown, examples = shown + losses.detach().sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
                 self.optimizer.step()  # sums up the part; the last one is left to the loop
+        forget_seed(self.args.seed)
         return shown / max(1, examples)
 
     def compute_loss(

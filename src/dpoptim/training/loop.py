@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from dpoptim.privacy import PrivacyPlan, private_loader
 from dpoptim.training.diagnostics import Diagnostics
 from dpoptim.training.epsilon_spent import EpsilonSpent
 from dpoptim.training.plans import learning_rate_at, optimizer_of
+from dpoptim.training.secret_randomness import forget_seed, seed_secretly
 from dpoptim.training.setup import Setup
 
 
@@ -107,6 +107,7 @@ class Loop:
             optimizer.step()
             opens = loader.step_ends
             if opens:
+                forget_seed(recipe.seed)
                 entry = {"step": number + 1, "learning_rate": rate, **self._epsilon(number + 1)}
                 if self._is_logged(number):
                     entry["released"] = self._diagnostics.after()
@@ -125,8 +126,7 @@ class Loop:
         rate = learning_rate_at(recipe, number)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        digest = blake2b(f"dropout/{recipe.seed}/{number}".encode(), digest_size=7).digest()
-        torch.manual_seed(int.from_bytes(digest, "little"))
+        seed_secretly(self._optimizer)
         if self._is_logged(number):
             self._diagnostics.before()
             self._counted = self._counts() if recipe.debug else (0, 0, 0)

@@ -203,7 +203,7 @@ class _Run:
         return summary
 
     def _end_with(self, error: BaseException) -> None:
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {one_line(error)}"
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
         with contextlib.suppress(OSError):  # the disk is full: what matters is the checkpoint, which is whole
             self._log.write("end", step=self._loop.step, reason=reason, seconds=time.perf_counter() - self._began)
 
