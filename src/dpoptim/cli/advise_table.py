@@ -81,7 +81,7 @@ def why_default(advice: Advice) -> str:
     return told + (
         f"{_WHERE[place]}. The window is that of a constant gradient, equal for all examples, which real ones are "
         "not; below it noise diverges, above it scaling fades gracefully towards post_processing, so the default keeps "
-        "clear of the lower end. Trials on real text worked at the default"
+        "clear of the lower end"
     )
 
 
