@@ -12,7 +12,7 @@ import pytest
 import dpoptim
 
 PACKAGE = Path(dpoptim.__file__).parent
-ORDER = ["noise", "privacy", "gradients", "optim", "theory", "training", "cli"]
+ORDER = ["noise", "privacy", "gradients", "optim", "theory", "training", "reproduce", "cli"]
 BESIDE = {"opacus_compat": ["noise", "privacy", "gradients", "optim"]}  # what they may import; nothing imports them
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -56,6 +56,22 @@ def test_imports_point_one_way(path):
     for name in imports_of(path):
         part = name.split(".")[1] if "." in name else None
         assert part in allowed, f"{module_name(path)} imports {name}"
+
+
+TRAINING = ["support", "data", "losses", "models", "recipes", "runs"]  # each may import those to its left
+FRONTS = ["comparison", "report", "hugging_face", "demo"]  # what people call: none imports another
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.is_relative_to(PACKAGE / "training")], ids=module_name)
+def test_the_parts_of_training_point_one_way(path):
+    parts = path.relative_to(PACKAGE / "training").parts
+    if len(parts) == 1:
+        return
+    before = TRAINING[: TRAINING.index(parts[0])] if parts[0] in TRAINING else TRAINING
+    for name in imports_of(path):
+        if name.startswith("dpoptim.training."):
+            assert name.split(".")[2] in [*before, parts[0]], f"{module_name(path)} imports {name}"
+    assert parts[0] in TRAINING + FRONTS
 
 
 def test_no_import_circle():
@@ -103,7 +119,7 @@ FOR_USERS = {  # what anyone may call: losses, checks, public data
 }
 EXCEPTIONS = {  # each with the reason why it sees nothing private, or says so
     "dpoptim.theory.probe": {"dpoptim.gradients.clipped_sum"},  # PUBLIC examples only
-    "dpoptim.training.token_losses": {  # asks which rule a layer has
+    "dpoptim.training.losses.token_losses": {  # asks which rule a layer has
         "dpoptim.gradients.layers",
         "dpoptim.gradients.layers.choose_rules",
         "dpoptim.gradients.layers.generic",
@@ -121,7 +137,7 @@ def test_nothing_beyond_the_optimizer_touches_an_unnoised_gradient(path):
         if isinstance(node, ast.Attribute):
             assert node.attr not in ("grad", "_sums"), f"{path.name}:{node.lineno} {node.attr}"
             counted = node.attr == "counts_not_private"
-            assert not counted or module_name(path) == "dpoptim.training.loop", f"{path.name}:{node.lineno}"
+            assert not counted or module_name(path) == "dpoptim.training.runs.loop", f"{path.name}:{node.lineno}"
 
 
 def test_twins_touch_nothing_of_the_fast_path():

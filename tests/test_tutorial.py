@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpoptim.cli import main
-from dpoptim.training.recipe import Recipe
+from dpoptim.training.recipes.recipe import Recipe
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

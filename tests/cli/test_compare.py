@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from dpoptim.cli import main
-from dpoptim.training import compare as compare_module
-from dpoptim.training.progress import Silent
+from dpoptim.training.comparison import compare as compare_module
+from dpoptim.training.runs.progress import Silent
 from tests.training.comparisons import recipe_for, write_rows
 
 TABLE = """

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpoptim.training import Recipe
-from dpoptim.training.comparison_request import Request
+from dpoptim.training.comparison.request import Request
 
 VARIANTS = ("post_processing", "scale_then_privatize")
 GRID = {"learning_rate": [1e-4, 0.03]}

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from dpoptim.training import Recipe, RunDirectory, read_log
-from dpoptim.training.checkpoints import load_checkpoint
+from dpoptim.training.runs.checkpoints import load_checkpoint
 from tests.training import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]

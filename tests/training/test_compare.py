@@ -11,11 +11,11 @@ import pytest
 
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
 from dpoptim.privacy.repeated import epsilon_of_runs
-from dpoptim.training import compare as compare_module
 from dpoptim.training import read_log, read_recipe
-from dpoptim.training.compare import Interrupted, Watch, compare
-from dpoptim.training.progress import Silent
-from dpoptim.training.run_result import is_finished
+from dpoptim.training.comparison import compare as compare_module
+from dpoptim.training.comparison.compare import Interrupted, Watch, compare
+from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.run_result import is_finished
 from tests.training.comparisons import VARIANTS, request_for, write_rows
 
 DELTA = 1e-4

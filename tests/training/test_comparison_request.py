@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dpoptim.training import Recipe
-from dpoptim.training.comparison_request import Request, read_request
-from dpoptim.training.recipe import VARIANTS
+from dpoptim.training.comparison.request import Request, read_request
+from dpoptim.training.recipes.recipe import VARIANTS
 from tests.training.comparisons import recipe_for
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.training.diagnostics import QUANTILES, Diagnostics
-from dpoptim.training.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.training.runs.diagnostics import QUANTILES, Diagnostics
 
 ROWS, WIDTH = 64, 40
 

@@ -13,8 +13,8 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorWithPaddin
 
 import dpoptim
 from dpoptim.training import PrivacyArguments, PrivateTrainer, Task, add_lora
-from dpoptim.training.batch_losses import BatchLosses
-from dpoptim.training.privacy_arguments import plan_for
+from dpoptim.training.hugging_face.arguments import plan_for
+from dpoptim.training.losses.batch_losses import BatchLosses
 from tests.training import tiny
 from tests.training.hugging_face_cases import (
     CALIBRATED,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dpoptim.training import PrivacyArguments
-from dpoptim.training.privacy_arguments import key_path
+from dpoptim.training.hugging_face.arguments import key_path
 from tests.training.hugging_face_cases import (
     PRIVACY,
     assert_equal_weights,

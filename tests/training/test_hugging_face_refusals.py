@@ -18,7 +18,7 @@ from transformers import DataCollatorWithPadding, TrainingArguments
 
 import dpoptim
 from dpoptim.training import PrivacyArguments, PrivateTrainer, Task, add_lora
-from dpoptim.training.batch_losses import BatchLosses, losses_for
+from dpoptim.training.losses.batch_losses import BatchLosses, losses_for
 from tests.training import tiny
 from tests.training.hugging_face_cases import (
     PRIVACY,

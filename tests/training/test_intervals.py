@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpoptim.training.intervals import mean_interval, paired_difference
+from dpoptim.training.comparison.intervals import mean_interval, paired_difference
 
 VALUES = [2.31, 2.27, 2.40, 2.29, 2.35]
 

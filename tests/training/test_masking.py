@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dpoptim
-from dpoptim.training.masking import IGNORED, masked, record_hash, training_key
+from dpoptim.training.data.masking import IGNORED, masked, record_hash, training_key
 from tests.training.cases import (
     WORDS,
     masked_lm,

@@ -15,8 +15,8 @@ from torch import nn
 import dpoptim
 from dpoptim.gradients import clipped_sum
 from dpoptim.training import Kind, Records, Task, load_model, load_tokenizer, prepare
-from dpoptim.training.builtin import MLP, SmallCNN
-from dpoptim.training.models import load_pixel_scale
+from dpoptim.training.models.builtin import MLP, SmallCNN
+from dpoptim.training.models.loading import load_pixel_scale
 from tests.gradients.one_at_a_time import clipped_sum_one_at_a_time
 from tests.training import tiny
 

@@ -11,8 +11,8 @@ import torch
 from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent
 from dpoptim.privacy import CyclicPoisson, Poisson, Shuffled
 from dpoptim.training import Recipe, Task, read_recipe
-from dpoptim.training.defaults import settled
-from dpoptim.training.plans import learning_rate_at, name_of_noise, noise_of, plan_of, sampling_of
+from dpoptim.training.recipes.defaults import settled
+from dpoptim.training.recipes.plans import learning_rate_at, name_of_noise, noise_of, plan_of, sampling_of
 
 LEAST = {"model": "mlp", "data": "rows.csv", "epsilon": 2.0}
 

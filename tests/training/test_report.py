@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpoptim.training.report import write_report
-from dpoptim.training.report_charts import axis, drawing, figures, layers, rounded_up, thin
-from dpoptim.training.report_figures import CURVES, Mark
-from dpoptim.training.report_numbers import all_numbers
-from dpoptim.training.report_page import guarantee_sentence, page
-from dpoptim.training.report_run import read_run, read_runs
+from dpoptim.training.report.charts import axis, drawing, figures, layers, rounded_up, thin
+from dpoptim.training.report.figures import CURVES, Mark
+from dpoptim.training.report.logged_run import read_run, read_runs
+from dpoptim.training.report.numbers import all_numbers
+from dpoptim.training.report.page import guarantee_sentence, page
+from dpoptim.training.report.write import write_report
 from tests.training.page_reader import Element, parsed
 from tests.training.report_runs import (
     HOSTILE,

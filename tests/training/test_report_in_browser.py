@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dpoptim.training.report import write_report
-from dpoptim.training.report_charts import figures
-from dpoptim.training.report_figures import CURVES
-from dpoptim.training.report_run import read_runs
+from dpoptim.training.report.charts import figures
+from dpoptim.training.report.figures import CURVES
+from dpoptim.training.report.logged_run import read_runs
+from dpoptim.training.report.write import write_report
 from tests.training.page_reader import parsed
 from tests.training.report_runs import evaluation_record, records, write_run
 

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from dpoptim.training import Recipe, resume, train
-from dpoptim.training import run as run_module
-from dpoptim.training.checkpoints import checkpoints, save_checkpoint
-from dpoptim.training.progress import Silent
+from dpoptim.training.runs import run as run_module
+from dpoptim.training.runs.checkpoints import checkpoints, save_checkpoint
+from dpoptim.training.runs.progress import Silent
 from tests.training.runs import log_of, parameters_at, rows_recipe, same, without_times, write_bert, write_texts
 
 

@@ -13,8 +13,8 @@ import transformers
 
 import dpoptim
 from dpoptim.training import Recipe, RunDirectory, Task, prepare, read_recipe, read_records, set_up, train
-from dpoptim.training.progress import Silent
-from dpoptim.training.setup import held_out_places
+from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.setup import held_out_places
 from tests.training.runs import log_of, rows_recipe, write_bert, write_rows, write_texts
 
 

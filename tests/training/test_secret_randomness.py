@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.training.secret_randomness import forget_seed, seed_secretly
+from dpoptim.training.support.secret_randomness import forget_seed, seed_secretly
 
 
 def drawn(key: dpoptim.NoiseKey, *, run_id: str = "a", steps: int = 0) -> torch.Tensor:

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import nn
 
 from dpoptim.training import Prepared, Task, evaluate, prepare
-from dpoptim.training.masking import IGNORED
-from dpoptim.training.token_losses import can_read_targets
+from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.losses.token_losses import can_read_targets
 from tests.training import tiny
 from tests.training.cases import (
     HEADS,

@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dpoptim.cli import advise, compare, plan, report, train
+from dpoptim.cli import advise, compare, plan, report, reproduce, train
 from dpoptim.version import __version__
 
-_COMMANDS = (plan, advise, train, compare, report)
+_COMMANDS = (plan, advise, train, compare, report, reproduce)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

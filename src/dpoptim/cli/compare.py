@@ -88,9 +88,9 @@ def run(options: Namespace) -> int:
     _quieten()
     from dpoptim.cli import compare_table
     from dpoptim.cli.compare_watch import Told
-    from dpoptim.training.compare import Interrupted, compare
-    from dpoptim.training.comparison_request import read_request
-    from dpoptim.training.run_log import plain
+    from dpoptim.training.comparison.compare import Interrupted, compare
+    from dpoptim.training.comparison.request import read_request
+    from dpoptim.training.runs.run_log import plain
 
     request = read_request(
         options.recipe,

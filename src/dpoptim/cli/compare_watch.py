@@ -7,8 +7,8 @@ from typing import Self
 
 from rich.console import Console
 
-from dpoptim.training.compare import Watch
-from dpoptim.training.progress import Bar, Silent
+from dpoptim.training.comparison.compare import Watch
+from dpoptim.training.runs.progress import Bar, Silent
 
 
 class Told(Watch):

@@ -16,8 +16,8 @@ import torch
 
 from dpoptim.cli.units import count
 from dpoptim.training import Task, load_model
-from dpoptim.training.optional import needed
-from dpoptim.training.task_of_model import task_of_model
+from dpoptim.training.models.task_of_model import task_of_model
+from dpoptim.training.support.optional import needed
 
 _OPTIONS = {
     "source": "--probe",

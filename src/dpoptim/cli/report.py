@@ -49,9 +49,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Write the page, or print the numbers, or both."""
-    from dpoptim.training.report import check_output, write_report  # late, so that other commands start fast
-    from dpoptim.training.report_numbers import all_numbers
-    from dpoptim.training.report_run import read_runs
+    from dpoptim.training.report.logged_run import read_runs
+    from dpoptim.training.report.numbers import all_numbers
+    from dpoptim.training.report.write import check_output, write_report  # late, so that other commands start fast
 
     output = None
     if options.output is not None or not options.json:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dpoptim.cli.units import count
-from dpoptim.training.tasks import Task
+from dpoptim.training.losses.tasks import Task
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -176,7 +176,7 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
 
 
 def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> int:
-    from dpoptim.training import demo
+    from dpoptim.training.demo import demonstration as demo
 
     if options.dry_run:
         raise ValueError("--dry-run needs a recipe, or --model, --data and --epsilon; there is no dry demonstration")
@@ -186,7 +186,7 @@ def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> 
 def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
     from dpoptim.cli import train_estimate
     from dpoptim.training import set_up
-    from dpoptim.training.estimate import estimate
+    from dpoptim.training.runs.estimate import estimate
 
     progress = _progress(console)
     with progress:
@@ -211,7 +211,7 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
         say(f"interrupted after step {summary['step']} of {summary['steps']}, which is saved; go on with:")
         say(f"  dpoptim train --resume {summary['run']}")
         return 128 + summary.get("signal", 2)
-    from dpoptim.training.progress import scores_line
+    from dpoptim.training.runs.progress import scores_line
 
     say(f"{summary['guarantee']}")
     if summary["validation"] is not None:
@@ -224,7 +224,7 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
 
 
 def _progress(console: Console) -> Any:
-    from dpoptim.training.progress import Bar, Lines
+    from dpoptim.training.runs.progress import Bar, Lines
 
     return Bar(console) if console.is_terminal else Lines(console)
 
@@ -235,7 +235,7 @@ def _default_directory(recipe: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    from dpoptim.training.run_log import plain
+    from dpoptim.training.runs.run_log import plain
 
     return plain(value)
 

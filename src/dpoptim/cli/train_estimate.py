@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from dpoptim.theory import Candidate, format_bytes
-from dpoptim.training.estimate import Estimate
-from dpoptim.training.setup import Setup
+from dpoptim.training.runs.estimate import Estimate
+from dpoptim.training.runs.setup import Setup
 
 
 def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dpoptim.training.accelerate_path import prepare_accelerate
-from dpoptim.training.batch_losses import losses_for
-from dpoptim.training.inputs import Batch
-from dpoptim.training.metrics import Scores, evaluate
-from dpoptim.training.models import add_lora, load_model, load_tokenizer
-from dpoptim.training.prepared import Prepared, prepare
-from dpoptim.training.privacy_arguments import PrivacyArguments
-from dpoptim.training.recipe import Recipe, read_recipe
-from dpoptim.training.records import Kind, Records, read_records
-from dpoptim.training.run import resume, train
-from dpoptim.training.run_directory import RunDirectory
-from dpoptim.training.run_log import read_log
-from dpoptim.training.setup import Setup, set_up
-from dpoptim.training.tasks import Outcome, Task
+from dpoptim.training.data.inputs import Batch
+from dpoptim.training.data.records import Kind, Records, read_records
+from dpoptim.training.hugging_face.accelerate_path import prepare_accelerate
+from dpoptim.training.hugging_face.arguments import PrivacyArguments
+from dpoptim.training.losses.batch_losses import losses_for
+from dpoptim.training.losses.tasks import Outcome, Task
+from dpoptim.training.models.loading import add_lora, load_model, load_tokenizer
+from dpoptim.training.models.prepared import Prepared, prepare
+from dpoptim.training.recipes.recipe import Recipe, read_recipe
+from dpoptim.training.runs.metrics import Scores, evaluate
+from dpoptim.training.runs.run import resume, train
+from dpoptim.training.runs.run_directory import RunDirectory
+from dpoptim.training.runs.run_log import read_log
+from dpoptim.training.runs.setup import Setup, set_up
 
 if TYPE_CHECKING:
-    from dpoptim.training.hugging_face import PrivateTrainer
+    from dpoptim.training.hugging_face.trainer import PrivateTrainer
 
 __all__ = [
     "Batch",
@@ -62,6 +62,6 @@ def __getattr__(name: str) -> Any:
         raise ImportError(
             f"PrivateTrainer needs transformers and accelerate ({error}); run: pip install transformers accelerate"
         ) from error
-    from dpoptim.training.hugging_face import PrivateTrainer
+    from dpoptim.training.hugging_face.trainer import PrivateTrainer
 
     return PrivateTrainer

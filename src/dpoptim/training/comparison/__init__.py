@@ -1,0 +1,1 @@
+"""Several variants at one privacy budget: tuned, repeated over seeds, told apart."""

@@ -1,0 +1,98 @@
+"""Choosing settings by trial runs, and the noise that the trials get for what they may cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy.repeated import calibrate_runs
+from dpoptim.training.comparison.grids import NON_PRIVATE, Setting, with_setting
+from dpoptim.training.comparison.request import PUBLIC, Request
+from dpoptim.training.recipes.plans import plan_of
+from dpoptim.training.recipes.recipe import Recipe
+
+NO_CLIPPING = 1e9
+"""A clip norm that no gradient reaches."""
+
+TRIAL_SEEDS = 1_000_000
+"""How far the trials' seed lies from the first of the runs, so that no run repeats what it was chosen by."""
+
+
+def run_recipe(settled: Recipe, variant: str, setting: Setting, seed: int) -> Recipe:
+    """The recipe of one run whose scores count: the settled one, with variant, setting and seed.
+
+    Guarantee: ε, δ, sampling, batch size, steps and noise are the settled recipe's for every variant, but for the
+    reference without privacy, which has neither noise nor clipping.
+    """
+    recipe = with_setting(settled, variant, setting).replace(seed=seed)
+    if variant != NON_PRIVATE:
+        return recipe
+    return recipe.replace(epsilon=None, noise_multiplier=0.0, noise="independent", clip_norm=NO_CLIPPING)
+
+
+def trial_recipe(request: Request, settled: Recipe, variant: str, setting: Setting) -> Recipe:
+    """The recipe of one trial.
+
+    | what tuning may cost | records | noise multiplier |
+    |---|---|---|
+    | an ε | the private ones | the least at which all trials of the variant TOGETHER keep to it |
+    | "public" | `tuning_data` | that of the runs, so that what is best there is best in them |
+    | "none" | the private ones | that of the runs |
+
+    Guarantee: scores that choose settings are of records that no trial trains on; with "public" of public ones.
+    """
+    steps = request.tuning_steps or settled.steps
+    assert steps is not None  # settled
+    recipe = run_recipe(settled, variant, setting, settled.seed + TRIAL_SEEDS)
+    recipe = recipe.replace(steps=steps, evaluate_every=steps, checkpoint_every=None, debug=False)
+    if variant != NON_PRIVATE:
+        multiplier = _trial_noise(request, settled, recipe, len(request.points(variant)))
+        recipe = recipe.replace(epsilon=None, noise_multiplier=multiplier)
+    if request.budget_for_tuning != PUBLIC:
+        return recipe
+    # What is public has no neighbours; only the noise counts, which zero-out and add/remove share.
+    kind = recipe.adjacency if recipe.adjacency != Adjacency.ADD_REMOVE.value else Adjacency.ZERO_OUT.value
+    changes: dict[str, Any] = {"data": request.tuning_data, "validation_data": None, "validation_fraction": None}
+    return recipe.replace(**changes, adjacency=kind, num_examples=None)
+
+
+def _trial_noise(request: Request, settled: Recipe, trial: Recipe, count: int) -> float:
+    budget = request.budget_for_tuning
+    if isinstance(budget, str) or budget is None:
+        multiplier = settled_plan(settled).noise_multiplier
+    else:
+        assert settled.delta is not None
+        plan = settled_plan(trial.replace(epsilon=None, noise_multiplier=1.0))
+        multiplier = calibrate_runs(plan, count, epsilon=float(budget), delta=settled.delta).noise_multiplier
+    assert multiplier is not None
+    return multiplier
+
+
+def settled_plan(settled: Recipe) -> PrivacyPlan:
+    """The calibrated plan of a recipe whose noise is named; it needs no model."""
+    assert settled.noise != "auto"
+    return plan_of(settled, parameters=1)
+
+
+def best_setting(scores: Sequence[tuple[Setting, Mapping[str, float | None]]], metric: str) -> Setting:
+    """The setting of the best score; the first of equals, and never one that diverged while another did not.
+
+    >>> trials = [({"learning_rate": 1.0}, {"loss": None}), ({"learning_rate": 0.1}, {"loss": 2.0})]
+    >>> best_setting(trials, "loss")
+    {'learning_rate': 0.1}
+    """
+    return min(scores, key=lambda trial: badness(trial[1], metric))[0]
+
+
+def badness(score: Mapping[str, float | None], metric: str) -> float:
+    """What is to be made small: the loss, or minus the accuracy; ∞ for a run that diverged.
+
+    >>> badness({"loss": 2.0, "accuracy": 0.75}, "accuracy"), badness({"loss": None}, "loss")
+    (-0.75, inf)
+    """
+    value = score.get(metric)
+    if value is None or score.get("loss") is None:
+        return math.inf
+    return -value if metric == "accuracy" else value

@@ -1,0 +1,1 @@
+"""The built-in demonstration, on text that is on every machine."""

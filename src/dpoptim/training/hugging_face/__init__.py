@@ -1,0 +1,1 @@
+"""Private training in Hugging Face's own loops: Trainer and Accelerate."""

@@ -1,0 +1,343 @@
+"""Hugging Face's Trainer, trained privately: the stock loop with a private loader, loss, optimizer and log."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import TrainOutput
+
+from dpoptim.gradients import Released
+from dpoptim.noise import NoiseKey
+from dpoptim.optim import PrivateOptimizer
+from dpoptim.privacy import PrivacyPlan, private_loader
+from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.training.hugging_face.arguments import (
+    PrivacyArguments,
+    key_path,
+    optimizer_for,
+    plan_for,
+    take_key_out,
+)
+from dpoptim.training.hugging_face.refusals import check_call, private_args, size_of
+from dpoptim.training.hugging_face.step_loader import Step, StepLoader
+from dpoptim.training.losses.batch_losses import losses_for
+from dpoptim.training.support.secret_randomness import forget_seed, seed_secretly
+
+LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+
+LOADER_STATE = "private_loader.json"
+_NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # of training data, in the stock Trainer's logs
+_HOOKS = (  # what is replaced in the stock loop: where one is missing, it would run without it
+    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
+    "_load_optimizer_and_scheduler", "_run_epoch", "_save_optimizer_and_scheduler", "compute_loss", "create_optimizer",
+    "evaluation_loop", "floating_point_ops", "get_train_dataloader", "log", "set_initial_training_values", "train",
+    "training_step",
+)  # fmt: skip
+if _missing := [name for name in _HOOKS if not hasattr(transformers.Trainer, name)]:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no Trainer.{_missing[0]}, which PrivateTrainer replaces; run: "
+        "pip install 'transformers>=5.22'"
+    )
+
+
+class PrivateTrainer(transformers.Trainer):
+    """`transformers.Trainer` under a privacy plan: same arguments, and `privacy=PrivacyArguments(epsilon=, delta=)`.
+
+        trainer = PrivateTrainer(model=model, args=args, train_dataset=ds, data_collator=collator,
+                                 privacy=PrivacyArguments(epsilon=8.0, delta=1e-6))
+        trainer.train()
+        print(trainer.plan.statement())
+
+    Each step releases the sum of clipped per-example gradients with the plan's noise, over the EXPECTED batch size
+    per_device_train_batch_size·gradient_accumulation_steps; at most per_device_train_batch_size examples are in memory
+    at once. The loss of each example is made for masked and causal language models and classifiers, from what the
+    collator gives; `loss_per_example(model, batch) -> [examples]` replaces it, and must not mix examples.
+    A ready `plan=` takes the place of epsilon, batch size and steps; `optimizers=(optimizer, scheduler)` with an
+    optimizer of dpoptim asks for the `plan=` that it was made with.
+
+    Guarantee: what `trainer.plan.statement()` says of model, checkpoints, logs and `TrainOutput`. The log has ε so far
+    (rounded up to the next twentieth of the run), learning rate and time; loss and gradient norms of training data are
+    in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
+    "not_private_loss", and no guarantee covers the log.
+    The key is written once, to noise.key in output_dir (mode 0600), or beside the folder where it is pushed to a hub.
+    Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation is
+    the stock one, and leaves the random numbers of the training alone. What the plan cannot cover is refused at once.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *,
+        privacy: PrivacyArguments | None = None,
+        plan: PrivacyPlan | None = None,
+        loss_per_example: LossPerExample | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        **stock: Any,
+    ) -> None:
+        given = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        if type(self).compute_loss is not PrivateTrainer.compute_loss:
+            raise ValueError(
+                "compute_loss is overridden, but training does not call it; pass loss_per_example= instead"
+            )
+        self.optimizer: Any
+        self.privacy = PrivacyArguments() if privacy is None else privacy
+        check_call(privacy, plan, model, given, optimizers[0], stock)
+        super().__init__(model, private_args(given), data_collator, train_dataset, optimizers=optimizers, **stock)
+        self._check_accelerator()
+        self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
+        self.private_optimizer: PrivateOptimizer | None = optimizers[0]
+        self._steps: StepLoader | None = None
+        self._released: dict[str, Tensor] = {}
+        self._spent: EpsilonSpent | None = None
+        self._plan = plan
+        if plan is None and train_dataset is not None:
+            self._plan = plan_for(self.privacy, given, examples=size_of(train_dataset), model=model)
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """All that ε depends on; `plan.statement()` is for an auditor."""
+        if self.private_optimizer is not None:
+            return self.private_optimizer.plan
+        if self._plan is None:
+            raise ValueError("train_dataset=None: there is nothing to plan for; pass the examples to be trained on")
+        return self._plan
+
+    def epsilon_so_far(self) -> float:
+        """ε of the steps taken, an upper bound; noise that is correlated spends the whole run's at the first step."""
+        if self._spent is None:
+            self._spent = EpsilonSpent(self.plan)
+        return self._spent.at(self.state.global_step)
+
+    # -- the data --------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> StepLoader:
+        """One item a step of the plan, for all its steps; Accelerate does not shard, dispatch or reorder it."""
+        plan = self._plan if self._plan is not None else self.plan
+        dataset = self.train_dataset
+        collate = self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):  # a datasets.Dataset
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        loader = private_loader(
+            dataset,
+            plan,
+            key=self._key(),
+            micro_batch_size=self.args.per_device_train_batch_size,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+        )
+        self._steps = StepLoader(loader)
+        return self._steps
+
+    def _key(self) -> NoiseKey:
+        if self.private_optimizer is not None:
+            return self.private_optimizer.key
+        if self.args.push_to_hub:
+            take_key_out(self.privacy, self.args)
+        return NoiseKey.load_or_create(key_path(self.privacy, self.args))
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """The plan's steps, in epochs of ⌈examples/batch⌉ steps that evaluation, saving and logging may follow."""
+        plan = self.plan
+        each = math.ceil(plan.num_examples / plan.batch_size)
+        epochs, seen = math.ceil(plan.steps / each), plan.steps * plan.batch_size
+        return epochs, each, plan.num_examples, seen, plan.batch_size, each, plan.steps
+
+    def _run_epoch(self, model: Any, epoch: float, **rest: Any) -> None:
+        """The stock epoch, from where the run stands: batches that were drawn before a restart are not drawn again."""
+        each = rest["num_update_steps_per_epoch"]
+        done = max(0, self.state.global_step - int(epoch) * each)
+        if rest["epochs_trained"] == epoch:
+            rest["epochs_trained"] = epoch + done / each
+        rest["steps_trained_in_current_epoch"] = 0
+        rest["num_update_steps_per_epoch"] = min(each - done, self.state.max_steps - self.state.global_step)
+        super()._run_epoch(model=model, epoch=epoch + done / each, **rest)
+
+    # -- the loss --------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Any = None) -> Tensor:
+        """One backward of the summed losses for each part of the step; the loop then calls the optimizer.
+
+        Returns 0 in place of the loss, which is not private, unless debug_loss asks for it.
+        """
+        assert self._steps is not None
+        assert self.private_optimizer is not None
+        model.train()
+        seed_secretly(self.private_optimizer)
+        shown, examples = torch.zeros((), device=self.args.device), 0
+        for part in inputs:
+            losses = self._losses(model, self._prepare_inputs(part))
+            self.accelerator.backward(losses.sum())
+            if self.privacy.debug_loss:
+                shown, examples = shown + losses.detach().sum(), examples + len(losses)
+            if not self._steps.loader.step_ends:
+                self.optimizer.step()  # sums up the part; the last one is left to the loop
+        forget_seed(self.args.seed)
+        return shown / max(1, examples)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training the sum of the per-example losses; without gradients, in evaluation, the stock loss."""
+        if torch.is_grad_enabled():
+            return self._losses(model, inputs).sum()
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        with self.accelerator.autocast():
+            losses = self.loss_per_example(model, batch)
+        if losses.ndim != 1:
+            raise ValueError(
+                f"loss_per_example gave a tensor of shape {tuple(losses.shape)}; it must be one loss an example, "
+                "[examples], without a mean or a sum over them"
+            )
+        return losses
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if batch_samples and isinstance(batch_samples[0], Step):
+            return None  # a count of targets over the batch would tie its examples together
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """0: how many tokens a private batch has is not released."""
+        return 0
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The variant's optimizer, unless one was given; the model's layers are watched from here on."""
+        if self.optimizer is None:
+            self.private_optimizer = optimizer_for(
+                self.privacy,
+                self.args,
+                self.plan,
+                self.model,
+                key=self._key(),
+                decayed=set(self.get_decay_parameter_names(self.model)),
+            )
+            self.optimizer = self.private_optimizer
+        observers = self.private_optimizer.observers if self.private_optimizer is not None else []
+        if self.privacy.log_norms and self._note_released not in observers:
+            observers.append(self._note_released)
+        return self.optimizer
+
+    def _note_released(self, released: Released) -> None:
+        """Norms of the noisy gradient and of the noise expected in it; read when they are logged."""
+        assert self.private_optimizer is not None
+        scale = self.private_optimizer.release.scale or {}
+        square = noise = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        for name, value in released.gradient.items():
+            square = square + value.double().square().sum()
+            noise = noise + (scale[name].double().pow(-2).sum() if name in scale else value.numel())
+        self._released = {
+            "released_gradient_norm": square.sqrt(),
+            "expected_noise_norm": (noise * released.noise_variance).sqrt(),
+        }
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Nothing: each example is clipped by the plan, and parameters carry no gradient of their own."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """None: the norm of an un-noised gradient is not private."""
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train for the plan's steps, once, or go on from a checkpoint; the model is then its own again."""
+        if self.private_optimizer is not None and self.private_optimizer.release.step > 0:
+            raise ValueError(
+                "train() was called before, and its steps are spent; make a new PrivateTrainer: to go on from a "
+                "checkpoint with train(resume_from_checkpoint=True), or for another run with a guarantee of its own"
+            )
+        ready = self.optimizer is not None
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if self._steps is not None:
+                self._steps.pause()
+            if self.private_optimizer is not None:
+                self.private_optimizer.detach()
+                if not ready and self.private_optimizer.release.step == 0:  # nothing is spent: it may be tried again
+                    self.optimizer = self.private_optimizer = None
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "hyperparameter_search trains many times on the same private data, and each run spends its own epsilon; "
+            "tune on public data, or account for all runs together"
+        )
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The stock log without what is not released, and with ε so far."""
+        loss = logs.get("loss")
+        for name in _NOT_RELEASED:
+            logs.pop(name, None)
+        if loss is not None:
+            if self.plan.delta is not None:
+                logs["epsilon"] = self.epsilon_so_far()
+            logs.update({name: float(norm) for name, norm in self._released.items()})
+            if self.privacy.debug_loss:
+                logs["not_private_loss"] = loss
+        super().log(logs, start_time)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        metrics = {name: value for name, value in output.metrics.items() if name not in _NOT_RELEASED}
+        loss = output.training_loss if self.privacy.debug_loss else math.nan
+        return TrainOutput(output.global_step, loss, metrics)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock loop; the random numbers that it draws are put back, so that it leaves no trace in training."""
+        with torch.random.fork_rng():
+            return super().evaluation_loop(*args, **kwargs)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._steps is not None:
+            state = self._steps.loader.state_dict()
+            (Path(output_dir) / LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
+            self._steps.pause()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._steps is None:
+            return
+        needed = ("optimizer.pt", "scheduler.pt", LOADER_STATE)
+        missing = [name for name in needed if not (Path(checkpoint) / name).is_file()]
+        if missing:
+            raise ValueError(
+                f"checkpoint {checkpoint!r} has no {missing[0]}, so the private run cannot go on from it: its noise "
+                "and batches would be drawn anew; choose one that PrivateTrainer saved with save_only_model=False"
+            )
+        super()._load_optimizer_and_scheduler(checkpoint)
+        state = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
+        self._steps.loader.load_state_dict(state)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock upload of output_dir, after the key is moved out of it."""
+        take_key_out(self.privacy, self.args)
+        return super().push_to_hub(*args, **kwargs)
+
+    def _check_accelerator(self) -> None:
+        """What `accelerate launch` or its environment may have set beside the arguments."""
+        state = self.accelerator
+        if state.num_processes > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError("private training runs in one process; start it with python, not accelerate launch")
+        if state.scaler is not None:
+            raise ValueError("mixed_precision='fp16' of Accelerate scales the loss, which changes clipping; use bf16")

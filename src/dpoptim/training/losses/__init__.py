@@ -1,0 +1,1 @@
+"""What is predicted, and the loss of each example."""

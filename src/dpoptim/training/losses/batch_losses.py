@@ -1,0 +1,150 @@
+"""The loss of each example of a batch as a Hugging Face collator makes it: tensors by name, `labels` among them.
+
+A model that is called with `labels` averages over the targets of the whole batch, which ties examples together. Here
+labels are taken out before the model is called, and each example's loss is the mean over ITS targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.losses.tasks import Task
+from dpoptim.training.losses.token_losses import can_read_targets, logits_of, token_losses
+from dpoptim.training.support.optional import needed
+
+_MAPPINGS = {
+    Task.MASKED_LM: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    Task.CAUSAL_LM: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    Task.TEXT_CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    Task.IMAGE_CLASSIFICATION: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLosses:
+    """loss_per_example(model, batch) -> [examples], for a task whose batch has `labels`.
+
+        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
+
+    Guarantee: entry j depends on example j alone, provided that the model's output for j does. Language models with
+    `targets_only` decode the targets and store no logits.
+    Edge cases: an example without targets has loss 0. Classifiers follow `config.problem_type` as transformers does:
+    one label, several, or a number (squared error, the mean over the numbers).
+    """
+
+    task: Task
+    targets_only: bool = False
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        inputs = dict(batch)
+        labels = inputs.pop("labels", None)
+        if labels is None:
+            raise ValueError(
+                f"the batch has no labels, only {', '.join(inputs)}: {self.task.value} needs them; use a collator that "
+                "makes them (DataCollatorForLanguageModeling, say), or pass loss_per_example="
+            )
+        if self.task.is_classification:
+            return _classified(logits_of(model(**inputs)), labels, _config(model))
+        places = None
+        if self.task is Task.CAUSAL_LM:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
+            if hasattr(_config(model), "use_cache"):
+                inputs["use_cache"] = False
+        elif self.targets_only:
+            labels, places = _gathered(labels)
+        losses = token_losses(model, inputs, labels, places, targets_only=self.targets_only)
+        return losses.float().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
+    """The losses of a model by its class, or for a task by name.
+
+    Edge cases: one ValueError line where the class says nothing, or where it does more than one task. Of a model that
+    a private optimizer watches already, all logits are made: ask before the optimizer is made to decode targets alone.
+    """
+    found = _task_of(model) if task is None else _named(task)
+    return BatchLosses(task=found, targets_only=not found.is_classification and _can_read_targets(model))
+
+
+def _can_read_targets(model: nn.Module) -> bool:
+    try:
+        return can_read_targets(model, int(_inner(model).get_input_embeddings().weight.shape[0]))
+    except ValueError:  # its layers run through an optimizer's engine and cannot be looked at
+        return False
+
+
+def _named(task: str) -> Task:
+    try:
+        found = Task(task)
+    except ValueError:
+        found = Task.TABULAR_CLASSIFICATION
+    if found not in _MAPPINGS:
+        raise ValueError(f"task={task!r} must be one of {', '.join(kind.value for kind in _MAPPINGS)}")
+    return found
+
+
+def _task_of(model: nn.Module) -> Task:
+    auto = needed("transformers.models.auto.modeling_auto", "finding the task of a model")
+    inner = _inner(model)
+    ancestors = {kind.__name__ for kind in type(inner).__mro__}
+    found = [task for task, mapping in _MAPPINGS.items() if ancestors & _class_names(getattr(auto, mapping))]
+    if len(found) != 1:
+        known = ", ".join(kind.value for kind in _MAPPINGS)
+        says = "does several tasks" if found else "is of no task that is known here"
+        raise ValueError(
+            f"{type(inner).__name__} {says}; set task= ({known}), or pass loss_per_example=, a function of (model, "
+            "batch) that gives one loss an example"
+        )
+    return found[0]
+
+
+def _class_names(mapping: Mapping[str, Any]) -> set[str]:
+    names: set[str] = set()
+    for value in mapping.values():
+        names.update([value] if isinstance(value, str) else value)
+    return names
+
+
+def _inner(model: Any) -> Any:
+    """The model without peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(_inner(model), "config", None)
+
+
+def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels and places of the targets, [examples, most targets of one]; `IGNORED` where an example has fewer.
+
+    >>> import torch
+    >>> _gathered(torch.tensor([[-100, 7, -100, 8], [-100, -100, 9, -100]]))
+    (tensor([[   7,    8],
+            [   9, -100]]), tensor([[1, 3],
+            [2, 0]]))
+    """
+    is_target = labels != IGNORED
+    most = max(1, int(is_target.sum(1).max()))
+    places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]
+    return labels.gather(1, places), places
+
+
+def _classified(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """The loss of each example, by the kind of labels that the model's configuration declares."""
+    kind = getattr(config, "problem_type", None)
+    if kind is None and logits.shape[-1] == 1:
+        kind = "regression"
+    if kind is None and labels.is_floating_point():
+        kind = "multi_label_classification"
+    logits = logits.float()
+    if kind == "regression":
+        return F.mse_loss(logits, labels.float().view_as(logits), reduction="none").flatten(1).mean(1)
+    if kind == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").flatten(1).mean(1)
+    return F.cross_entropy(logits, labels.view(-1), reduction="none")

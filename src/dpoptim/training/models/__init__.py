@@ -1,0 +1,1 @@
+"""Models and tokenizers, and everything that is made ready for them."""

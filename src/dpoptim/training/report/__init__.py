@@ -1,0 +1,1 @@
+"""The report of runs: one self-contained HTML file."""

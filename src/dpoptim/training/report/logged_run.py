@@ -1,0 +1,323 @@
+"""A run directory, read for its report: what was planned, what was logged, and what could not be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.epsilon_spent import EpsilonSpent
+
+Series = list[tuple[int, float]]
+"""(step, value), steps ascending, values finite."""
+
+UNKNOWN_END = "still running, or killed"
+"""How a run ended whose log does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What the plan promises for all its steps; a part that no file tells is None.
+
+    `epsilon` is the accountant's number as it stands in plan.json, ∞ where there is no guarantee.
+    """
+
+    epsilon: float | None
+    delta: float | None
+    adjacency: str | None
+    sampling: str | None
+    accountant: str | None
+
+    @property
+    def is_private(self) -> bool | None:
+        """Whether a finite ε is promised; None where the files do not say."""
+        return None if self.epsilon is None else math.isfinite(self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """One run directory: its settings, its log's records by kind, and notes on what is missing or was ignored.
+
+    `steps` and `evaluations` are sorted by step and hold each step once: after a resume the later record stands.
+    """
+
+    name: str
+    folder: Path
+    recipe: dict[str, Any]
+    recipe_text: str
+    plan: dict[str, Any]
+    statement: str
+    summary: dict[str, Any]
+    starts: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    ends: list[dict[str, Any]]
+    notes: list[str]
+
+    def setting(self, name: str) -> Any:
+        """A value of the run: as the last start logged it, or of the recipe, or of the plan; None if nowhere."""
+        for place in (self.starts[-1] if self.starts else {}, self.recipe, self.plan):
+            if place.get(name) is not None:
+                return place[name]
+        return None
+
+    @property
+    def last_step(self) -> int:
+        """How many steps are known to have been taken."""
+        ended = [step for step in map(_step_of, self.ends) if step is not None]
+        return max([0, *(row["step"] for row in (*self.steps, *self.evaluations)), *ended])
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the guarantee covers."""
+        found = self.plan.get("steps") or self.setting("steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, as the log says it."""
+        if not self.ends or (self.starts and self.ends[-1]["_line"] < self.starts[-1]["_line"]):
+            return UNKNOWN_END
+        return str(self.ends[-1].get("reason", "ended"))
+
+    @property
+    def resumes(self) -> int:
+        """How often the run was taken up again."""
+        return sum(start.get("resumed_from") is not None for start in self.starts)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it worked: what its sessions logged at their ends, else its steps at their mean time."""
+        logged = [number(end.get("seconds")) for end in self.ends]
+        if logged and len(logged) >= len(self.starts) and None not in logged:
+            return math.fsum(value for value in logged if value is not None)
+        steps = series(self.steps, "seconds")
+        return math.fsum(value for _, value in steps) / len(steps) * self.last_step if steps else None
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The promise, from plan.json, with the accountant's name from the statement."""
+        sampling = self.plan.get("sampling")
+        sampling = sampling.get("kind") if isinstance(sampling, dict) else sampling
+        epsilon, delta = self.plan.get("epsilon"), number(self.plan.get("delta"))
+        stated = re.match(r"Differentially private: epsilon = ([\d.]+) at delta = ([\d.e-]+)$", self.statement, re.M)
+        if stated:  # its ε is rounded up
+            epsilon = float(stated[1]) if epsilon is None else epsilon
+            delta = float(stated[2]) if delta is None else delta
+        if self.statement.startswith("NOT PRIVATE") or self.plan.get("noise_multiplier") == 0:
+            epsilon = math.inf
+        return Guarantee(
+            epsilon=_positive(epsilon),
+            delta=delta,
+            adjacency=_text(self.plan.get("adjacency")),
+            sampling=_text(sampling),
+            accountant=statement_part(self.statement, "Accountant"),
+        )
+
+    @functools.cached_property
+    def epsilon_spent(self) -> float | None:
+        """ε of `last_step` steps: as the log says, else the accountant, else the whole run's, which is no less."""
+        guarantee = self.guarantee
+        if not guarantee.is_private:
+            return guarantee.epsilon
+        logged = series(self.steps, "epsilon")
+        if logged and logged[-1][0] >= self.last_step:
+            return max(value for _, value in logged)
+        return self._accounted() if self.last_step < (self.planned_steps or 0) else guarantee.epsilon
+
+    def _accounted(self) -> float | None:
+        """Steps behind the last record have cost ε too, which no record tells."""
+        names = {field.name for field in dataclasses.fields(PrivacyPlan)}
+        try:
+            plan = PrivacyPlan.from_dict({name: value for name, value in self.plan.items() if name in names})
+            return EpsilonSpent(plan).at(self.last_step)
+        except (ValueError, TypeError, KeyError):
+            return self.guarantee.epsilon
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[LoggedRun]:
+    """Read each folder; names are the folders' own, with as much of the path before them as tells them apart.
+
+    Edge cases: a folder that is no run, or whose log is empty, is a ValueError that says so.
+    """
+    paths = [Path(folder) for folder in folders]
+    return [read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
+    """Read one run directory; of its files only log.jsonl must be there, and the noise key is never opened.
+
+    Edge cases: a line of the log that is no JSON (the last one, if the run crashed while it wrote) is left out and
+    noted; records behind the step that a later start resumed from are superseded; a log without any readable record
+    is refused.
+    """
+    folder = Path(folder)
+    log = folder / "log.jsonl"
+    if not folder.exists():
+        raise ValueError(f"RUN {folder} does not exist; give a folder that `dpoptim train` wrote")
+    if not log.is_file():
+        raise ValueError(f"RUN {folder} is no run directory (no log.jsonl); give a folder that `dpoptim train` wrote")
+    notes: list[str] = []
+    records = _records(log, notes)
+    if not records:
+        raise ValueError(f"RUN {folder} has an empty log.jsonl; nothing was logged yet, so train first")
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    starts, ends = [], []
+    for record in records:
+        kind, step = record.get("kind"), _step_of(record)
+        if kind == "start":
+            starts.append(record)
+            since = record.get("resumed_from")
+            if isinstance(since, int):
+                for kept in (steps, evaluations):
+                    for late in [step for step in kept if step > since]:
+                        del kept[late]
+        elif kind == "end":
+            ends.append(record)
+        elif kind in ("step", "evaluation") and step is not None:
+            (steps if kind == "step" else evaluations)[step] = record
+    recipe_text = _content(folder / "recipe.toml", notes) or ""
+    return LoggedRun(
+        name=name or _names([folder])[0],
+        folder=folder,
+        recipe=_parsed(recipe_text, tomllib.loads, "recipe.toml", notes),
+        recipe_text=recipe_text,
+        plan=_plan(_parsed(_content(folder / "plan.json", notes), json.loads, "plan.json", notes)),
+        statement=(_content(folder / "statement.txt", notes) or "").strip(),
+        summary=_parsed(_content(folder / "summary.json", None), json.loads, "summary.json", notes),
+        starts=starts,
+        steps=[steps[step] for step in sorted(steps)],
+        evaluations=[evaluations[step] for step in sorted(evaluations)],
+        ends=ends,
+        notes=notes,
+    )
+
+
+def series(records: Iterable[dict[str, Any]], path: str) -> Series:
+    """The finite values at a dotted path, by step; records without one are left out.
+
+    >>> series([{"step": 1, "released": {"update_norm": 2.0}}, {"step": 2}], "released.update_norm")
+    [(1, 2.0)]
+    """
+    found = ((record["step"], number(value_at(record, path))) for record in records)
+    return [(step, value) for step, value in found if value is not None]
+
+
+def value_at(record: Any, path: str) -> Any:
+    """What lies at a dotted path of nested dictionaries; None where nothing does."""
+    for part in path.split("."):
+        record = record.get(part) if isinstance(record, dict) else None
+    return record
+
+
+def number(value: Any) -> float | None:
+    """A finite number as float; None for everything else, such as NaN, a text or True.
+
+    >>> number(2), number(float("nan")), number("2"), number(True)
+    (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def statement_part(statement: str, title: str) -> str | None:
+    """The text behind `title:` in a statement, its lines joined.
+
+    >>> statement_part("Noise:      much\\n            more\\nUnit: one", "Noise")
+    'much more'
+    """
+    found = re.search(rf"^{re.escape(title)}:[ \t]+(.*(?:\n[ \t]{{8,}}.*)*)", statement, flags=re.MULTILINE)
+    return " ".join(found.group(1).split()) if found else None
+
+
+def _records(log: Path, notes: list[str]) -> list[dict[str, Any]]:
+    lines = log.read_bytes().split(b"\n")
+    found, broken = [], []
+    for place, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            found.append({**record, "_line": place})
+        else:
+            broken.append(place)
+    if broken and broken[-1] == len(lines):
+        notes.append(f"log.jsonl: its last line ({broken.pop()}) was cut off while it was written, and is ignored")
+    if broken:
+        some = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+        notes.append(f"log.jsonl: {len(broken)} unreadable line(s) ignored: {some}")
+    return found
+
+
+def _content(file: Path, notes: list[str] | None) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if notes is not None:
+            notes.append(f"{file.name} is missing")
+        return None
+
+
+def _parsed(text: str | None, parse: Callable[[str], Any], file: str, notes: list[str]) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = parse(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append(f"{file} could not be read")
+    return {}
+
+
+def _plan(found: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields and the accountant's side by side, whether or not the file nests the plan."""
+    inner = found.get("plan")
+    if not isinstance(inner, dict):
+        return found
+    return {**inner, **{key: value for key, value in found.items() if key != "plan" and value is not None}}
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{place}: {path}" for place, path in enumerate(paths, 1)]
+
+
+def _step_of(record: dict[str, Any]) -> int | None:
+    step = record.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
+
+
+def _positive(value: Any) -> float | None:
+    """ε as a float; an "inf" that JSON could only write as text counts as infinite."""
+    if isinstance(value, str):
+        return math.inf if value.lower() in ("inf", "infinity", "∞") else None
+    if isinstance(value, float) and math.isinf(value):
+        return math.inf
+    found = number(value)
+    return found if found is not None and found >= 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

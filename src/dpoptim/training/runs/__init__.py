@@ -1,0 +1,1 @@
+"""A private training run, in its directory: made, logged, stopped, resumed, scored."""

@@ -1,0 +1,250 @@
+"""A private training run: from a recipe to a trained model in a run directory, and on again after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.training.recipes.plans import name_of_noise
+from dpoptim.training.recipes.recipe import Recipe
+from dpoptim.training.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
+from dpoptim.training.runs.loop import Loop
+from dpoptim.training.runs.metrics import evaluate
+from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.run_directory import RunDirectory
+from dpoptim.training.runs.run_log import RunLog, cut_log, read_log
+from dpoptim.training.runs.setup import Setup, set_up
+from dpoptim.training.runs.tensorboard import tensorboard_writer, write_scalars
+from dpoptim.training.support.files import make_folder
+from dpoptim.training.support.interrupts import StopWish, stopping_between_steps
+from dpoptim.training.support.optional import one_line
+from dpoptim.version import __version__
+
+
+def train(recipe: Recipe, directory: str | Path, *, progress: Silent | None = None) -> dict[str, Any]:
+    """Set a run up, make its directory and train; returns the summary, which is also in summary.json.
+
+    Guarantee: what can be wrong with the input is told before the directory is made. The whole run satisfies the
+    statement in statement.txt; scores on held-out records, and what `debug` logs, are outside of it.
+    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
+    """
+    progress = progress or Silent()
+    place = RunDirectory(Path(directory).expanduser())
+    place.check_new()
+    with progress:
+        setup = set_up(recipe, tell=progress.tell)
+        place.check_new(bytes_needed=bytes_on_disk(setup))
+        place.create(setup.recipe, setup.plan, NoiseKey.generate())
+        return _run(setup, place, progress, fresh=True)
+
+
+def resume(directory: str | Path, *, device: str | None = None, progress: Silent | None = None) -> dict[str, Any]:
+    """Go on with a run where its last checkpoint stands; bit for bit on the same machine.
+
+    Edge cases: a run that is finished returns its summary; one ValueError line where the directory is no run.
+    """
+    progress = progress or Silent()
+    place = RunDirectory(Path(directory).expanduser())
+    recipe, plan, _ = place.read()
+    ended = [entry for entry in read_log(place.log_file) if entry["kind"] == "end"]
+    if ended and ended[-1]["reason"] == "finished":
+        return _summary(place, plan)
+    with progress:
+        setup = set_up(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
+        return _run(setup, place, progress, fresh=False)
+
+
+def bytes_on_disk(setup: Setup) -> int:
+    """What a run writes at most: two checkpoints beside the one being written, and the model."""
+    everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
+    return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
+
+
+def _run(setup: Setup, place: RunDirectory, progress: Silent, *, fresh: bool) -> dict[str, Any]:
+    found = checkpoints(place.checkpoints)
+    if not fresh and not found and read_log(place.log_file):
+        raise ValueError(f"{place.checkpoints} has no checkpoint left; the run cannot be taken up again")
+    with RunLog(place.log_file):  # nobody else is at it
+        if found:
+            cut_log(place.log_file, step_of(found[-1]))
+    with RunLog(place.log_file) as log, stopping_between_steps() as wish:
+        loop = Loop(setup, NoiseKey.load(place.key_file))
+        if found:
+            loop.load_state_dict(load_checkpoint(found[-1]))
+        run = _Run(setup, place, progress, log, loop, wish)
+        try:
+            return run.train(resumed_from=step_of(found[-1]) if found else None)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise _one_line(error, place) from error
+        finally:
+            loop.close()
+
+
+class _Run:
+    """The loop with everything around it: log, evaluations, checkpoints."""
+
+    def __init__(
+        self, setup: Setup, place: RunDirectory, progress: Silent, log: RunLog, loop: Loop, wish: StopWish
+    ) -> None:
+        self._setup, self._place, self._progress = setup, place, progress
+        self._log, self._loop, self._wish = log, loop, wish
+        self._writer = tensorboard_writer(place.path / "tensorboard", step=loop.step)
+        self._began = time.perf_counter()
+
+    def train(self, *, resumed_from: int | None) -> dict[str, Any]:
+        recipe, loop = self._setup.recipe, self._loop
+        assert recipe.evaluate_every is not None  # settled
+        assert recipe.checkpoint_every is not None
+        self._log.write("start", **self._description(resumed_from))
+        self._progress.begin(
+            step=loop.step, steps=loop.steps, batch_size=loop.batch_size, whole_run=loop.epsilon_is_whole
+        )
+        try:
+            if resumed_from is None:
+                self._checkpoint()  # the first steps' noise must be the same if they are ever repeated
+                self._evaluate()
+            for entry in loop:
+                if "released" in entry:
+                    self._log.write("step", **entry)
+                    write_scalars(self._writer, {"kind": "step", **entry})
+                    if "not_private" in entry:
+                        self._progress.not_private(entry["not_private"]["loss"])
+                self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"])
+                last = loop.step == loop.steps
+                if last or loop.step % recipe.evaluate_every == 0:
+                    self._evaluate()
+                if last or self._wish.signal is not None or loop.step % recipe.checkpoint_every == 0:
+                    self._checkpoint()
+                if self._wish.signal is not None and not last:
+                    return self._end("interrupted")
+            self._save_model()
+            return self._end("finished")
+        except BaseException as error:
+            self._end_with(error)
+            raise
+
+    def _description(self, resumed_from: int | None) -> dict[str, Any]:
+        setup, plan = self._setup, self._loop.plan
+        return {
+            "versions": _versions(),
+            "device": _device_name(setup.device),
+            "parameters": sum(p.numel() for p in setup.model.parameters()),
+            "trained_parameters": setup.trained_parameters,
+            "examples": plan.num_examples,
+            "validation_examples": 0 if setup.validation is None else len(setup.validation.records),
+            "steps": plan.steps,
+            "batch_size": plan.batch_size,
+            "epsilon": plan.epsilon(),
+            "delta": plan.delta,
+            "noise_multiplier": plan.noise_multiplier,
+            "clip_norm": plan.clip_norm,
+            "variant": setup.recipe.variant,
+            "mechanism": name_of_noise(plan.noise),
+            "sampling": setup.recipe.sampling,
+            "resumed_from": resumed_from,
+        }
+
+    def _evaluate(self) -> None:
+        setup = self._setup
+        if setup.validation is None:
+            return
+        with setup.precision():
+            scores = evaluate(setup.validation, setup.model, batch_tokens=setup.recipe.micro_batch_tokens or 2**16)
+        entry = {
+            "step": self._loop.step,
+            "split": "validation",
+            "loss": scores.loss,
+            "accuracy": scores.accuracy,
+            "perplexity": None if setup.prepared.task.is_classification else scores.perplexity,
+            "examples": scores.examples,
+            "outside_guarantee": True,
+        }
+        self._log.write("evaluation", **entry)
+        write_scalars(self._writer, {"kind": "evaluation", **entry})
+        self._progress.evaluation(entry)
+
+    def _checkpoint(self) -> None:
+        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
+        self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
+
+    def _save_model(self) -> None:
+        """As `save_pretrained` writes it, with its tokenizer; a plain module as model.pt."""
+        model: Any = self._setup.model
+        tokenizer = self._setup.prepared.tokenizer
+        self._loop.close()
+
+        def fill(folder: Path) -> None:
+            if hasattr(model, "save_pretrained"):
+                model.save_pretrained(folder)
+            else:
+                torch.save(model.state_dict(), folder / "model.pt")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+        shutil.rmtree(self._place.model, ignore_errors=True)
+        make_folder(self._place.model, fill)
+
+    def _end(self, reason: str) -> dict[str, Any]:
+        self._log.write("end", step=self._loop.step, reason=reason, seconds=round(time.perf_counter() - self._began, 3))
+        summary = _summary(self._place, self._loop.plan)
+        if self._wish.signal is not None:
+            summary["signal"] = int(self._wish.signal)
+        self._place.write_summary(summary)
+        return summary
+
+    def _end_with(self, error: BaseException) -> None:
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
+        with contextlib.suppress(OSError):  # the disk is full: what matters is the checkpoint, which is whole
+            self._log.write("end", step=self._loop.step, reason=reason, seconds=time.perf_counter() - self._began)
+
+
+def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
+    """How a run stands, from its log."""
+    entries = read_log(place.log_file)
+    start = next(entry for entry in reversed(entries) if entry["kind"] == "start")
+    end = next(entry for entry in reversed(entries) if entry["kind"] == "end")
+    scores = [entry for entry in entries if entry["kind"] == "evaluation"]
+    kept = ("epsilon", "delta", "noise_multiplier", "variant", "mechanism", "sampling", "examples", "batch_size")
+    return {
+        "run": str(place.path),
+        "reason": end["reason"],
+        "step": end["step"],
+        "steps": plan.steps,
+        "seconds": sum(entry["seconds"] for entry in entries if entry["kind"] == "end"),
+        **{name: start[name] for name in kept},
+        "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
+        "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
+        "model": str(place.model) if end["reason"] == "finished" else None,
+        "guarantee": place.statement_file.read_text(encoding="utf-8").splitlines()[0],
+    }
+
+
+def _one_line(error: Exception, place: RunDirectory) -> Exception:
+    found = checkpoints(place.checkpoints)
+    text = one_line(error)
+    told = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
+    if isinstance(error, OSError):
+        return OSError(f"training stopped: {text}{told}")
+    return ValueError(f"the device has too little memory ({text}); give a smaller --micro-batch-size or -tokens")
+
+
+def _versions() -> dict[str, str]:
+    found = {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "peft", "datasets"):
+        if name in sys.modules:
+            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -1,0 +1,115 @@
+"""The folder of a run: recipe, plan, statement, key, log, checkpoints, model and summary; complete from the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.training.recipes.recipe import Recipe, read_recipe
+from dpoptim.training.runs.run_log import plain
+from dpoptim.training.support.files import make_folder, write_text
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Where the parts of a run lie.
+
+    | name | what it holds |
+    |---|---|
+    | recipe.toml | every setting, as it was used |
+    | plan.json | the privacy plan, with ε and δ |
+    | statement.txt | the guarantee in words |
+    | noise.key | SECRET, mode 0600: who has it can take the noise off |
+    | log.jsonl | what happened, line by line |
+    | checkpoints/step-000100/ | where the run can be taken up; the last two |
+    | model/ | the trained model, at the end |
+    | summary.json | how it ended |
+    """
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def statement_file(self) -> Path:
+        return self.path / "statement.txt"
+
+    @property
+    def key_file(self) -> Path:
+        return self.path / "noise.key"
+
+    @property
+    def log_file(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / "summary.json"
+
+    def check_new(self, *, bytes_needed: int = 0) -> None:
+        """Refuse, in one line, a place where no run can be written; nothing is made."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            mend = f"continue it with --resume {self.path}, or " if self.recipe_file.exists() else ""
+            raise ValueError(f"run directory {self.path} is there already; {mend}choose another name")
+        parent = next(folder for folder in self.path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ValueError(f"run directory {self.path} cannot be made: {parent} is not a folder one may write to")
+        free = shutil.disk_usage(parent).free
+        if free < bytes_needed:
+            raise ValueError(
+                f"run directory {self.path}: checkpoints need {bytes_needed / 1e6:.0f} MB and the disk has "
+                f"{free / 1e6:.0f} MB left; make room, or choose another disk"
+            )
+
+    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
+        """Make the folder with all that is known before training; it appears whole or not at all."""
+
+        def fill(folder: Path) -> None:
+            new = RunDirectory(folder)
+            key.save(new.key_file)
+            new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
+            described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
+            new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")
+            new.statement_file.write_text(plan.statement() + "\n", encoding="utf-8")
+            new.log_file.touch()
+            new.checkpoints.mkdir()
+
+        make_folder(self.path, fill)
+
+    def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
+        """What a run is taken up with.
+
+        Edge cases: one ValueError line where the folder is no run, or a part of it is missing.
+        """
+        if not self.recipe_file.is_file():
+            raise ValueError(f"{self.path} is no run directory (it has no recipe.toml); check the path")
+        recipe = read_recipe(self.recipe_file)
+        try:
+            plan = PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
+            key = NoiseKey.load(self.key_file)
+        except FileNotFoundError as error:
+            raise ValueError(f"{error.filename} is missing, and the run cannot go on without it") from None
+        return recipe, plan, key
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,187 @@
+"""Everything that a run needs, made and checked before anything is trained or written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from dpoptim.gradients import check_examples_do_not_mix
+from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.training.data.records import Kind, Records, read_records
+from dpoptim.training.losses.tasks import Task
+from dpoptim.training.models.prepared import Prepared, prepare
+from dpoptim.training.models.synthetic import random_batch
+from dpoptim.training.models.task_of_model import task_of_model
+from dpoptim.training.recipes.defaults import chosen_device, settled, validation_fraction
+from dpoptim.training.recipes.plans import name_of_noise, name_of_sampling, optimizer_of, plan_of
+from dpoptim.training.recipes.recipe import Recipe
+from dpoptim.training.support.optional import one_line
+
+_KINDS = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setup:
+    """A recipe with every value filled in, the model with its training examples, held-out ones, and the plan.
+
+    Guarantee: `validation` shares no record with `prepared`; `plan` counts the training records alone.
+    """
+
+    recipe: Recipe
+    prepared: Prepared
+    validation: Prepared | None
+    plan: PrivacyPlan
+
+    @property
+    def model(self) -> nn.Module:
+        return self.prepared.model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Parameters, norms and noise are fp32; under bf16 the model's own products run in it."""
+        if self.recipe.dtype == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def set_up(
+    recipe: Recipe, *, plan: PrivacyPlan | None = None, tell: Callable[[str], None] = lambda text: None
+) -> Setup:
+    """Read the data, hold some out, load the model, make the plan (or take a run's own), and try model and optimizer.
+
+    The order: records, then those held out, then model and sizes, then the plan over the training records, then a trial
+    of the optimizer and of the loss on random examples. Nothing is written and nothing is trained.
+    Guarantee: what is wrong with the input is one ValueError line here: a missing file or column, no records, a batch
+    larger than the data, an impossible ε, a model that mixes examples.
+    """
+    device = chosen_device(recipe.device)
+    recipe = _with_whole_paths(recipe)
+    tell("reading the records")
+    task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
+    training, held_out = _records(recipe, task)
+    public = recipe.adjacency != Adjacency.ADD_REMOVE.value
+    if public and recipe.num_examples not in (None, len(training)):
+        raise ValueError(
+            f"num_examples={recipe.num_examples} and there are {len(training)} training records; leave it out, or, if "
+            "this is a run's own recipe, give the data of the run"
+        )
+    tell(f"loading {recipe.model}")
+    prepared = prepare(
+        task=task,
+        model=recipe.model,
+        records=training,
+        max_length=recipe.max_length,
+        lora_rank=recipe.lora_rank,
+        from_scratch=recipe.from_scratch,
+        image_size=recipe.image_size,
+        seed=recipe.seed,
+    )
+    prepared.model.to(device)
+    recipe = settled(recipe, task=task, num_examples=recipe.num_examples or len(training), device=device)
+    recipe = recipe.replace(
+        max_length=prepared.max_length, label_names=training.label_names or None if task.is_classification else None
+    )
+    validation = None if held_out is None else prepared.on(held_out)
+    if plan is None:
+        tell("making the privacy plan")
+        plan = plan_of(recipe, parameters=prepared.model, progress=lambda name: tell(f"optimizing {name}"))
+        recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
+    setup = Setup(recipe=recipe, prepared=prepared, validation=validation, plan=plan)
+    tell("trying the model on random examples")
+    return Setup(recipe=recipe, prepared=prepared, validation=validation, plan=_tried(setup))
+
+
+def held_out_places(count: int, fraction: float) -> np.ndarray:
+    """Every k-th place from k − 1 on, k = round(1/fraction): a rule that never looks at what is there.
+
+    >>> held_out_places(10, 0.25).tolist(), held_out_places(10, 0.0).tolist()
+    ([3, 7], [])
+    """
+    if not fraction:
+        return np.zeros(0, dtype=np.int64)
+    every = max(2, round(1 / fraction))
+    return np.arange(every - 1, count, every, dtype=np.int64)
+
+
+def _records(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
+    """The training records, and those held out."""
+    kind = _KINDS.get(task, Kind.TEXT)
+    label_column = recipe.label_column if task.is_classification else None
+    text_column = recipe.text_column if kind is Kind.TEXT else None
+    for name, given, used in (
+        ("label_column", recipe.label_column, label_column),
+        ("text_column", recipe.text_column, text_column),
+    ):
+        if given != used:
+            raise ValueError(f"{name}={given!r} is not read in {task.value}; leave it out")
+    found = read_records(
+        recipe.data,
+        text_column=text_column,
+        label_column=label_column,
+        split=recipe.split,
+        kind=kind,
+        label_names=recipe.label_names if task.is_classification else None,
+    )
+    if recipe.validation_data is not None:
+        if _same_file(recipe.validation_data, recipe.data):
+            raise ValueError(
+                f"validation_data={recipe.validation_data!r} is the training data itself; give other records, or "
+                "validation_fraction"
+            )
+        other = read_records(
+            recipe.validation_data,
+            text_column=text_column,
+            label_column=label_column,
+            split=recipe.split,
+            kind=kind,
+            label_names=found.label_names if task.is_classification else None,
+        )
+        return found, other
+    out = held_out_places(len(found), validation_fraction(recipe))
+    if len(out) == 0:
+        return found, None
+    kept = np.setdiff1d(np.arange(len(found)), out)
+    if len(kept) == 0:
+        raise ValueError(f"data={recipe.data!r} has {len(found)} records and none is left to train on")
+    return found.take(kept), found.take(out)
+
+
+def _with_whole_paths(recipe: Recipe) -> Recipe:
+    """Local paths from the root on, so that a run can be taken up from any folder."""
+    paths = {name: getattr(recipe, name) for name in ("model", "data", "validation_data")}
+    local = {name: Path(value).expanduser() for name, value in paths.items() if value not in (None, "mlp", "small-cnn")}
+    return recipe.replace(**{name: str(path.absolute()) for name, path in local.items() if path.exists()})
+
+
+def _same_file(one: str, other: str) -> bool:
+    first, second = Path(one).expanduser(), Path(other).expanduser()
+    return one == other or (first.exists() and second.exists() and first.samefile(second))
+
+
+def _tried(setup: Setup) -> PrivacyPlan:
+    """The plan as it runs, after an optimizer was made for the model and a loss was taken back through it."""
+    setup.model.train()
+    try:
+        optimizer = optimizer_of(setup.recipe, setup.model, setup.plan, own_batches=True)
+        optimizer.detach()
+        longest = setup.prepared.max_length or 8
+        batch = random_batch(setup.prepared, [min(longest, length) for length in (8, 5, 3)])
+        with torch.random.fork_rng(devices=[] if setup.device.type == "cpu" else None):
+            check_examples_do_not_mix(setup.model, setup.prepared.loss_per_example, batch)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {one_line(error)}") from error
+    return optimizer.plan
