@@ -4,13 +4,14 @@
     python benchmarks/abstracts.py --data DIR --model DIR --only-time 100 --write FILE     the first 100 steps alone
     python benchmarks/abstracts.py --data DIR --model DIR --json FILE --write FILE         for the record
 
-The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.training.read_records` takes), cut
-into tokens by the tokenizer beside the model; or a folder with files train*.u16.xz, which texts.py describes and the
-figures of abstracts.md come from. The model is the folder of a BERT with its head for masked tokens. Of each text 15 %
-of the tokens are masked (80 % [MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss
-is the mean over them. The optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length
-(`lengths=`, `micro_batch_tokens=`); all tokens lie on the device, where a part is gathered, padded and masked. Losses
-that are printed are not private: they are for debugging.
+The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.training.read_records` takes),
+cut into tokens by the tokenizer beside the model, or a folder of packed ids, which the figures of abstracts.md come
+from (`dpoptim.reproduce.tinybert.corpus` describes it); tokens that were cut are kept in a folder beside the data.
+The model is the folder of a BERT with its head for masked tokens. Of each text 15 % of the tokens are masked (80 %
+[MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss is the mean over them. The
+optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length (`lengths=`,
+`micro_batch_tokens=`); all tokens lie on the device, where a part is gathered, padded and masked. Losses that are
+printed are not private: they are for debugging.
 """
 
 from __future__ import annotations
@@ -25,33 +26,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from options import a_folder, add_device, add_files, need_packages, positive, told_in_one_line, whole
-from record import heading, load, markdown_table, save, setting
-from texts import Part, Texts, made_part, read_texts
-from torch import Tensor, nn
+from record import heading, markdown_table, read_as, save, setting
+from torch import Tensor
 
 import dpoptim
+from dpoptim.reproduce.tinybert.corpus import read_corpus
+from dpoptim.reproduce.tinybert.model import MaskedLM, load
+from dpoptim.reproduce.tinybert.texts import Texts, laid_out, made_part
 
 LONGEST = 512
 EVERY = 100
-
-
-class MaskedLM(nn.Module):
-    """BERT that looks at its masked positions alone behind the encoder; gives one loss an example."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        super().__init__()
-        from transformers import BertForMaskedLM
-
-        self.bert: Any = BertForMaskedLM.from_pretrained(
-            folder, dtype=dtype, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
-
-    def forward(self, part: Part) -> Tensor:
-        head = self.bert.cls.predictions
-        hidden = self.bert.bert(part.ids, attention_mask=part.attends).last_hidden_state
-        chosen = hidden.gather(1, part.places[..., None].expand(-1, -1, hidden.shape[-1]))
-        losses = dpoptim.linear_cross_entropy(head.decoder, head.transform(chosen), part.labels)
-        return losses.sum(1) / part.masked.clamp(min=1)
 
 
 @dataclass
@@ -106,9 +90,12 @@ class Run:
 def set_up(options: argparse.Namespace) -> Run:
     """ValueError or OSError for data, a model or settings that do not go together."""
     device, dtype = options.device, torch.bfloat16 if options.device == "cuda" else torch.float32
-    model = MaskedLM(options.model, dtype).to(device).train()
+    model = load(options.model, dtype=dtype).to(device).train()
     longest = min(LONGEST, model.bert.config.max_position_embeddings)
-    texts = read_texts(options.data, options.model, longest, device, options.files_read)
+    corpus = read_corpus(
+        str(options.data), options.model, longest=longest, cache=options.data.parent, files=options.files_read
+    )
+    texts = laid_out(corpus.train, corpus.marks, longest, device)
     print(f"{len(texts.lengths):,} texts of {texts.lengths.mean():.0f} tokens from {options.data}")
     if options.batch > len(texts.lengths):
         raise ValueError(f"--batch {options.batch} is more than the {len(texts.lengths)} texts; take a smaller one")
@@ -119,10 +106,7 @@ def set_up(options: argparse.Namespace) -> Run:
 
     def shape(rows: list[int]) -> tuple[Tensor, int, int, int]:
         """A part as the device needs it: indices, width, most masked places; and its tokens, for the record."""
-        indices = np.array(rows)
-        lengths = texts.lengths[indices]
-        width = -(-int(lengths.max()) // options.bucket) * options.bucket
-        return torch.from_numpy(indices), min(width, longest), int(texts.masked[indices].max()), int(lengths.sum())
+        return texts.part(np.array(rows), bucket=options.bucket, longest=longest)
 
     loader = dpoptim.private_loader(
         cast(Any, range(len(texts.lengths))), plan, lengths=texts.lengths, micro_batch_tokens=options.tokens,
@@ -219,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.files:
         with told_in_one_line(parser):
-            record = load(options.files[0], "abstracts.py", "planned_steps", "padded")
+            record = read_as(options.files[0], "abstracts.py", "planned_steps", "padded")
         if len(options.files) > 1:
             parser.error("--from takes one file: a run is not put together of several")
     else:

@@ -32,7 +32,7 @@ from options import (
     whole,
     write_to,
 )
-from record import heading, load, save, setting
+from record import heading, read_as, save, setting
 from rich.console import Console
 from rich.table import Table
 from steps import timed
@@ -213,7 +213,7 @@ def short(value: float) -> str:
 
 def read(files: list[Path]) -> dict[str, Any]:
     """One record of several, measured alike."""
-    record, *others = [load(file, "growth.py", "base", "axes") for file in files]
+    record, *others = [read_as(file, "growth.py", "base", "axes") for file in files]
     for other in others:
         if heading(other) != heading(record):
             raise ValueError(f"these were not measured alike: {heading(record)}; {heading(other)}")

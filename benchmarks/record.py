@@ -49,7 +49,7 @@ def heading(record: dict[str, Any]) -> str:
     return f"{record['date']}, commit {record['commit']}, {record['machine']}, {versions}"
 
 
-def load(file: Path, maker: str, *keys: str) -> dict[str, Any]:
+def read_as(file: Path, maker: str, *keys: str) -> dict[str, Any]:
     """What `maker` wrote with --json; ValueError for anything else."""
     try:
         record = json.loads(file.read_text())
@@ -70,7 +70,7 @@ def read(files: Iterable[Path]) -> dict[str, Any]:
 
     The first time of a way stands; ways that come from a later file were measured in another process.
     """
-    first, *others = [load(file, "steps.py", "repeats", "cases") for file in files]
+    first, *others = [read_as(file, "steps.py", "repeats", "cases") for file in files]
     for c in [c for record in (first, *others) for c in record["cases"]]:
         if missing := [key for key in CASE if key not in c]:
             raise ValueError(f"a case has no {missing[0]!r}: not written by steps.py --json")

@@ -73,5 +73,7 @@ def linear_cross_entropy(
     inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, labels: Tensor, keeper: Keeper | None
 ) -> Tensor:
     """Losses of shape [examples, positions] from inputs [examples, positions, width]."""
+    if torch.is_autocast_enabled(inputs.device.type):  # as autocast does for a linear layer
+        inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     use = None if keeper is None else keeper.use()
     return _LinearCrossEntropy.apply(inputs, weight, bias, labels, keeper, use)

@@ -1,15 +1,8 @@
-"""Texts as token ids that lie end to end on the device, and parts of a batch gathered, padded and masked there.
-
-Two readers: packed ids (train*.u16.xz: xz of little-endian uint16 token ids of BERT's vocabulary, each text closed by
-102, [SEP]), and any texts that `dpoptim.training.read_records` reads, through the tokenizer beside the model.
-"""
+"""Texts as token ids that lie end to end on the device, and parts of a batch gathered, padded and masked there."""
 
 from __future__ import annotations
 
-import lzma
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpoptim.training import Kind, load_tokenizer, read_records
-
-PACKED = "train*.u16.xz"
+MASKED_SHARE = 0.15
 
 
 class Marks(NamedTuple):
@@ -41,58 +32,39 @@ class Texts:
     masked: NDArray[np.int64]
     marks: Marks
 
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-def read_texts(source: Path, model: Path, longest: int, device: str, files: int | None = None) -> Texts:
-    """Packed ids where `source` is a folder with such files (the first `files` of them), else records of text.
-
-    ValueError in one line for a source that is neither, or texts that the tokenizer cannot close and mask.
-    """
-    packed = sorted(source.rglob(PACKED)) if source.is_dir() else []
-    if packed:
-        return read_packed(packed[:files], longest, device)
-    if source.is_file() and source.suffix == ".xz":
-        return read_packed([source], longest, device)
-    tokenizer = load_tokenizer(model)
-    marks = Marks(
-        *(getattr(tokenizer, f"{name}_token_id") for name in Marks._fields)  # None where it has no such token
-    )
-    if None in marks:
-        missing = ", ".join(name for name, value in marks._asdict().items() if value is None)
-        raise ValueError(f"the tokenizer of {model} has no token for {missing}; take a BERT's")
-    records = read_records(source, kind=Kind.TEXT)
-    return laid_out(tokenized(tokenizer, records.texts, marks, longest), marks, longest, device)
-
-
-def tokenized(tokenizer: Any, texts: Sequence[str], marks: Marks, longest: int) -> NDArray[np.int64]:
-    """The ids of all texts, each closed by [SEP]; none is longer than the model takes."""
-    parts = []
-    for first in range(0, len(texts), 1000):
-        some = tokenizer(list(texts[first : first + 1000]), add_special_tokens=False, return_attention_mask=False)
-        parts += [np.array([*ids[: longest - 2], marks.sep]) for ids in some["input_ids"]]
-    return np.concatenate(parts)
-
-
-def read_packed(files: list[Path], longest: int, device: str) -> Texts:
-    try:
-        tokens = np.concatenate([np.frombuffer(lzma.decompress(file.read_bytes()), "<u2") for file in files])
-    except lzma.LZMAError as error:
-        raise ValueError(f"{files[0]} or one beside it is not xz ({error})") from error
-    return laid_out(tokens, Marks(), longest, device)
+    def part(self, indices: NDArray[np.int64], *, bucket: int, longest: int) -> tuple[Tensor, int, int, int]:
+        """What `made_part` needs of a part, found on the host: indices, width, most masked places; and its tokens."""
+        lengths = self.lengths[indices]
+        width = -(-int(lengths.max()) // bucket) * bucket
+        return torch.from_numpy(indices), min(width, longest), int(self.masked[indices].max()), int(lengths.sum())
 
 
 def laid_out(tokens: NDArray[Any], marks: Marks, longest: int, device: str) -> Texts:
+    """The texts in an array of token ids, each of which ends with `marks.sep`; cut at `longest` with [CLS].
+
+    Of each text 15 % of the tokens (at least one) will be masked.
+
+    >>> texts = laid_out(np.array([7, 8, 102, 9, 102]), Marks(), 512, "cpu")
+    >>> texts.lengths.tolist(), texts.masked.tolist()
+    ([4, 3], [1, 1])
+    """
     ends = np.flatnonzero(tokens == marks.sep) + 1
     if not len(ends):
         raise ValueError(f"no text is closed by the id {marks.sep}; there is nothing to train on")
     lengths = np.minimum(np.diff(ends, prepend=0) + 1, longest)
     words = np.maximum(lengths - 2, 0)  # all but [CLS] and [SEP]
-    masked = np.minimum(np.maximum(np.rint(0.15 * words).astype(np.int64), 1), words)
+    masked = np.minimum(np.maximum(np.rint(MASKED_SHARE * words).astype(np.int64), 1), words)
     rows = np.stack([np.concatenate([[0], ends[:-1]]), lengths, masked], axis=1)
     on_device = torch.from_numpy(tokens.astype(np.int32)).to(device)
     return Texts(on_device, torch.from_numpy(rows).to(device), lengths, masked, marks)
 
 
 class Part(NamedTuple):
+    """Some examples as the model takes them."""
+
     ids: Tensor  # [examples, width], masked
     attends: Tensor  # [examples, 1, 1, width], False at padding
     places: Tensor  # [examples, most masked places]
@@ -103,7 +75,10 @@ class Part(NamedTuple):
 def made_part(
     texts: Texts, indices: Tensor, width: int, most: int, vocabulary: int, generator: torch.Generator
 ) -> Part:
-    """Gather, pad and mask the texts `indices` on their device; no number goes back to the host."""
+    """Gather, pad and mask the texts `indices` on their device; no number goes back to the host.
+
+    Of the chosen tokens 80 % become [MASK], 10 % another token, 10 % stay.
+    """
     device, marks = texts.tokens.device, texts.marks
     start, length, masked = texts.rows[indices.to(device, non_blocking=True)].unbind(1)
     where = torch.arange(width, device=device)

@@ -1,0 +1,152 @@
+"""What an experiment is: cells of settings to run, and tables and pictures of the lines that the cells leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpoptim.reproduce import provenance, result_files
+from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.voice import Voice
+
+SCALES = ("smoke", "small", "paper")
+"""Seconds, for tests; minutes on two cores; the paper's size."""
+
+
+class NotHere(ValueError):
+    """What an experiment needs and does not find (data, a model): a run of all passes over it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asked for.
+
+    seeds: how many, where an experiment repeats by seeds; None is the scale's own number.
+    workers: processes that share the device, where an experiment can use several; None is its own number.
+    data, model: folders or names, where an experiment needs them.
+    commit: what to write down as the commit; None finds out.
+    time_limit: seconds after which no further cell is begun; None is no limit.
+    again: begin afresh; the old file is kept as NAME.old.
+    only: "NAME=VALUE" texts; cells whose setting NAME is not VALUE are left out.
+
+    >>> request = Request(scale="smoke", out=Path("results"), only=("noise=dense",))
+    >>> request.file("logistic").as_posix(), request.wants({"noise": "dense"}), request.wants({"noise": "other"})
+    ('results/logistic.jsonl', True, False)
+    """
+
+    scale: str
+    out: Path
+    seeds: int | None = None
+    device: str = "cpu"
+    workers: int | None = None
+    data: str | None = None
+    model: str | None = None
+    commit: str | None = None
+    time_limit: float | None = None
+    again: bool = False
+    only: tuple[str, ...] = ()
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALES:
+            raise ValueError(f"scale={self.scale!r} must be one of {', '.join(SCALES)}")
+        for text in self.only:
+            if "=" not in text:
+                raise ValueError(f"only={text!r} must be NAME=VALUE, as in variant=post_processing")
+
+    def file(self, name: str) -> Path:
+        """Where the lines of an experiment are."""
+        return self.out / f"{name}.jsonl"
+
+    def wants(self, cell: Mapping[str, Any]) -> bool:
+        """Whether `only` leaves this cell in; a setting that the cell does not have leaves it out."""
+        asked = [text.split("=", 1) for text in self.only]
+        return all(name in cell and str(cell[name]) == value for name, value in asked)
+
+    def out_of_time(self) -> bool:
+        """Whether the limit is over."""
+        return self.time_limit is not None and time.perf_counter() - self.started > self.time_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a cell gave. `note` says what ε does not cover, or why there is none ("NOT private: no noise")."""
+
+    result: Mapping[str, Any]
+    plan: Mapping[str, Any] | None = None
+    epsilon: float | None = None
+    adjacency: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A named experiment.
+
+    run: does the cells that are missing, by `run_cells`; raises `NotHere` where it cannot.
+    markdown: the section of tables for the lines of ONE scale; its pictures are linked as images/NAME-PICTURE.png.
+    pictures: what to draw for them, each a function that returns a matplotlib figure, by PICTURE.
+    """
+
+    name: str
+    run: Callable[[Request, Voice], None]
+    markdown: Callable[[Sequence[Line]], str]
+    pictures: Callable[[Sequence[Line]], Mapping[str, Callable[[], Any]]]
+
+
+def run_cells(
+    name: str,
+    cells: Iterable[Mapping[str, Any]],
+    compute: Callable[[dict[str, Any]], Outcome],
+    request: Request,
+    voice: Voice,
+) -> int:
+    """Compute those cells that the file has not, one after the other, each appended as soon as it is done.
+
+    Returns how many were computed. Edge cases: `request.again` renames the old file first; past the time limit no
+    cell is begun, and a line says how many are left.
+    """
+    path = request.file(name)
+    if request.again and (old := result_files.start_again(path)):
+        voice.say(f"{name}: the old results are now {old}")
+    if note := result_files.read(path).note:
+        voice.say(note)
+    wanted = [dict(cell) for cell in cells if request.wants(cell)]
+    if not wanted and request.only:
+        raise ValueError(f"only={','.join(request.only)} leaves no cell of {name}; see the cells in {path}")
+    there = result_files.done(path, scale=request.scale)
+    missing = [cell for cell in wanted if result_files.cell_key(cell) not in there]
+    voice.begin(name, total=len(wanted), done=len(wanted) - len(missing))
+    for count, cell in enumerate(missing):
+        if request.out_of_time():
+            voice.say(f"{name}: time is over, {len(missing) - count} cells are left; the same command goes on")
+            return count
+        started = time.perf_counter()
+        voice.doing(short(cell))
+        outcome = compute(cell)
+        line: Line = {
+            "experiment": name,
+            "scale": request.scale,
+            "cell": cell,
+            "plan": outcome.plan,
+            "epsilon": outcome.epsilon,
+            "adjacency": outcome.adjacency,
+            "note": outcome.note,
+            "result": outcome.result,
+            "setting": provenance.setting(started, commit=request.commit, device=request.device),
+        }
+        result_files.append(path, line)
+        voice.finished(f"{name}: {short(cell)}: {line['setting']['seconds']:.1f} s")
+    return len(missing)
+
+
+def short(cell: Mapping[str, Any]) -> str:
+    """The settings that are words, which tell cells apart.
+
+    >>> short({"variant": "IME", "noise": "dense", "steps": 100})
+    'IME, dense'
+    """
+    return ", ".join(str(value) for value in cell.values() if isinstance(value, str)) or result_files.cell_key(cell)

@@ -1,0 +1,61 @@
+"""Numbers and tables as markdown text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dpoptim.reproduce.result_files import Line
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A table whose first `left` columns are text and the others numbers, set to the right.
+
+    >>> print(table(["name", "loss"], [["a", "1.0"]]))
+    | name | loss |
+    |---|---:|
+    | a | 1.0 |
+    """
+    for row in rows:
+        if len(row) != len(titles):
+            raise ValueError(f"a row has {len(row)} cells and the table {len(titles)} titles: {row}")
+    marks = ["---" if index < left else "---:" for index in range(len(titles))]
+    body = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(titles) + " |", "|" + "|".join(marks) + "|", *body])
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with so many significant digits, or a dash; powers of ten where it is far from 1.
+
+    >>> number(0.00012345, 2), number(187547.0, 3), number(None), number(0.0), number(12.5, 2), number(22.0, 3)
+    ('1.2e-4', '1.88e5', '–', '0', '12', '22')
+    """
+    if value is None:
+        return "–"
+    text = f"{value:.{digits}g}"
+    if "e" not in text and value and not 1e-3 <= abs(value) < 1e5:
+        text = f"{value:.{digits - 1}e}"
+    if "e" not in text:
+        return text
+    mantissa, power = text.split("e")
+    return f"{mantissa}e{int(power)}"
+
+
+def percent(value: float) -> str:
+    """
+    >>> percent(0.123)
+    '12 %'
+    """
+    return f"{100 * value:.0f} %"
+
+
+def made_by(lines: Sequence[Line], command: str) -> str:
+    """A sentence that says where the lines come from."""
+    commits = sorted({line["setting"]["commit"] for line in lines})
+    machines = sorted({line["setting"]["machine"] for line in lines})
+    days = sorted({line["setting"]["made"][:10] for line in lines})
+    seconds = sum(line["setting"]["seconds"] for line in lines)
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return (
+        f"Made by `{command}`: {len(lines)} cells, {seconds:.0f} s on {' and '.join(machines)}; {when}, commit "
+        f"{', '.join(commits)}."
+    )

@@ -1,0 +1,159 @@
+"""Run the table: jobs to workers, lines to the file, until nothing is left or time is over."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dpoptim.reproduce import provenance, result_files
+from dpoptim.reproduce.experiment import NotHere, Request, short
+from dpoptim.reproduce.result_files import Line, cell_key
+from dpoptim.reproduce.tinybert import model as models
+from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
+from dpoptim.reproduce.tinybert.evaluation import mean_losses
+from dpoptim.reproduce.tinybert.schedule import Cell, Job, jobs
+from dpoptim.reproduce.tinybert.sizes import SIZES
+from dpoptim.reproduce.tinybert.table_of_cells import places
+from dpoptim.reproduce.tinybert.texts import laid_out
+from dpoptim.reproduce.tinybert.training_run import Ground
+from dpoptim.reproduce.tinybert.workers import Done, Here, Processes, workers
+from dpoptim.reproduce.voice import Voice
+
+NAME = "tinybert"
+_MADE_UP = 150  # tokens of the made-up vocabulary
+LONGEST = 512
+GPU_WORKERS = 4
+
+
+def run(request: Request, voice: Voice) -> None:
+    """Everything that the file has not: the model as it comes, tuning, final runs; then what is beyond the paper."""
+    size = SIZES[request.scale]
+    make_ground = ground_maker(request)
+    path = request.file(NAME)
+    if request.again and (old := result_files.start_again(path)):
+        voice.say(f"{NAME}: the old results are now {old}")
+    contents = result_files.read(path)
+    if contents.note:
+        voice.say(contents.note)
+    lines = [line for line in contents.lines if line["scale"] == request.scale]
+    count = request.workers or (GPU_WORKERS if request.device == "cuda" else 1)
+    with workers(make_ground, count) as pool:
+        shared = _start(request, lines, make_ground, pool, voice)
+
+        def next_jobs() -> list[Job]:
+            seeds = request.seeds or size.seeds
+            found = [
+                job
+                for beyond in (False, True)
+                for job in jobs(lines, places(beyond=beyond), size, shared, seeds if not beyond else min(seeds, 1))
+            ]
+            return [job for job in found if request.wants(job.cell)]
+
+        _work_off(request, next_jobs, pool, lines, voice)
+
+
+def _work_off(
+    request: Request, next_jobs: Callable[[], list[Job]], pool: Here | Processes, lines: list[Line], voice: Voice
+) -> None:
+    """Give out jobs as lines come in; past the time limit none is begun."""
+    flying: set[str] = set()
+    voice.begin(NAME, total=len(next_jobs()), done=0)
+    while True:
+        waiting = [job for job in next_jobs() if cell_key(job.cell) not in flying]
+        while waiting and pool.busy < pool.places and not request.out_of_time():
+            job = waiting.pop(0)
+            flying.add(cell_key(job.cell))
+            voice.doing(short(job.cell))
+            pool.give(job)
+        if not pool.busy:
+            if waiting:
+                voice.say(f"{NAME}: time is over, {len(waiting)} cells or more are left; the same command goes on")
+            return
+        line = _line(request, pool.take())
+        flying.discard(cell_key(line["cell"]))
+        lines.append(line)
+        result_files.append(request.file(NAME), line)
+        said = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
+                if name in line["cell"]}  # fmt: skip
+        found = line["result"]
+        voice.finished(
+            f"{NAME}: {short(line['cell'])} {said}: validation {found['validation']}, {found['ended']}, "
+            f"{line['setting']['seconds']:.0f} s, {found['ms_a_step']} ms a step"
+        )
+
+
+def _line(request: Request, done: Done) -> Line:
+    job, outcome, seconds = done
+    return {
+        "experiment": NAME,
+        "scale": request.scale,
+        "cell": job.cell,
+        "plan": outcome.plan,
+        "epsilon": outcome.epsilon,
+        "adjacency": outcome.adjacency,
+        "note": outcome.note,
+        "result": outcome.result,
+        "setting": provenance.setting(time.perf_counter() - seconds, commit=request.commit, device=request.device),
+    }
+
+
+def _start(
+    request: Request, lines: list[Line], make_ground: Callable[[], Ground], pool: Here | Processes, voice: Voice
+) -> Cell:
+    """What all cells share, after the loss of the model as it comes is in the file."""
+    for line in lines:
+        if line["cell"]["purpose"] == "no fine-tuning":
+            return {name: line["cell"][name] for name in ("num_examples", "model")}
+    started = time.perf_counter()
+    ground = make_ground()
+    fresh = ground.fresh_model().to(ground.device)
+    shared = {"num_examples": len(ground.train), "model": models.fingerprint(fresh)}
+    cell = {"purpose": "no fine-tuning", "row": "none", "column": "none", "seed": 0, **shared}
+    test = mean_losses(fresh, ground.test, ground.precision(), longest=ground.longest)
+    held_out = mean_losses(
+        fresh, ground.validation, ground.precision(), examples=ground.validation_examples, longest=ground.longest
+    )
+    first: Line = {
+        "experiment": NAME, "scale": request.scale, "cell": cell, "plan": None, "epsilon": None, "adjacency": None,
+        "note": "no private text was used",
+        "result": {"ended": "finished", "validation": held_out["tokens"], "test": test,
+                   "test_examples": len(ground.test)},
+        "setting": provenance.setting(started, commit=request.commit, device=request.device),
+    }  # fmt: skip
+    result_files.append(request.file(NAME), first)
+    lines.append(first)
+    voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {test['tokens']:.4f}")
+    return shared
+
+
+def ground_maker(request: Request) -> Callable[[], Ground]:
+    """A function, fit for other processes, that makes what all cells share; NotHere where data or model are missing."""
+    if request.scale == "smoke":
+        return functools.partial(_ground, None, None, Path("."), request.device)
+    if request.model is None or request.data is None:
+        read_corpus(None, "", longest=LONGEST, cache=request.out)
+    if request.device == "cuda" and not torch.cuda.is_available():
+        raise NotHere("tinybert: this PyTorch finds no CUDA device; leave out --device cuda")
+    return functools.partial(_ground, request.data, request.model, request.out, request.device)
+
+
+def _ground(data: str | None, model: str | None, cache: Path, device: str) -> Ground:
+    if model is None:
+        corpus = made_up_corpus(vocabulary=_MADE_UP, examples=60)
+        fresh, longest = functools.partial(models.made_up, vocabulary=_MADE_UP), 64
+    else:
+        corpus = read_corpus(data, model, longest=LONGEST, cache=cache)
+        fresh, longest = functools.partial(models.load, model), LONGEST
+    return grounded(corpus, fresh, longest, device)
+
+
+def grounded(corpus: Corpus, fresh: Callable[[], models.MaskedLM], longest: int, device: str) -> Ground:
+    """Texts laid out on the device."""
+    train, validation, test = (
+        laid_out(tokens, corpus.marks, longest, device) for tokens in (corpus.train, corpus.validation, corpus.test)
+    )
+    return Ground(train, validation, test, fresh, device, longest)

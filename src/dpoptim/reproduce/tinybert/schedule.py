@@ -1,0 +1,101 @@
+"""Which cells are to be run next, as a pure function of the lines that are there: tuning first, then the final runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpoptim.reproduce.result_files import Line, cell_key
+from dpoptim.reproduce.tinybert.search import Setting, best_of, first_setting, wanted
+from dpoptim.reproduce.tinybert.sizes import Size
+from dpoptim.reproduce.tinybert.table_of_cells import row
+
+Cell = dict[str, Any]
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to run, and the curve of the best tuning run of its place so far."""
+
+    cell: Cell
+    beat: list[tuple[int, float]] | None = None
+
+
+def jobs(
+    lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int, *, tuning_only: bool = False
+) -> list[Job]:
+    """All that can be run now: for each place its next tuning runs, or, once they are done, its final runs.
+
+    `shared` are the settings that all cells have (number of examples, fingerprint of the model). Final runs of the
+    first seed come before those of the second, whatever their place.
+
+    >>> size = Size(steps=4, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1)
+    >>> [job.cell["lr"] for job in jobs([], [("post_processing", "banded")], size, {"num_examples": 99}, 1)]
+    [0.001]
+    """
+    there = {cell_key(line["cell"]) for line in lines}
+    tuning, final = [], []
+    for place in places:
+        tried = tuning_losses(lines, place, size)
+        next_settings = wanted(row(place[0]), tried) if size.tuned else []
+        if next_settings:
+            beat = best_curve(lines, place, size)
+            tuning += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
+        elif not tuning_only:
+            setting = chosen(lines, place, size)
+            final += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
+    final.sort(key=lambda job: int(job.cell["seed"]))
+    return [job for job in tuning + final if cell_key(job.cell) not in there]
+
+
+def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
+    """A run of the smaller batch."""
+    sizes = {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size, "standing_for": size.standing_for}
+    return {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, **sizes, **shared, **dict(setting)}
+
+
+def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
+    """A run whose test loss is reported."""
+    sizes = {"steps": size.steps, "batch_size": size.batch_size, "standing_for": size.standing_for}
+    return {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **shared, **dict(setting)}
+
+
+def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
+    """The tuning runs of a place at this size, in the order in which they were made."""
+    own = {"purpose": "tuning", "row": place[0], "column": place[1], "steps": size.tuning_steps,
+           "batch_size": size.tuning_batch_size}  # fmt: skip
+    return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
+
+
+def setting_of(cell: Cell) -> Setting:
+    """The tuned settings of a cell."""
+    return tuple((knob.name, cell[knob.name]) for knob in row(cell["row"]).knobs)
+
+
+def tuning_losses(lines: Sequence[Line], place: Place, size: Size) -> dict[Setting, float]:
+    """Validation loss of each setting that was tried: infinite where the run diverged; its last one where it was
+    given up, when it was worse than the best.
+    """
+    return {setting_of(line["cell"]): _loss(line) for line in tuning_lines(lines, place, size)}
+
+
+def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[int, float]] | None:
+    """The curve of the best tuning run of a place."""
+    whole = [line for line in tuning_lines(lines, place, size) if line["result"]["ended"] == "finished"]
+    if not whole:
+        return None
+    return [(step, loss) for step, loss in min(whole, key=_loss)["result"]["curve"] if loss is not None]
+
+
+def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
+    """The best setting that was tried, or the first one where nothing is tuned."""
+    tried = tuning_losses(lines, place, size)
+    return best_of(tried) if tried else first_setting(row(place[0]))
+
+
+def _loss(line: Line) -> float:
+    loss = line["result"]["validation"]
+    return math.inf if loss is None or line["result"]["ended"] != "finished" else float(loss)

@@ -1,0 +1,35 @@
+"""How large the runs of each scale are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Steps and batches of the final runs, and the smaller batch of the runs that settings are tuned with.
+
+    `standing_for` is the batch whose noise in the average gradient is kept, so that a smaller batch meets the same
+    problem: the clipped sum's own sampling noise stays far below it.
+    """
+
+    steps: int
+    batch_size: int
+    standing_for: int
+    tuning_batch_size: int
+    tuning_steps: int
+    seeds: int
+    tuned: bool = True  # False: every setting stays where the search would begin
+
+
+SIZES = {
+    "smoke": Size(
+        steps=3, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1, tuned=False
+    ),
+    "small": Size(
+        steps=200, batch_size=64, standing_for=2048, tuning_batch_size=32, tuning_steps=100, seeds=1, tuned=False
+    ),
+    "paper": Size(
+        steps=2000, batch_size=2048, standing_for=2048, tuning_batch_size=256, tuning_steps=2000, seeds=3
+    ),
+}  # fmt: skip

@@ -1,0 +1,102 @@
+"""Cells on several processes that share one device: while the host of one prepares, another's kernels run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dpoptim.reproduce.experiment import Outcome
+from dpoptim.reproduce.tinybert.schedule import Job
+from dpoptim.reproduce.tinybert.training_run import Ground, run
+
+Done = tuple[Job, Outcome, float]  # and the seconds it took
+
+
+class Here:
+    """One cell after the other, in this process."""
+
+    def __init__(self, make_ground: Callable[[], Ground]) -> None:
+        self._ground = make_ground()
+        self._waiting: list[Job] = []
+        self.places = 1
+
+    @property
+    def busy(self) -> int:
+        return len(self._waiting)
+
+    def give(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def take(self) -> Done:
+        job = self._waiting.pop(0)
+        started = time.perf_counter()
+        return job, run(job.cell, self._ground, beat=job.beat), time.perf_counter() - started
+
+
+class Processes:
+    """Several at a time, each process with its own copy of the ground."""
+
+    def __init__(self, make_ground: Callable[[], Ground], count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._jobs: Any = context.Queue()
+        self._done: Any = context.Queue()
+        self.places, self.busy = count, 0
+        self._processes = [
+            context.Process(target=_work, args=(make_ground, self._jobs, self._done), daemon=True) for _ in range(count)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def give(self, job: Job) -> None:
+        self.busy += 1
+        self._jobs.put(job)
+
+    def take(self) -> Done:
+        while True:
+            try:
+                found = self._done.get(timeout=5)
+                break
+            except queue.Empty:
+                if not any(process.is_alive() for process in self._processes):
+                    raise RuntimeError("all worker processes have ended; run with one worker to see why") from None
+        self.busy -= 1
+        if isinstance(found, str):
+            raise RuntimeError(f"a worker failed:\n{found}")
+        done: Done = found
+        return done
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+
+
+@contextmanager
+def workers(make_ground: Callable[[], Ground], count: int) -> Iterator[Here | Processes]:
+    """Workers that end with the block; `count` = 1 is this process."""
+    if count == 1:
+        yield Here(make_ground)
+        return
+    pool = Processes(make_ground, count)
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def _work(make_ground: Callable[[], Ground], jobs: Any, done: Any) -> None:
+    try:
+        ground = make_ground()
+        while True:
+            job = jobs.get()
+            started = time.perf_counter()
+            done.put((job, run(job.cell, ground, beat=job.beat), time.perf_counter() - started))
+    except KeyboardInterrupt:
+        return
+    except BaseException:
+        done.put(traceback.format_exc())
+        raise
