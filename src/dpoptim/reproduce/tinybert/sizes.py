@@ -30,6 +30,6 @@ SIZES = {
         steps=200, batch_size=64, standing_for=2048, tuning_batch_size=32, tuning_steps=100, seeds=1, tuned=False
     ),
     "paper": Size(
-        steps=2000, batch_size=2048, standing_for=2048, tuning_batch_size=256, tuning_steps=2000, seeds=3
+        steps=2000, batch_size=2048, standing_for=2048, tuning_batch_size=256, tuning_steps=1000, seeds=3
     ),
 }  # fmt: skip
