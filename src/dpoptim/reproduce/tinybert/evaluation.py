@@ -10,7 +10,7 @@ import torch
 from dpoptim.reproduce.tinybert.model import MaskedLM
 from dpoptim.reproduce.tinybert.texts import Texts, made_part
 
-_TOGETHER = 1024
+_TOGETHER = 256
 
 
 @torch.no_grad()

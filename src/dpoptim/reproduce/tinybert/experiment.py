@@ -126,6 +126,8 @@ def _start(
     }  # fmt: skip
     result_files.append(request.file(NAME), first)
     lines.append(first)
+    if request.device == "cuda":
+        torch.cuda.empty_cache()  # the workers need it
     voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {test['tokens']:.4f}")
     return shared
 
