@@ -62,14 +62,14 @@ def _banded(bands: int) -> Callable[[int], StrategySpec]:
 
 _EPS = Knob("eps", (3e-5, 1e-4, 3e-4, 1e-3), 1e-4)
 _EPS_SCALE = Knob("eps_over_noise", (1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
-_CLIP_NORM = Knob("clip_norm", (0.1, 0.2, 0.5, 1.0, 2.0), 1.0)
+_CLIP_NORM = Knob("clip_norm", (0.25, 0.5, 1.0, 2.0), 1.0)
 _MOMENTUM = Knob("momentum", (0.0, 0.9), 0.9)
 _NOISELESS = "NOT private: trained on un-noised squares"
 
 ROWS: tuple[Row, ...] = (
     Row(
         name="non_private_sgd", label="non-private SGD", note="NOT private: no clipping, no noise",
-        knobs=(_rates(0.5), _MOMENTUM),
+        knobs=(_rates(0.05), _MOMENTUM),
     ),
     Row(
         name="non_private_adam", label="non-private Adam", note="NOT private: no clipping, no noise",
