@@ -1,1 +1,10 @@
 """BERT-Tiny fine-tuned privately on abstracts: the paper's table, tuned and run again, and what lies beyond it."""
+
+from __future__ import annotations
+
+from dpoptim.reproduce.experiment import Experiment
+from dpoptim.reproduce.tinybert.experiment import run
+from dpoptim.reproduce.tinybert.pictures import pictures
+from dpoptim.reproduce.tinybert.report import markdown
+
+EXPERIMENT = Experiment(name="tinybert", run=run, markdown=markdown, pictures=pictures)

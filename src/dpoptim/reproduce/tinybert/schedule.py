@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpoptim.reproduce.result_files import Line, cell_key
-from dpoptim.reproduce.tinybert.search import Setting, best_of, first_setting, wanted
+from dpoptim.reproduce.tinybert.search import Setting, reached, wanted
 from dpoptim.reproduce.tinybert.sizes import Size
 from dpoptim.reproduce.tinybert.table_of_cells import row
 
@@ -40,7 +40,7 @@ def jobs(
     tuning, final = [], []
     for place in places:
         tried = tuning_losses(lines, place, size)
-        next_settings = wanted(row(place[0]), tried) if size.tuned else []
+        next_settings = wanted(row(place[0]), place[1], tried) if size.tuned else []
         if next_settings:
             beat = best_curve(lines, place, size)
             tuning += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
@@ -91,9 +91,8 @@ def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[in
 
 
 def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
-    """The best setting that was tried, or the first one where nothing is tuned."""
-    tried = tuning_losses(lines, place, size)
-    return best_of(tried) if tried else first_setting(row(place[0]))
+    """Where the search ended, or begins where nothing is tuned."""
+    return reached(row(place[0]), place[1], tuning_losses(lines, place, size) if size.tuned else {})
 
 
 def _loss(line: Line) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dpoptim.noise import BandedInverse, BandedToeplitz, BufferedToeplitz, Independent, StrategySpec
@@ -32,6 +32,7 @@ class Row:
     name: str
     label: str
     knobs: tuple[Knob, ...]
+    starts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by column, where not the knob's own
     note: str | None = None
     beyond: bool = False  # not in the paper's table
 
@@ -60,9 +61,16 @@ def _banded(bands: int) -> Callable[[int], StrategySpec]:
     return lambda steps: BandedToeplitz(bands=min(bands, steps))
 
 
+def _in_much_noise(**start: float) -> dict[str, dict[str, float]]:
+    """Another start in every column but the one of little noise."""
+    return dict.fromkeys(("banded", "independent", "banded_10", "buffered_10", "inverse_10"), start)
+
+
 _EPS = Knob("eps", (3e-5, 1e-4, 3e-4, 1e-3), 1e-4)
 _EPS_SCALE = Knob("eps_over_noise", (1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
-_CLIP_NORM = Knob("clip_norm", (0.25, 0.5, 1.0, 2.0), 1.0)
+_CLIP_NORM = Knob("clip_norm", (0.03, 0.1, 0.25, 0.5, 1.0, 2.0), 1.0)
+_EPS_OVER_LITTLE = Knob("eps_over_noise", (0.1, 0.25, 0.5, 1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
+"""Where un-noised squares make the scale, noise does not feed on itself, and ε may lie below it."""
 _MOMENTUM = Knob("momentum", (0.0, 0.9), 0.9)
 _NOISELESS = "NOT private: trained on un-noised squares"
 
@@ -78,17 +86,21 @@ ROWS: tuple[Row, ...] = (
     Row(name="noiseless", label="noiseless preconditioner", note=_NOISELESS, knobs=(_rates(5e-4), _EPS)),
     Row(
         name="noiseless_scaled", label="noiseless + scale-then-privatize", note=_NOISELESS,
-        knobs=(_rates(1e-3), _EPS_SCALE, _CLIP_NORM),
+        knobs=(_rates(1e-3), _EPS_OVER_LITTLE, Knob("clip_norm", (0.5, 1.0, 2.0), 1.0)),
+        starts=_in_much_noise(lr=5e-3, eps_over_noise=0.5),
     ),
     Row(name="post_processing", label="post-processing", knobs=(_rates(1e-3),)),
     Row(name="independent_moments", label="IME", knobs=(_rates(5e-4), _EPS)),
     Row(name="bias_correction", label="bias correction", knobs=(_rates(5e-4), _EPS)),
-    Row(name="scale_then_privatize", label="scale-then-privatize", knobs=(_rates(1e-3), _EPS_SCALE, _CLIP_NORM)),
+    Row(
+        name="scale_then_privatize", label="scale-then-privatize", knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE),
+        starts=_in_much_noise(clip_norm=0.25),
+    ),
     Row(name="dp_sgd", label="DP-SGD", knobs=(_rates(0.5), _MOMENTUM)),
     Row(name="exponent_quarter", label="scale-then-privatize, p = 1/4", beyond=True,
-        knobs=(_rates(1e-3), _EPS_SCALE, _CLIP_NORM)),
+        knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
     Row(name="exponent_third", label="scale-then-privatize, p = 1/3", beyond=True,
-        knobs=(_rates(1e-3), _EPS_SCALE, _CLIP_NORM)),
+        knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE), starts=_in_much_noise(clip_norm=0.25)),
     Row(name="average_of_squares", label="IME, average of squares", beyond=True, knobs=(_rates(5e-4), _EPS)),
     Row(
         name="delayed", label="delayed preconditioner (DP²)", beyond=True,

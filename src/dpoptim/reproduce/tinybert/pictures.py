@@ -1,0 +1,140 @@
+"""Pictures of the runs: loss against steps, gradients against the clip norm, second moments against the noise."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, row
+from dpoptim.theory import picture_style as style
+
+WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
+COLOURS = {
+    **style.METHODS,
+    "noiseless": style.GREY,
+    "noiseless_scaled": style.SKY,
+    "non_private_adam": style.BLACK,
+    "non_private_sgd": style.YELLOW,
+}
+
+
+def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
+    """Those that the lines have something for, by name."""
+    final = [line for line in lines if line["cell"]["purpose"] == "final" and line["cell"]["seed"] == 0]
+    wanted: dict[str, tuple[Callable[[Sequence[Line]], Any], list[Line]]] = {
+        "curves": (curves, final),
+        "gradients": (gradient_norms, _with(final, "gradient_norms")),
+        "negative": (negative_fractions, _with(final, "negative_fractions")),
+        "moments": (second_moments, _with(final, "second_moments")),
+        "clipping": (clip_norms, [line for line in lines if _is_sweep(line)]),
+    }
+    return {name: functools.partial(draw, own) for name, (draw, own) in wanted.items() if own}
+
+
+def _with(lines: Sequence[Line], key: str) -> list[Line]:
+    return [line for line in lines if key in line["result"]]
+
+
+def curves(lines: Sequence[Line]) -> Any:
+    """Validation loss against steps, one panel a noise, all optimizers."""
+    figure = style.new_figure(9.5, 4.2)
+    panels = figure.subplots(1, len(WITH_NOISE), sharey=True)
+    for panel, kind in zip(panels, WITH_NOISE, strict=True):
+        for each in ROWS:
+            for line in lines:
+                cell = line["cell"]
+                if cell["row"] == each.name and cell["column"] in (kind.name, "none") and not each.beyond:
+                    steps, losses = zip(*line["result"]["curve"], strict=True)
+                    dashed = "--" if each.note else "-"
+                    label = each.label + (" (NOT private)" if each.note else "")
+                    panel.plot(steps, losses, dashed, color=COLOURS[each.name], label=label, linewidth=1.4)
+        style.label(panel, kind.label, "step", "validation loss" if panel is panels[0] else "")
+    panels[0].set_ylim(top=min(5.0, panels[0].get_ylim()[1]))
+    style.legend_below(figure, *panels, columns=3)
+    return figure
+
+
+def gradient_norms(lines: Sequence[Line]) -> Any:
+    """‖g_t‖/ζ of the clipped average without noise, which the noiseless rows make public: NOT private."""
+    figure = style.new_figure(6.0, 3.6)
+    panel = figure.subplots()
+    for kind, colour in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), strict=True):
+        for line in lines:
+            if line["cell"]["column"] == kind.name:
+                steps, norms = zip(*line["result"]["gradient_norms"], strict=True)
+                mean = float(np.mean(norms))
+                panel.plot(steps, norms, color=colour, label=f"{kind.label}, mean {mean:.2f}", linewidth=1.2)
+    style.label(panel, "length of the clipped average gradient, NOT private", "step", "‖g‖ / clip norm")
+    panel.set_ylim(bottom=0)
+    panel.legend(frameon=False)
+    return figure
+
+
+def negative_fractions(lines: Sequence[Line]) -> Any:
+    """The share of coordinates whose second moment is negative."""
+    figure = style.new_figure(9.5, 3.6)
+    panels = figure.subplots(1, len(WITH_NOISE), sharey=True)
+    for panel, kind in zip(panels, WITH_NOISE, strict=True):
+        for line in lines:
+            if line["cell"]["column"] == kind.name and not row(line["cell"]["row"]).beyond:
+                steps, shares = zip(*line["result"]["negative_fractions"], strict=True)
+                name = line["cell"]["row"]
+                panel.plot(steps, shares, color=COLOURS[name], label=row(name).label, linewidth=1.2)
+        style.label(panel, kind.label, "step", "share of negative ν̂" if panel is panels[0] else "")
+        panel.set_ylim(0, 1)
+    style.legend_below(figure, *panels, columns=3)
+    return figure
+
+
+def second_moments(lines: Sequence[Line]) -> Any:
+    """Histograms of log10 ν̂ at the end of a run, with φ of the two noise multipliers."""
+    figure = style.new_figure(6.5, 3.8)
+    panel = figure.subplots()
+    shown = [line for line in lines if line["cell"]["row"] in ("non_private_adam", "noiseless")]
+    for line, colour in zip(shown, (style.BLACK, style.BLUE, style.ORANGE, style.GREEN), strict=False):
+        spread = line["result"]["second_moments"]
+        counts = np.array([spread["below"], *spread["counts"]], dtype=float)
+        edges = spread["first_edge"] + spread["bin"] * np.arange(-1, len(counts))
+        name = row(line["cell"]["row"]).label
+        kind = next((each.label for each in WITH_NOISE if each.name == line["cell"]["column"]), "")
+        panel.stairs(counts / counts.sum(), edges, color=colour, label=f"{name}{', ' + kind if kind else ''}")
+    for sigma, dashes in ((0.134, ":"), (1.0, "--")):
+        phi = np.log10((sigma / _batch(shown)) ** 2)
+        panel.axvline(phi, color=style.GREY, linestyle=dashes, label=f"φ at σ = {sigma:g}")
+    style.label(panel, "second moments without noise, NOT private", "log10 ν̂", "share of the coordinates")
+    panel.legend(frameon=False)
+    return figure
+
+
+def _batch(lines: Sequence[Line]) -> int:
+    return int(lines[0]["cell"]["standing_for"])
+
+
+def _is_sweep(line: Line) -> bool:
+    cell = line["cell"]
+    return bool(cell["purpose"] == "clip norms")
+
+
+def clip_norms(lines: Sequence[Line]) -> Any:
+    """Loss of scale-then-privatize against the paper's clip norm ζ = B/(k·σ), and the theory's upper end B/σ."""
+    figure = style.new_figure(6.0, 3.6)
+    panel = figure.subplots()
+    for kind, colour in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), strict=True):
+        points = sorted(
+            (1 / line["cell"]["eps_over_noise"], line["result"]["validation"])
+            for line in lines
+            if line["cell"]["column"] == kind.name and line["result"]["validation"] is not None
+        )
+        if points:
+            panel.plot(*zip(*points, strict=True), "o-", color=colour, label=kind.label, markersize=3.5)
+    panel.axvline(1.0, color=style.GREY, linestyle="--", label="upper end of the window, ζ = B/σ")
+    style.label(
+        panel, "scale-then-privatize: the clip norm and the window", "clip norm ζ over B/σ (of the paper's "
+        "parametrisation)", "validation loss", log="x",
+    )  # fmt: skip
+    panel.legend(frameon=False)
+    return figure

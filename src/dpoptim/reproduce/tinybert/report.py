@@ -1,0 +1,152 @@
+"""The table of BERT-Tiny beside the paper's, whether its claims hold, the tuning behind it, and what is beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpoptim.reproduce.markdown import made_by, number, table
+from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.tinybert.claims import CLAIMS, holds
+from dpoptim.reproduce.tinybert.schedule import chosen, tuning_lines, tuning_losses
+from dpoptim.reproduce.tinybert.scores import Score, scores
+from dpoptim.reproduce.tinybert.search import on_edge, wanted
+from dpoptim.reproduce.tinybert.sizes import SIZES, Size
+from dpoptim.reproduce.tinybert.table_of_cells import (
+    COLUMNS,
+    DELTA,
+    NON_PRIVATE,
+    PAPER_WITHOUT_NOISE,
+    ROWS,
+    column,
+    places,
+    row,
+)
+
+WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """All of it; a place without a final run is a dash."""
+    scale = lines[0]["scale"]
+    found = scores(lines)
+    parts = [
+        made_by(lines, f"dpoptim reproduce tinybert --scale {scale} --data DIR --model DIR --device cuda"),
+        _what(lines, SIZES[scale]),
+        _main(found),
+        _guarantees(lines),
+        _claims(found),
+        _beyond(lines, found),
+        _tuning(lines, SIZES[scale]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _what(lines: Sequence[Line], size: Size) -> str:
+    final = [line for line in lines if line["cell"]["purpose"] == "final"]
+    tuning = [line for line in lines if line["cell"]["purpose"] == "tuning"]
+    start = next(line for line in lines if line["cell"]["purpose"] == "no fine-tuning")
+    return (
+        f"{len(final)} final runs of {size.steps} steps of {size.batch_size} texts and {len(tuning)} tuning runs of "
+        f"{size.tuning_steps} steps of {size.tuning_batch_size}, on {start['cell']['num_examples']:,} texts. Losses "
+        f"are means over the masked tokens of {start['result']['test_examples']:,} test texts; ± is Student's 95 % "
+        "interval over seeds, where there are several."
+    )
+
+
+def _main(found: dict[tuple[str, str], Score]) -> str:
+    titles = ["test loss, ours (the paper's)", *(each.label for each in WITH_NOISE)]
+    rows = [["no fine-tuning", _beside(found.get(("none", "none")), PAPER_WITHOUT_NOISE["none"]), "", ""]]
+    for name in NON_PRIVATE:
+        rows.append([row(name).label, _beside(found.get((name, "none")), PAPER_WITHOUT_NOISE[name]), "", ""])
+    for each in ROWS:
+        if each.beyond or each.name in NON_PRIVATE:
+            continue
+        cells = [_beside(found.get((each.name, kind.name)), kind.paper[each.name]) for kind in WITH_NOISE]
+        rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
+    return table(titles, rows)
+
+
+def _beside(score: Score | None, paper: float) -> str:
+    return f"{shown(score)} ({paper:.3f})"
+
+
+def shown(score: Score | None) -> str:
+    """
+    >>> shown(Score((3.0,))), shown(None)
+    ('3.000', '–')
+    """
+    if score is None:
+        return "–"
+    half = score.half_width()
+    return f"{score.mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+def _guarantees(lines: Sequence[Line]) -> str:
+    rows = []
+    for kind in COLUMNS:
+        of_column = [line for line in lines if line["cell"]["column"] == kind.name and line["epsilon"] is not None]
+        if of_column:
+            one = of_column[0]
+            rows.append([kind.label, one["plan"]["sampling"], str(one["plan"]["max_participations"]),
+                         number(one["plan"]["noise_multiplier"], 4), number(one["epsilon"], 4)])  # fmt: skip
+    if not rows:
+        return ""
+    head = (
+        f"What the private rows guarantee, at δ = {DELTA:g}, adjacency zero-out, without amplification where batches "
+        "are shuffled (ε of the paper's three participations differs):"
+    )
+    return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
+
+
+def _claims(found: dict[tuple[str, str], Score]) -> str:
+    rows = []
+    for claim in CLAIMS:
+        answers = [holds(claim, found, kind.name) for kind in WITH_NOISE]
+        rows.append([claim.text, *(answer or "–" for answer in answers)])
+    return table(["the paper's claim, here", *(kind.label for kind in WITH_NOISE)], rows)
+
+
+def _beyond(lines: Sequence[Line], found: dict[tuple[str, str], Score]) -> str:
+    rows: list[list[str]] = []
+    for name, kind in places(beyond=True):
+        score = found.get((name, kind))
+        if score is not None:
+            line = next(one for one in lines if _is_final(one, name, kind))
+            rows.append([row(name).label, column(kind).label, shown(score), number(line["plan"]["noise_multiplier"], 4),
+                         number(line["epsilon"], 4)])  # fmt: skip
+    if not rows:
+        return ""
+    return "Beyond the paper:\n\n" + table(["optimizer", "noise", "test loss", "σ", "ε"], rows, left=2)
+
+
+def _is_final(line: Line, name: str, kind: str) -> bool:
+    cell = line["cell"]
+    return bool(cell["purpose"] == "final" and cell["row"] == name and cell["column"] == kind)
+
+
+def _tuning(lines: Sequence[Line], size: Size) -> str:
+    rows = []
+    for place in [*places(beyond=False), *places(beyond=True)]:
+        tried = tuning_lines(lines, place, size)
+        if not tried or not size.tuned:
+            continue
+        each = row(place[0])
+        setting = chosen(lines, place, size)
+        notes = [f"{name} at the end of its grid" for name in on_edge(each, setting)]
+        if wanted(each, place[1], tuning_losses(lines, place, size)):
+            notes.append("search not ended")
+        best = tuning_losses(lines, place, size).get(setting)
+        rows.append([each.label, column(place[1]).label, str(len(tried)), _settings(dict(setting)),
+                     number(best, 4) if best is not None else "–", ", ".join(notes)])  # fmt: skip
+    if not rows:
+        return ""
+    head = (
+        "Tuning, one knob after the other, each on its grid, from neighbour to neighbour until none is better; "
+        "the loss is that of validation texts, and the test texts play no part:"
+    )
+    return head + "\n\n" + table(["optimizer", "noise", "runs", "chosen", "validation loss", "note"], rows, left=4)
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
