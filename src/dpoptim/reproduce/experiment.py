@@ -89,12 +89,19 @@ class Experiment:
     run: does the cells that are missing, by `run_cells`; raises `NotHere` where it cannot.
     markdown: the section of tables for the lines of ONE scale; its pictures are linked as images/NAME-PICTURE.png.
     pictures: what to draw for them, each a function that returns a matplotlib figure, by PICTURE.
+    results: the experiment whose file of results it reads and adds to, where it has none of its own.
     """
 
     name: str
     run: Callable[[Request, Voice], None]
     markdown: Callable[[Sequence[Line]], str]
     pictures: Callable[[Sequence[Line]], Mapping[str, Callable[[], Any]]]
+    results: str = ""
+
+    @property
+    def file(self) -> str:
+        """The name of its file of results, which another experiment may share."""
+        return self.results or self.name
 
 
 def run_cells(
@@ -116,7 +123,7 @@ def run_cells(
         voice.say(note)
     wanted = [dict(cell) for cell in cells if request.wants(cell)]
     if not wanted and request.only:
-        raise ValueError(f"only={','.join(request.only)} leaves no cell of {name}; see the cells in {path}")
+        raise NotHere(f"only={','.join(request.only)} leaves no cell of {name}; see the cells in {path}")
     there = result_files.done(path, scale=request.scale)
     missing = [cell for cell in wanted if result_files.cell_key(cell) not in there]
     voice.begin(name, total=len(wanted), done=len(wanted) - len(missing))

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dpoptim.reproduce.experiment import Experiment
 
 NAMES: dict[str, str] = {
+    "logistic": "AdaGrad on sparse 1-D logistic regression: the paper's first example, over many dataset draws",
     "quadratic": "the badly scaled quadratic in two dimensions: preconditioners, noise ellipses, trajectories",
     "theory": "the theory's limits and closed forms, each beside a simulation",
+    "tinybert": "BERT-Tiny on arXiv abstracts: the paper's table (needs --data and --model, and a GPU at paper scale)",
+    "figures": "pictures of BERT-Tiny's runs, and the runs against the clip norm that one of them needs (as tinybert)",
 }
 """What each is, in the order in which a run of all goes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -9,7 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,16 @@ def machine(device: str = "cpu") -> str:
 
 
 def versions(names: Sequence[str] = NAMES) -> dict[str, str]:
-    """Of Python, dpoptim and those of the named packages that are installed."""
-    installed = {found.name: found.version for found in distributions()}
-    found = {name: installed[name] for name in names if name in installed}
-    return {"Python": platform.python_version(), "dpoptim": __version__, **found}
+    """Of Python, dpoptim and those of the named packages that are installed.
+
+    >>> versions(["no such package"])["dpoptim"] == __version__
+    True
+    """
+    found = {"Python": platform.python_version(), "dpoptim": __version__}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _git(*command: str) -> str:

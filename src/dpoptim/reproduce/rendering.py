@@ -17,7 +17,7 @@ def lines_of(experiment: Experiment, out: Path, scale: str | None = None) -> lis
 
     Edge cases: ValueError where there is none.
     """
-    path = out / f"{experiment.name}.jsonl"
+    path = out / f"{experiment.file}.jsonl"
     lines = result_files.read(path).lines
     scale = scale or max((line["scale"] for line in lines), key=SCALES.index, default="")
     found = {result_files.cell_key(line["cell"]): line for line in lines if line["scale"] == scale}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dpoptim.reproduce.experiment import Experiment, Request, run_cells
-from dpoptim.reproduce.theory.cells import cells, compute
-from dpoptim.reproduce.theory.report import markdown, pictures
+from dpoptim.reproduce.theory import cells, report
 from dpoptim.reproduce.voice import Voice
 
 
 def run(request: Request, voice: Voice) -> None:
     """Every statement that is not in the file yet."""
-    run_cells("theory", cells(request.scale), compute, request, voice)
+    run_cells("theory", cells.cells(request.scale), cells.compute, request, voice)
 
 
-EXPERIMENT = Experiment(name="theory", run=run, markdown=markdown, pictures=pictures)
+EXPERIMENT = Experiment(name="theory", run=run, markdown=report.markdown, pictures=report.pictures)

@@ -194,8 +194,7 @@ def _update_size(cell: Cell) -> dict[str, Any]:
     given = {name: cell[name] for name in ("beta1", "beta2", "steps", "draws", "seed")}
     found = simulations.average_of(simulations.update_squares(**given))
     root = math.sqrt(found.value)
-    limit = math.sqrt((1 - cell["beta1"]) / (1 + cell["beta1"]))
-    return _result(predicted, Estimate(root, found.standard_error / (2 * root)), known=limit)
+    return _result(predicted, Estimate(root, found.standard_error / (2 * root)))
 
 
 def _share(cell: Cell) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
-from dpoptim.reproduce.tinybert.schedule import Cell, Job, jobs
+from dpoptim.reproduce.tinybert.schedule import Cell, Job, jobs, sweep_jobs
 from dpoptim.reproduce.tinybert.sizes import SIZES
 from dpoptim.reproduce.tinybert.table_of_cells import places
 from dpoptim.reproduce.tinybert.texts import laid_out
@@ -29,9 +29,24 @@ LONGEST = 512
 GPU_WORKERS = 4
 
 
-def run(request: Request, voice: Voice) -> None:
+def run_table(request: Request, voice: Voice) -> None:
     """Everything that the file has not: the model as it comes, tuning, final runs; then what is beyond the paper."""
     size = SIZES[request.scale]
+
+    def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:
+        seeds = request.seeds or size.seeds
+        table = jobs(lines, places(beyond=False), size, shared, seeds)
+        return table + jobs(lines, places(beyond=True), size, shared, 1)
+
+    _run(request, voice, next_jobs)
+
+
+def run_sweep(request: Request, voice: Voice) -> None:
+    """Runs that only a picture shows: scale-then-privatize against the clip norm, once its table's place is tuned."""
+    _run(request, voice, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
+
+
+def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> None:
     make_ground = ground_maker(request)
     path = request.file(NAME)
     if request.again and (old := result_files.start_again(path)):
@@ -44,16 +59,10 @@ def run(request: Request, voice: Voice) -> None:
     with workers(make_ground, count) as pool:
         shared = _start(request, lines, make_ground, pool, voice)
 
-        def next_jobs() -> list[Job]:
-            seeds = request.seeds or size.seeds
-            found = [
-                job
-                for beyond in (False, True)
-                for job in jobs(lines, places(beyond=beyond), size, shared, seeds if not beyond else min(seeds, 1))
-            ]
-            return [job for job in found if request.wants(job.cell)]
+        def wanted() -> list[Job]:
+            return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
-        _work_off(request, next_jobs, pool, lines, voice)
+        _work_off(request, wanted, pool, lines, voice)
 
 
 def _work_off(

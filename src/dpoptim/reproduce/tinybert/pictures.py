@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.tinybert.schedule import SWEEP
 from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, row
 from dpoptim.theory import picture_style as style
 
@@ -22,6 +23,26 @@ COLOURS = {
 }
 
 
+CAPTIONS = {
+    "curves": "Validation loss against steps, all optimizers, one panel a noise (seed 0).",
+    "gradients": "Length of the clipped average gradient over the clip norm, at every hundredth part of a run. NOT "
+    "private: read off the noiseless rows, which make it public.",
+    "negative": "Share of coordinates whose second moment, without the noise's known part, is negative.",
+    "moments": "Second moments at the end of a run, without noise in them, against φ, the noise's variance. NOT "
+    "private.",
+    "clipping": "Scale-then-privatize against the clip norm of the paper's parametrisation, in units of B/σ, where the "
+    "theory has the upper end of the window; tuning runs.",
+}
+"""Of each picture, in the page's order."""
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """Each picture with its caption."""
+    own = pictures(lines)
+    parts = [f"{text}\n\n![{text}](images/figures-{name}.png)" for name, text in CAPTIONS.items() if name in own]
+    return "\n\n".join(parts) or "No run has been made yet that a picture shows."
+
+
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
     """Those that the lines have something for, by name."""
     final = [line for line in lines if line["cell"]["purpose"] == "final" and line["cell"]["seed"] == 0]
@@ -30,7 +51,7 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
         "gradients": (gradient_norms, _with(final, "gradient_norms")),
         "negative": (negative_fractions, _with(final, "negative_fractions")),
         "moments": (second_moments, _with(final, "second_moments")),
-        "clipping": (clip_norms, [line for line in lines if _is_sweep(line)]),
+        "clipping": (clip_norms, [line for line in lines if line["cell"]["purpose"] == SWEEP]),
     }
     return {name: functools.partial(draw, own) for name, (draw, own) in wanted.items() if own}
 
@@ -94,8 +115,7 @@ def second_moments(lines: Sequence[Line]) -> Any:
     """Histograms of log10 ν̂ at the end of a run, with φ of the two noise multipliers."""
     figure = style.new_figure(6.5, 3.8)
     panel = figure.subplots()
-    shown = [line for line in lines if line["cell"]["row"] in ("non_private_adam", "noiseless")]
-    for line, colour in zip(shown, (style.BLACK, style.BLUE, style.ORANGE, style.GREEN), strict=False):
+    for line, colour in zip(lines, (style.BLACK, style.BLUE, style.ORANGE, style.GREEN), strict=False):
         spread = line["result"]["second_moments"]
         counts = np.array([spread["below"], *spread["counts"]], dtype=float)
         edges = spread["first_edge"] + spread["bin"] * np.arange(-1, len(counts))
@@ -103,20 +123,11 @@ def second_moments(lines: Sequence[Line]) -> Any:
         kind = next((each.label for each in WITH_NOISE if each.name == line["cell"]["column"]), "")
         panel.stairs(counts / counts.sum(), edges, color=colour, label=f"{name}{', ' + kind if kind else ''}")
     for sigma, dashes in ((0.134, ":"), (1.0, "--")):
-        phi = np.log10((sigma / _batch(shown)) ** 2)
+        phi = np.log10((sigma / lines[0]["cell"]["standing_for"]) ** 2)
         panel.axvline(phi, color=style.GREY, linestyle=dashes, label=f"φ at σ = {sigma:g}")
     style.label(panel, "second moments without noise, NOT private", "log10 ν̂", "share of the coordinates")
     panel.legend(frameon=False)
     return figure
-
-
-def _batch(lines: Sequence[Line]) -> int:
-    return int(lines[0]["cell"]["standing_for"])
-
-
-def _is_sweep(line: Line) -> bool:
-    cell = line["cell"]
-    return bool(cell["purpose"] == "clip norms")
 
 
 def clip_norms(lines: Sequence[Line]) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.search import Setting, reached, wanted
 from dpoptim.reproduce.tinybert.sizes import Size
-from dpoptim.reproduce.tinybert.table_of_cells import row
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, row
 
+SWEEP = "clip norms"
+SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
 Cell = dict[str, Any]
 Place = tuple[str, str]
 
@@ -49,6 +51,22 @@ def jobs(
             final += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
     final.sort(key=lambda job: int(job.cell["seed"]))
     return [job for job in tuning + final if cell_key(job.cell) not in there]
+
+
+def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
+    """Scale-then-privatize at many clip norms of the paper's, which are B/(σ·eps_over_noise), elsewhere as tuned."""
+    there = {cell_key(line["cell"]) for line in lines}
+    found = []
+    for kind in COLUMNS[1:]:
+        place = ("scale_then_privatize", kind.name)
+        if not kind.beyond and (
+            not size.tuned or not wanted(row(place[0]), place[1], tuning_losses(lines, place, size))
+        ):
+            setting = dict(chosen(lines, place, size))
+            for ratio in SWEPT if size.tuned else SWEPT[:2]:
+                own = tuple((setting | {"eps_over_noise": ratio}).items())
+                found.append(Job({**tuning_cell(place, own, size, shared), "purpose": SWEEP}))
+    return [job for job in found if cell_key(job.cell) not in there]
 
 
 def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:

@@ -1,0 +1,150 @@
+"""`dpoptim reproduce`: the paper's experiments run again, resumable, with tables and pictures made from the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dpoptim.cli.units import count
+from dpoptim.reproduce.experiments import NAMES
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from dpoptim.reproduce.experiment import Experiment, Request
+    from dpoptim.reproduce.voice import Voice
+
+_DESCRIPTION = """\
+Run the paper's experiments again. Each cell (one setting) is a line of OUT/NAME.jsonl as soon as it is done; tables
+OUT/NAME.md and pictures OUT/images/NAME-*.png are then made from that file alone. Ctrl-C keeps what is done, and the
+same command goes on from there: cells that are in the file are not run again.
+
+experiments:
+"""
+
+_EXAMPLES = """\
+examples:
+  dpoptim reproduce theory
+      minutes on two cores; writes results/theory.jsonl, results/theory.md and results/images/theory-*.png
+  dpoptim reproduce logistic --scale paper --only noise=dense
+      the paper's size, one kind of noise
+  dpoptim reproduce all --render --docs docs/results.md
+      runs nothing; makes tables and pictures again, and puts them between the marks of a page
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    listed = "".join(f"  {name:<10} {text}\n" for name, text in {**NAMES, "all": "every one, in this order"}.items())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "reproduce",
+        help="run the paper's experiments again: results, tables and pictures",
+        description=_DESCRIPTION + listed,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("experiments", nargs="+", metavar="NAME", choices=[*NAMES, "all"], help="as listed above")
+    what = parser.add_argument_group("what is run")
+    what.add_argument(
+        "--scale",
+        choices=("smoke", "small", "paper"),
+        default="small",
+        help="smoke: seconds; small: minutes on two cores (default); paper: the paper's size",
+    )
+    what.add_argument("--only", action="append", metavar="NAME=VALUE", help="cells with this setting; may be repeated")
+    what.add_argument("--seeds", type=count, metavar="N", help="how many, where an experiment has seeds")
+    what.add_argument("--data", metavar="D", help="data, where an experiment needs it; without it, it is passed over")
+    what.add_argument("--model", metavar="M", help="a model's folder or name, where an experiment needs one")
+    what.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
+    what.add_argument("--workers", type=count, metavar="N", help="processes that share the device (tinybert)")
+    what.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further cell after this time")
+    what.add_argument("--again", action="store_true", help="start afresh; the old file is kept as NAME.jsonl.old")
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
+    output.add_argument("--render", action="store_true", help="run nothing, make tables and pictures from the files")
+    output.add_argument("--docs", type=Path, metavar="FILE", help="put the tables between the marks of this page too")
+    output.add_argument("--commit", metavar="TEXT", help="write this down as the commit (default: what git says)")
+    output.add_argument("--json", action="store_true", help="print what was written as JSON on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(options: Namespace) -> int:
+    """Run the experiments, make tables and pictures, and say where they are."""
+    from dpoptim.reproduce.experiment import Request  # late, so that other commands start fast
+    from dpoptim.reproduce.experiments import chosen
+    from dpoptim.reproduce.voice import voice_of
+
+    request = Request(
+        scale=options.scale, out=options.out, seeds=options.seeds, device=options.device, data=options.data,
+        workers=options.workers, model=options.model, commit=options.commit, time_limit=options.time_limit,
+        again=options.again, only=tuple(options.only or ()),
+    )  # fmt: skip
+    experiments = chosen(options.experiments)
+    if options.docs is not None and not options.docs.is_file():
+        raise ValueError(f"--docs {options.docs} is not a file; it must be a page with marks to fill")
+    found = []
+    try:
+        with voice_of(Console(stderr=True)) as voice:
+            for experiment in experiments:
+                found.append(_one(experiment, request, options, voice, alone=len(experiments) == 1))
+    except KeyboardInterrupt:
+        print(f"dpoptim: interrupted; what was done is in {options.out}, the same command goes on", file=sys.stderr)
+        return 130
+    if options.json:
+        json.dump({"scale": request.scale, "experiments": found}, sys.stdout, indent=1, allow_nan=False)
+        print()
+    else:
+        for one in found:
+            print(one["passed_over"] or f"{one['name']}: {one['cells']} cells, {one['new']} of them new")
+            for file in one["files"]:
+                print(f"  wrote {file}")
+    return 0
+
+
+def _one(experiment: Experiment, request: Request, options: Namespace, voice: Voice, *, alone: bool) -> dict[str, Any]:
+    """Run one experiment and render it; what came of it, for people and programs."""
+    from dpoptim.reproduce import rendering, result_files
+    from dpoptim.reproduce.experiment import NotHere
+
+    started, path = time.perf_counter(), request.file(experiment.file)
+    told: dict[str, Any] = {"name": experiment.name, "file": str(path), "cells": 0, "new": 0, "files": []}
+    told |= {"passed_over": None}
+    there = 0 if request.again else len(result_files.done(path, scale=request.scale))
+    try:
+        if not options.render:
+            experiment.run(request, voice)
+        elif not path.exists():
+            raise NotHere(f"{path} is not there; run it without --render")
+    except NotHere as error:
+        if alone:
+            raise
+        return told | {"passed_over": f"{experiment.name}: passed over: {error}"}
+    cells = len(result_files.done(path, scale=None if options.render else request.scale))
+    told |= {"cells": cells, "new": 0 if options.render else cells - there}
+    if not cells:  # the time limit came first
+        return told | {"passed_over": f"{experiment.name}: no cell was run"}
+    voice.doing("tables and pictures")
+    pictures = _can_draw(voice)
+    scale = None if options.render else request.scale
+    files = rendering.render(experiment, request.out, scale=scale, pictures=pictures)
+    if options.docs is not None:
+        files += rendering.render_into(options.docs, experiment, request.out, scale=scale, pictures=pictures)
+    return told | {"files": [str(file) for file in files], "seconds": round(time.perf_counter() - started, 3)}
+
+
+def _can_draw(voice: Voice) -> bool:
+    """Whether matplotlib is there; a line says so where it is not."""
+    from dpoptim.theory.picture_style import check_matplotlib
+
+    try:
+        check_matplotlib()
+    except ValueError as error:
+        voice.say(f"{error}; tables are made without them")
+        return False
+    return True

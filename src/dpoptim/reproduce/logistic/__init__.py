@@ -1,0 +1,15 @@
+"""AdaGrad on sparse logistic regression in one dimension, over many draws of the data."""
+
+from __future__ import annotations
+
+from dpoptim.reproduce.experiment import Experiment, Request, run_cells
+from dpoptim.reproduce.logistic import cells, report
+from dpoptim.reproduce.voice import Voice
+
+
+def run(request: Request, voice: Voice) -> None:
+    """Every variant, noise and setting that is not in the file yet."""
+    run_cells("logistic", cells.cells(request.scale), cells.compute, request, voice)
+
+
+EXPERIMENT = Experiment(name="logistic", run=run, markdown=report.markdown, pictures=report.pictures)

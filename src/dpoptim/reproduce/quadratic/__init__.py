@@ -1,0 +1,15 @@
+"""The badly scaled quadratic in two dimensions: preconditioners, noise ellipses and trajectories of every variant."""
+
+from __future__ import annotations
+
+from dpoptim.reproduce.experiment import Experiment, Request, run_cells
+from dpoptim.reproduce.quadratic import cells, report
+from dpoptim.reproduce.voice import Voice
+
+
+def run(request: Request, voice: Voice) -> None:
+    """Every variant that is not in the file yet."""
+    run_cells("quadratic", cells.cells(request.scale), cells.compute, request, voice)
+
+
+EXPERIMENT = Experiment(name="quadratic", run=run, markdown=report.markdown, pictures=report.pictures)

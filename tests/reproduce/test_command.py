@@ -1,0 +1,136 @@
+"""`dpoptim reproduce` from the command line, at the scale of seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from dpoptim.cli import main
+from dpoptim.reproduce import result_files, theory
+from dpoptim.reproduce.experiment import Experiment, NotHere
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One smoke run of every experiment, as far as the test of the tables needs."""
+    out = tmp_path_factory.mktemp("results")
+    assert main(["reproduce", "theory", "--scale", "smoke", "--out", str(out)]) == 0
+    assert main(["reproduce", "logistic", "--scale", "smoke", "--out", str(out)]) == 0
+    assert main(["reproduce", "quadratic", "--scale", "smoke", "--only", "spread=1.0", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
+def test_makes_lines_tables_and_pictures(made, name):
+    lines = result_files.read(made / f"{name}.jsonl").lines
+    assert {line["experiment"] for line in lines} == {name}
+    assert {line["scale"] for line in lines} == {"smoke"}
+    text = (made / f"{name}.md").read_text()
+    assert "| --" not in text.split("\n")[0]
+    links = [part.split(")")[0] for part in text.split("](")[1:]]
+    assert links, "no picture"
+    for link in links:
+        assert (made / link).read_bytes().startswith(b"\x89PNG"), link
+
+
+def test_what_is_not_private_says_so_and_the_rest_has_an_epsilon(made):
+    for name in ("logistic", "quadratic"):
+        for line in result_files.read(made / f"{name}.jsonl").lines:
+            free = "NOT private" in line["note"]
+            assert free == (line["epsilon"] is None), line["cell"]
+            assert free or (line["epsilon"] > 0 and line["adjacency"] == "zero_out" and line["plan"])
+
+
+def test_running_again_computes_nothing_and_says_so(made, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "r")
+    before = (tmp_path / "r" / "theory.jsonl").read_bytes()
+    assert main(["reproduce", "theory", "--scale", "smoke", "--out", str(tmp_path / "r"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert (told["new"], told["passed_over"]) == (0, None)
+    assert told["cells"] == len(before.splitlines())
+    assert (tmp_path / "r" / "theory.jsonl").read_bytes() == before
+
+
+def test_goes_on_with_a_file_that_was_cut(made, tmp_path, capsys):
+    path = tmp_path / "theory.jsonl"
+    whole = (made / "theory.jsonl").read_bytes()
+    path.write_bytes(whole[:-30])
+    assert main(["reproduce", "theory", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "1 of them new" in captured.out
+    assert "cut short" in captured.err
+    results = [[line["result"] for line in result_files.read(p).lines] for p in (path, made / "theory.jsonl")]
+    assert results[0] == results[1], "the same cell gives the same numbers"
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(request, voice):
+        raise KeyboardInterrupt
+
+    broken = Experiment(name="theory", run=interrupted, markdown=lambda lines: "", pictures=lambda lines: {})
+    monkeypatch.setattr(theory, "EXPERIMENT", broken)
+    assert main(["reproduce", "theory", "--scale", "smoke", "--out", str(tmp_path)]) == 130
+    assert "goes on" in capsys.readouterr().err
+
+
+def test_render_runs_nothing_and_fills_a_page(made, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
+    before = (made / "theory.jsonl").read_bytes()
+    assert main(["reproduce", "theory", "--render", "--out", str(made), "--docs", str(page)]) == 0
+    assert (made / "theory.jsonl").read_bytes() == before
+    assert "images/results-theory-agreement.png" in page.read_text()
+    assert (tmp_path / "images" / "results-theory-agreement.png").exists()
+    assert "| dense | 1.689404 |" in page.read_text()
+
+
+def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
+    def missing(request, voice):
+        raise NotHere("no data in nowhere; give --data")
+
+    one = Experiment(name="theory", run=missing, markdown=lambda lines: "", pictures=lambda lines: {})
+    monkeypatch.setattr(theory, "EXPERIMENT", one)
+    shutil.copytree(made, tmp_path / "r")
+    names = ["reproduce", "logistic", "theory", "--scale", "smoke", "--out", str(tmp_path / "r")]
+    assert main(names) == 0
+    captured = capsys.readouterr()
+    assert "theory: passed over: no data" in captured.out
+    assert "logistic: 10 cells" in captured.out
+    assert main(["reproduce", "theory", "--scale", "smoke", "--out", str(tmp_path / "r")]) == 2
+    assert "no data in nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["theory", "--only", "quantity"], "NAME=VALUE"),
+        (["theory", "--only", "quantity=none of them"], "leaves no cell"),
+        (["theory", "--render"], "is not there"),
+        (["theory", "--docs", "no such page.md"], "is not a file"),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
+    assert main(["reproduce", *arguments, "--scale", "smoke", "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
+    def missing(what="pictures need"):
+        raise ValueError("pictures need matplotlib; install it")
+
+    monkeypatch.setattr("dpoptim.theory.picture_style.check_matplotlib", missing)
+    shutil.copy(made / "theory.jsonl", tmp_path)
+    assert main(["reproduce", "theory", "--render", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "theory.md").exists()
+    assert not (tmp_path / "images").exists()
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_help_names_every_experiment(capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    text = capsys.readouterr().out
+    for name in ("logistic", "quadratic", "theory", "all"):
+        assert f"\n  {name} " in text

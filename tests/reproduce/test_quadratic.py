@@ -1,0 +1,85 @@
+"""The quadratic's cells: axes, preconditioners and trajectories are those of the simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dpoptim.reproduce.quadratic import cells as quadratic_cells
+from dpoptim.reproduce.quadratic import report
+from dpoptim.theory.quadratic import VARIANTS, Quadratic, simulate
+
+PROBLEM = Quadratic(steps=12, repeats=3, clip_norm=0.5, eps_scale=0.1, seed=3)
+
+
+def test_trajectories_end_where_runs_end():
+    path = simulate(PROBLEM, "scale_then_privatize")
+    kept = quadratic_cells.trajectories(path)
+    theta = np.array(kept["theta"])
+    assert theta.shape == (quadratic_cells.RUNS, len(kept["steps"]), 2)
+    assert kept["steps"][0] == 0
+    assert kept["steps"][-1] == PROBLEM.steps
+    np.testing.assert_array_equal(theta[:, 0], np.ones((quadratic_cells.RUNS, 2)))
+    np.testing.assert_allclose(theta[:3, -1], path.final, rtol=1e-5)
+
+
+def test_noise_axes():
+    """ζσ/B where nothing is scaled (√2 of it for IME), ζσ/(B·s) where it is."""
+    nu_hat = np.array([0.09, 0.0])
+    flat = 0.5 / PROBLEM.batch_size
+    axes = {
+        variant: quadratic_cells.noise_axes(simulate(PROBLEM, variant), nu_hat)
+        for variant in ("post_processing", "independent_moments", "scale_then_privatize")
+    }
+    np.testing.assert_allclose(axes["post_processing"], [flat, flat])
+    np.testing.assert_allclose(axes["independent_moments"], math.sqrt(2) * np.array([flat, flat]))
+    np.testing.assert_allclose(axes["scale_then_privatize"], [flat * 4, flat], err_msg="s = .1/(.3 + .1) and 1")
+
+
+def test_preconditioners():
+    nu_hat = np.array([0.25, -1.0])
+
+    def found(variant):
+        plan = quadratic_cells.plan_of(PROBLEM, variant)
+        return quadratic_cells.preconditioner(simulate(PROBLEM, variant), nu_hat, plan)
+
+    level = 0.5 / PROBLEM.batch_size
+    np.testing.assert_allclose(found("bias_correction"), [2.0, 1 / level])
+    ime = math.sqrt(2) * level
+    np.testing.assert_allclose(found("independent_moments"), [1 / (0.5 + ime), 1 / ime])
+    np.testing.assert_allclose(found("dp_sgd"), [1.0, 1.0])
+    np.testing.assert_allclose(found("post_processing")[0], 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_private_has_an_epsilon(variant):
+    (cell, _) = (cell for cell in quadratic_cells.cells("smoke") if cell["variant"] == variant)
+    outcome = quadratic_cells.compute(cell | {"steps": 5, "repeats": 2, "tuning_repeats": 2})
+    assert (outcome.epsilon is None) == ("NOT private" in VARIANTS[variant])
+    assert (outcome.adjacency is None) == (outcome.epsilon is None)
+    if outcome.epsilon is not None:
+        assert outcome.epsilon == pytest.approx(Quadratic().plan().epsilon(delta=quadratic_cells.DELTA))
+    assert set(outcome.result["tuned"]) == set(cell["grid"])
+
+
+def test_tuning_and_report_use_different_seeds(monkeypatch):
+    seeds = []
+
+    def watched(problem, variant, noise=None):
+        seeds.append(problem.seed)
+        return simulate(problem, variant, noise)
+
+    monkeypatch.setattr(quadratic_cells, "simulate", watched)
+    monkeypatch.setattr(quadratic_cells, "tuned", lambda problem, *_, **__: dataclasses.replace(problem, lr=0.01))
+    cell = quadratic_cells.cells("smoke")[0] | {"steps": 3, "repeats": 2}
+    quadratic_cells.compute(cell)
+    assert set(seeds) == {cell["seed"] + 1}
+
+
+def test_every_variant_has_a_name_and_a_colour():
+    assert set(report.NAMES) == set(VARIANTS) == set(report.COLOURS) & set(VARIANTS)
+    for variant, text in VARIANTS.items():
+        assert ("NOT private" in text) == ("NOT private" in report.NAMES[variant])

@@ -1,0 +1,72 @@
+"""Every table of docs/results.md is what the committed results give: no number there is typed by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dpoptim.reproduce import result_files
+from dpoptim.reproduce.experiment import SCALES
+from dpoptim.reproduce.experiments import NAMES, experiment
+from dpoptim.reproduce.rendering import lines_of, section
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
+COMMITTED = [name for name in NAMES if (RESULTS / f"{experiment(name).file}.jsonl").exists()]
+FILES = sorted({experiment(name).file for name in COMMITTED})
+
+
+def between_marks(name: str) -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    return text.split(f"<!-- begin {name} -->\n")[1].split(f"\n<!-- end {name} -->")[0]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_page_holds_what_the_results_give(name):
+    one = experiment(name)
+    assert between_marks(name) == section(one, lines_of(one, RESULTS))
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
+def test_a_changed_result_would_be_seen(name):
+    """All numbers of any one line, doubled, change the page: every line of these is in it."""
+    one, changed = experiment(name), 0
+    lines = lines_of(one, RESULTS)
+    expected = section(one, lines)
+    for index, line in enumerate(lines):
+        doubled = line | {"result": _doubled(line["result"])}
+        changed += section(one, [*lines[:index], doubled, *lines[index + 1 :]]) != expected
+    assert changed == len(lines)
+
+
+def _doubled(value):
+    if isinstance(value, dict):
+        return {key: _doubled(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_doubled(part) for part in value]
+    return 2 * value if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_committed_results_are_whole_and_say_where_they_come_from(name):
+    found = result_files.read(RESULTS / f"{name}.jsonl")
+    assert found.note is None
+    assert (RESULTS / f"{name}.jsonl").stat().st_size < 600_000
+    for line in found.lines:
+        assert line["experiment"] == name
+        assert line["scale"] in SCALES
+        assert set(line["setting"]) >= {"commit", "machine", "versions", "made", "seconds"}
+
+
+def test_the_first_three_are_committed():
+    assert {"logistic", "quadratic", "theory"} <= set(COMMITTED)
+
+
+def test_every_picture_of_the_page_is_there_and_each_has_a_text():
+    links = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", PAGE.read_text(encoding="utf-8"))
+    assert len(links) >= 5
+    for text, link in links:
+        assert text
+        assert (PAGE.parent / link).read_bytes().startswith(b"\x89PNG"), link

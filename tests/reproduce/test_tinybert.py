@@ -1,0 +1,355 @@
+"""BERT-Tiny's table: texts, losses, tuning and runs, each against something plain."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpoptim.cli import main
+from dpoptim.noise import NoiseKey
+from dpoptim.optim import InverseRoot
+from dpoptim.privacy import private_loader
+from dpoptim.reproduce import result_files
+from dpoptim.reproduce.experiment import NotHere, Request
+from dpoptim.reproduce.tinybert import model as models
+from dpoptim.reproduce.tinybert.claims import CLAIMS, holds
+from dpoptim.reproduce.tinybert.corpus import made_up_corpus, read_corpus
+from dpoptim.reproduce.tinybert.evaluation import mean_losses
+from dpoptim.reproduce.tinybert.experiment import grounded, run_table
+from dpoptim.reproduce.tinybert.optimizers import optimizer_of
+from dpoptim.reproduce.tinybert.privacy import guarantee, plan_of
+from dpoptim.reproduce.tinybert.schedule import chosen, final_cell, jobs, tuning_cell
+from dpoptim.reproduce.tinybert.scores import Score, scores
+from dpoptim.reproduce.tinybert.search import first_setting, reached, wanted
+from dpoptim.reproduce.tinybert.sizes import SIZES, Size
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, Knob, Row, places, row
+from dpoptim.reproduce.tinybert.texts import Marks, laid_out, made_part
+from dpoptim.reproduce.tinybert.training_run import run
+from dpoptim.reproduce.voice import Voice
+from tests.training.tiny import wordpiece
+
+VOCABULARY = 150
+SHARED = {"num_examples": 60, "model": "m"}
+
+
+@pytest.fixture(scope="module")
+def ground():
+    corpus = made_up_corpus(vocabulary=VOCABULARY, examples=60)
+    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu")
+
+
+def cell(name: str, kind: str = "independent", *, purpose: str = "final", **changes):
+    place, size = (name, kind), SIZES["smoke"]
+    made = final_cell(place, first_setting(row(name), kind), size, SHARED, 0)
+    return {**made, "purpose": purpose, **changes}
+
+
+def part_of(texts, indices, vocabulary=VOCABULARY, generator=None, *, bucket=8, longest=64):
+    chosen, width, most, _ = texts.part(indices, bucket=bucket, longest=longest)
+    return made_part(texts, chosen, width, most, vocabulary, generator or torch.Generator().manual_seed(0))
+
+
+class TestTexts:
+    def test_a_part_masks_what_it_says_and_nothing_else(self, ground):
+        texts, indices = ground.train, np.arange(12)
+        chosen, width, most, tokens = texts.part(indices, bucket=8, longest=64)
+        assert (width % 8, tokens) == (0, int(texts.lengths[:12].sum()))
+        assert (len(chosen), most) == (12, int(texts.masked[:12].max()))
+        part = part_of(texts, indices)
+        whole = np.split(texts.tokens.numpy(), np.flatnonzero(texts.tokens.numpy() == 102) + 1)
+        for i in range(12):
+            own = [101, *whole[i].tolist()]
+            counted = part.labels[i] != -100
+            places = part.places[i][counted].tolist()
+            assert len(places) == len(set(places)) == max(round(0.15 * (len(own) - 2)), 1) == int(part.masked[i])
+            assert part.labels[i][counted].tolist() == [own[place] for place in places]
+            assert not {0, len(own) - 1} & set(places), "[CLS] and [SEP] are never masked"
+            for place, token in enumerate(part.ids[i].tolist()):
+                expected = own[place] if place < len(own) else 0
+                assert token == expected or place in places
+                assert bool(part.attends[i, 0, 0, place]) == (place < len(own))
+
+    def test_shares_of_masks(self):
+        texts = laid_out(np.array([*[200] * 20000, 102] * 2), Marks(), 20002, "cpu")
+        part = part_of(texts, np.arange(2), 30000, bucket=1, longest=20002)
+        seen = part.ids.gather(1, part.places)
+        assert float((seen == 103).float().mean()) == pytest.approx(0.8, abs=0.02)
+        assert float((seen == 200).float().mean()) == pytest.approx(0.1, abs=0.015)
+
+    def test_long_texts_are_cut(self):
+        texts = laid_out(np.array([*range(200, 300), 102]), Marks(), 16, "cpu")
+        part = part_of(texts, np.arange(1), 999, longest=16)
+        assert part.ids.shape == (1, 16)
+        assert texts.lengths.tolist() == [16]
+
+
+def test_losses_are_those_of_the_plain_model(ground):
+    model = ground.fresh_model()
+    part = part_of(ground.train, np.arange(9))
+    logits = model.bert(part.ids, attention_mask=part.attends[:, 0, 0].long()).logits
+    for i in range(9):
+        counted = part.labels[i] != -100
+        plain = F.cross_entropy(logits[i, part.places[i][counted]], part.labels[i][counted])
+        torch.testing.assert_close(model(part)[i], plain, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_is_the_mean_over_tokens_and_over_examples(ground, monkeypatch):
+    model = ground.fresh_model()
+    whole = mean_losses(model, ground.test, ground.precision(), longest=64)
+    assert mean_losses(model, ground.test, ground.precision(), longest=64) == whole, "masks are always the same"
+    assert model.training
+    seen: list[tuple[float, int]] = []
+    plain = type(model).token_losses
+
+    def kept(self, part):
+        losses = plain(self, part)
+        seen.extend(zip(losses.double().sum(1).tolist(), part.masked.tolist(), strict=True))
+        return losses
+
+    monkeypatch.setattr(type(model), "token_losses", kept)
+    mean_losses(model, ground.test, ground.precision(), longest=64)
+    assert len(seen) == len(ground.test)
+    assert whole["tokens"] == pytest.approx(sum(s for s, _ in seen) / sum(n for _, n in seen))
+    assert whole["examples"] == pytest.approx(sum(s / n for s, n in seen) / len(seen))
+
+
+class TestCorpus:
+    @pytest.fixture
+    def model(self, tmp_path):
+        wordpiece().save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_the_arxiv_file(self, tmp_path, model):
+        file = tmp_path / "arxiv.json"
+        abstracts = [f"noise {'fox ' * (i % 7)}dog{'s' * i}" for i in range(40)]
+        file.write_text("".join(json.dumps({"id": str(i), "abstract": a}) + "\n" for i, a in enumerate(abstracts * 2)))
+        corpus = read_corpus(str(file), model, longest=64, cache=tmp_path)
+        counts = [int((part == corpus.marks.sep).sum()) for part in (corpus.train, corpus.validation, corpus.test)]
+        assert counts == [32, 4, 4], "each distinct text once"
+        file.unlink()
+        again = read_corpus(str(file), model, longest=64, cache=tmp_path)
+        assert np.array_equal(again.train, corpus.train), "kept beside the results"
+
+    def test_a_line_that_is_no_abstract(self, tmp_path, model):
+        file = tmp_path / "arxiv.json"
+        file.write_text('{"abstract": "a"}\n{"title": "b"}\n')
+        with pytest.raises(ValueError, match="line 2 is not a JSON object with an abstract"):
+            read_corpus(str(file), model, longest=64, cache=tmp_path)
+
+    def test_nothing_given(self):
+        with pytest.raises(NotHere, match="--data"):
+            read_corpus(None, "", longest=64, cache=Path("."))
+
+    def test_packed_files_need_held_out_ones(self, tmp_path):
+        (tmp_path / "train-0.u16.xz").write_bytes(b"")
+        with pytest.raises(NotHere, match=r"validation\.u16\.xz"):
+            read_corpus(str(tmp_path), "", longest=64, cache=tmp_path)
+
+
+class TestSearch:
+    @given(
+        sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+        at=st.lists(st.integers(0, 5), min_size=3, max_size=3),
+        start=st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_finds_the_bottom_of_a_bowl(self, sizes, at, start):
+        knobs = tuple(
+            Knob(f"k{i}", tuple(map(float, range(n))), float(min(start[i], n - 1))) for i, n in enumerate(sizes)
+        )
+        bowl = Row(name="x", label="x", knobs=knobs)
+        bottom = [min(at[i], n - 1) for i, n in enumerate(sizes)]
+        tried: dict = {}
+        while settings_ := wanted(bowl, "any", tried):
+            assert not set(settings_) & set(tried), "nothing is tried twice"
+            for setting in settings_:
+                tried[setting] = sum((value - bottom[i]) ** 2 for i, (_, value) in enumerate(setting))
+        assert [value for _, value in reached(bowl, "any", tried)] == bottom
+        assert len(tried) <= 1 + 2 * sum(sizes) + 2 * len(sizes)
+
+    def test_a_run_that_was_given_up_is_not_chosen(self):
+        place, size = ("post_processing", "banded"), dataclasses.replace(SIZES["smoke"], tuned=True)
+        losses = {1e-3: (4.0, "finished"), 5e-4: (3.0, "given up"), 2e-3: (3.9, "finished"), 5e-3: (None, "diverged")}
+        lines = [
+            {"cell": tuning_cell(place, (("lr", rate),), size, SHARED),
+             "result": {"validation": loss, "ended": ended, "curve": [(1, loss)]}}
+            for rate, (loss, ended) in losses.items()
+        ]  # fmt: skip
+        assert chosen(lines, place, size) == (("lr", 2e-3),)
+        (job,) = jobs(lines, [place], size, SHARED, 1)
+        assert (job.cell["purpose"], job.cell["lr"], job.cell["batch_size"]) == ("final", 2e-3, size.batch_size)
+
+    def test_every_start_is_on_its_grid(self):
+        for each in ROWS:
+            for kind in COLUMNS:
+                for knob, (name, value) in zip(each.knobs, first_setting(each, kind.name), strict=True):
+                    assert knob.name == name
+                    assert value in knob.grid
+
+
+class TestPrivacy:
+    def test_a_smaller_batch_keeps_the_noise_of_the_average(self):
+        size = Size(steps=20, batch_size=64, standing_for=64, tuning_batch_size=8, tuning_steps=20, seeds=1)
+        shared = {"num_examples": 1000, "model": "m"}
+        for kind in ("independent", "banded", "independent_low"):
+            for name in ("post_processing", "independent_moments"):
+                setting = first_setting(row(name), kind)
+                large, small = (
+                    plan_of(final_cell((name, kind), setting, size, shared, 0)),
+                    plan_of(tuning_cell((name, kind), setting, size, shared)),
+                )
+                a, b = large.noise_stddevs(), small.noise_stddevs()
+                assert b.gradient_sum / 8 == pytest.approx(a.gradient_sum / 64)
+                if name == "independent_moments":
+                    assert b.square == pytest.approx(a.square, rel=0.1)  # Δ₂ is (2B − 1)/B² up to a factor
+
+    def test_only_full_batches_have_an_epsilon(self):
+        full, small = cell("post_processing"), cell("post_processing", batch_size=4)
+        epsilon, note = guarantee(full, plan_of(full))
+        assert epsilon is not None
+        assert note is None
+        assert guarantee(small, plan_of(small))[0] is None
+        assert "NOT private" in str(guarantee(cell("noiseless"), plan_of(cell("noiseless")))[1])
+
+    def test_the_papers_setting(self):
+        """817,503 texts in 2000 batches of 2048: six participations."""
+        size = SIZES["paper"]
+        made = final_cell(("post_processing", "banded"), (("lr", 1e-3),), size, {"num_examples": 817_503}, 0)
+        plan = plan_of(made)
+        assert plan.max_participations == 6
+        independent = {**made, "column": "independent"}
+        ours, plain = guarantee(made, plan)[0], guarantee(independent, plan_of(independent))[0]
+        assert ours is not None
+        assert plain is not None
+        assert 0.9 * plain < ours <= plain, "the last columns of a banded Toeplitz matrix are cut, and shorter"
+
+    def test_columns_at_an_epsilon_have_it(self):
+        for kind in [each.name for each in COLUMNS if each.beyond]:
+            made = cell("scale_then_privatize", kind)
+            assert guarantee(made, plan_of(made))[0] == pytest.approx(10.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [each.name for each in ROWS])
+def test_every_row_trains(ground, name):
+    kind = "none" if name.startswith("non_private") else "independent_low"
+    outcome = run(cell(name, kind), ground)
+    assert outcome.result["steps_done"] >= 1
+    assert outcome.result["ended"] in ("finished", "diverged")
+    assert ("NOT private" in (outcome.note or "")) == (outcome.epsilon is None)
+    assert ("gradient_norms" in outcome.result) == (name == "noiseless")
+    assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "bias")))
+
+
+def test_without_noise_it_is_torch_adam(ground):
+    """The row without privacy, against torch's own optimizer on the same batches and masks."""
+    made = cell("non_private_adam", "none", steps=5)
+    curve = run(made, ground).result["curve"]
+    key = NoiseKey.from_bytes(hashlib.sha256(b"tinybert 0").digest())
+    model = ground.fresh_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=made["lr"])
+    generator = torch.Generator()
+    loader = private_loader(
+        cast(Any, range(60)), plan_of(made), lengths=ground.train.lengths, micro_batch_tokens=2**19, bucket=64,
+        collate_fn=np.array, key=key, run_id="tinybert",
+    )  # fmt: skip
+    for step, indices in enumerate(loader):
+        secret = key.for_run("tinybert").subkey("masks", str(step))
+        generator.manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
+        assert len(indices) == 8
+        optimizer.zero_grad()
+        model(part_of(ground.train, indices, generator=generator, bucket=64)).mean().backward()
+        optimizer.step()
+    found = mean_losses(model, ground.validation, ground.precision(), examples=4096, longest=64)["tokens"]
+    assert found == pytest.approx(curve[-1][1], abs=2e-4)
+    assert found != pytest.approx(curve[-2][1], abs=2e-4)
+
+
+def test_a_hopeless_tuning_run_is_given_up(ground):
+    made = cell("post_processing", purpose="tuning", steps=20)
+    best = [(step, 0.5) for step in range(1, 21)]
+    result = run(made, ground, beat=best).result
+    assert (result["ended"], result["steps_done"]) == ("given up", 10)
+
+
+def test_the_eps_of_the_scale_follows_the_noise(ground):
+    plan = plan_of(cell("scale_then_privatize"))
+    made = optimizer_of(
+        cell("scale_then_privatize"), ground.fresh_model(), plan, key=NoiseKey.from_bytes(bytes(32)), run_id="x"
+    )
+    assert isinstance(made.geometry, InverseRoot)
+    assert made.geometry.eps_scale == pytest.approx(2 * plan.clip_norm * 1.0 / 8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The table of two places."""
+    out = tmp_path_factory.mktemp("tinybert")
+    for name in ("post_processing", "independent_moments"):
+        arguments = ["--scale", "smoke", "--only", f"row={name}", "--only", "column=independent_low"]
+        assert main(["reproduce", "tinybert", *arguments, "--out", str(out)]) == 0
+    return out
+
+
+class TestTable:
+    def test_lines_and_page(self, made):
+        lines = result_files.read(made / "tinybert.jsonl").lines
+        assert [line["cell"]["row"] for line in lines] == ["none", "post_processing", "independent_moments"]
+        page = (made / "tinybert.md").read_text()
+        found = scores(lines)
+        for place, printed in ((("none", "none"), "4.955"), (("post_processing", "independent_low"), "3.251")):
+            assert f"{found[place].mean:.3f} ({printed})" in page
+        assert "IME is worse than post-processing" in page
+
+    def test_goes_on_where_it_stopped(self, made, tmp_path):
+        path = tmp_path / "tinybert.jsonl"
+        before = (made / "tinybert.jsonl").read_text()
+        path.write_text(before)
+        only = ("row=post_processing", "column=independent_low")
+        run_table(Request(scale="smoke", out=tmp_path, only=only), Voice())
+        assert path.read_text() == before
+        run_table(Request(scale="smoke", out=tmp_path, only=only, seeds=2), Voice())
+        lines = result_files.read(path).lines
+        assert [line["cell"]["seed"] for line in lines[-2:]] == [0, 1]
+        assert len(scores(lines)["post_processing", "independent_low"].losses) == 2
+
+    def test_several_processes_give_the_same(self, made, tmp_path):
+        only = ("row=post_processing", "column=independent_low")
+        run_table(Request(scale="smoke", out=tmp_path, only=only, workers=2), Voice())
+        here = {line["cell"]["row"]: line["result"]["curve"] for line in _final(made)}
+        there = {line["cell"]["row"]: line["result"]["curve"] for line in _final(tmp_path)}
+        assert there["post_processing"] == here["post_processing"]
+
+    def test_without_data_it_says_what_is_needed(self, tmp_path, capsys):
+        assert main(["reproduce", "tinybert", "--scale", "paper", "--out", str(tmp_path)]) == 2
+        assert "--data" in capsys.readouterr().err
+
+
+def _final(folder):
+    return [line for line in result_files.read(folder / "tinybert.jsonl").lines if line["cell"]["purpose"] == "final"]
+
+
+def test_claims():
+    found = {(name, "banded"): Score((loss,)) for name, loss in
+             {"post_processing": 3.5, "independent_moments": 3.6, "bias_correction": 3.49, "dp_sgd": 3.7,
+              "scale_then_privatize": 3.45, "noiseless": 3.48, "noiseless_scaled": 3.451}.items()}  # fmt: skip
+    answers = [holds(claim, found, "banded") for claim in CLAIMS]
+    assert answers == ["yes (0.040)", "yes (0.100)", "no (-0.015)", "about the same (-0.001)"]
+
+
+def test_the_table_has_all_places():
+    assert len(places(beyond=False)) == 2 + 7 * 3
+    assert all(
+        name in kind.paper for name, k in places(beyond=False) for kind in COLUMNS if kind.name == k and k != "none"
+    )
+    assert math.isclose(sum(kind.paper.get("dp_sgd", 0) for kind in COLUMNS), 3.373 + 3.605 + 3.726)
