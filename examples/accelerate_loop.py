@@ -72,7 +72,7 @@ def main() -> None:
     # The private loader is not prepared: it is iterated over as it is, for all steps of the plan.
     model, optimizer, schedule = prepare_accelerate(accelerator, model, private, schedule)
     model.train()
-    for batch in loader:
+    for batch in dpoptim.secret_randomness(loader, private):  # dropout from secret numbers, not from a public seed
         with accelerator.autocast():
             losses = loss_per_example(model, batch.to(accelerator.device))
         accelerator.backward(losses.sum())  # the loss is not private: do not log it

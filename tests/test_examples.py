@@ -28,6 +28,7 @@ TRAINERS = ["bert_masked_lm", "gpt2_causal_lm", "text_classification", "lora_cla
 STEPS = ["--max_steps", "3", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
 PRIVACY = ["--epsilon", "8", "--delta", "1e-3"]
 TEXTS = [text for text in tiny.TEXTS if text] * 3
+OTHERS = [f"{text} and the dog" for text in tiny.TEXTS if text]
 LABELS = ["bad", "good"]
 
 Run = Callable[..., str]
@@ -51,13 +52,17 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
     GradientState._reset_state()
 
 
+def texts_for(name: str) -> list[str]:
+    return OTHERS if name.startswith("held_out") else TEXTS
+
+
 def text_file(folder: Path, name: str = "train.txt") -> str:
-    (folder / name).write_text("\n".join(TEXTS), encoding="utf-8")
+    (folder / name).write_text("\n".join(texts_for(name)), encoding="utf-8")
     return str(folder / name)
 
 
 def labelled_file(folder: Path, name: str) -> str:
-    rows = [{"text": text, "label": LABELS[number % 2]} for number, text in enumerate(TEXTS)]
+    rows = [{"text": text, "label": LABELS[number % 2]} for number, text in enumerate(texts_for(name))]
     if name.endswith(".jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     else:
@@ -80,7 +85,9 @@ def trainer_flags(folder: Path) -> list[str]:
 
 def check_output(folder: Path, printed: str) -> None:
     out = folder / "out"
-    assert (out / "noise.key").stat().st_mode & 0o777 == 0o600
+    (key,) = (folder / "out.secret").glob("*.key")
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert not list(out.rglob("*.key")), "nothing secret in what people upload"
     assert "train_loss" not in json.loads((out / "train_results.json").read_text())
     assert "8" in printed
     assert "1e-03" in printed or "0.001" in printed
@@ -103,8 +110,9 @@ def test_gpt2_causal_lm(run: Run, tmp_path: Path) -> None:
     torch.manual_seed(0)
     pieces = tiny.bytepair()
     model = tiny.saved(tmp_path / "model", transformers.GPT2LMHeadModel(tiny.gpt2_config(len(pieces))), pieces)
-    train = labelled_file(tmp_path, "train.jsonl")
-    flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", train, "--max_seq_length", "32"]
+    train, held_out = labelled_file(tmp_path, "train.jsonl"), labelled_file(tmp_path, "held_out.jsonl")
+    flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", held_out]
+    flags += ["--max_seq_length", "32"]
     check_output(tmp_path, run("gpt2_causal_lm", *flags, *trainer_flags(tmp_path)))
     assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["perplexity"] > 1
 
@@ -112,8 +120,8 @@ def test_gpt2_causal_lm(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_text_classification(run: Run, tmp_path: Path, ending: str) -> None:
     model = bert(tmp_path, transformers.BertForSequenceClassification)
-    train = labelled_file(tmp_path, f"train.{ending}")
-    flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", train]
+    train, held_out = labelled_file(tmp_path, f"train.{ending}"), labelled_file(tmp_path, f"held_out.{ending}")
+    flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", held_out]
     more = ["--variant", "bias_correction", "--sampling", "shuffled"]
     printed = run("text_classification", *flags, "--labels", *LABELS, *more, *trainer_flags(tmp_path))
     check_output(tmp_path, printed)

@@ -33,6 +33,8 @@ def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "Differentially private: epsilon = 3.0000 at delta = 1e-05" in printed.out
     assert printed.out.count("outside the guarantee: True") == 11
+    assert "already finished: all" in printed.err
+    assert "predicted: ['well', 'ill']" in printed.out
     for run in ("first", "second", "third"):
         assert (tmp_path / "runs" / run / "model" / "model.pt").is_file()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -46,6 +46,7 @@ from dpoptim.privacy import (
     Shuffled,
     pad_to_bucket,
     private_loader,
+    secret_randomness,
 )
 from dpoptim.theory import choose_noise
 from dpoptim.version import __version__
@@ -99,6 +100,7 @@ __all__ = [
     "private_loader",
     "public_data",
     "scale_then_privatize",
+    "secret_randomness",
     "side_information",
     "theory",
 ]

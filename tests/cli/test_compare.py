@@ -9,7 +9,7 @@ import pytest
 
 from dpoptim.cli import main
 from dpoptim.training.comparison import compare as compare_module
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.progress import ProgressDisplay
 from tests.training.comparisons import recipe_for, write_rows
 
 TABLE = """
@@ -56,7 +56,8 @@ def test_the_table_says_what_it_covers(place, capsys, monkeypatch):
     assert "non-private (NOT PRIVATE)" in out
     assert "no fine-tuning" in out
     assert "outside the guarantee" in out
-    assert "Student's t over 2 seeds" in out
+    assert "Student's t over 2 seeds" in " ".join(out.split())
+    assert "Two seeds make it very wide" in " ".join(out.split())
 
 
 def test_json_is_all_there_is_on_standard_output(place, capsys):
@@ -83,7 +84,7 @@ def test_one_seed_has_no_interval_and_says_so(place, capsys, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(place, tmp_path, capsys, monkeypatch):
-    class CtrlC(Silent):
+    class CtrlC(ProgressDisplay):
         def step(self, *, step, epsilon, seconds):
             signal.raise_signal(signal.SIGINT)
 
@@ -126,6 +127,15 @@ def test_errors_are_one_line(place, capsys, more, message):
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1
+
+
+def test_a_comparison_is_not_resumed_as_a_run_but_reported_as_its_runs(place, tmp_path, capsys):
+    assert main(["train", "--resume", str(place / "out")]) == 2
+    assert "is a comparison; the `dpoptim compare` command that made it goes on with it" in capsys.readouterr().err
+    assert main(["report", str(place / "out"), "--json"]) == 0
+    names = [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert len(names) == 6, "three rows with two seeds each, no trial"
+    assert all("seed-" in name for name in names)
 
 
 def test_a_missing_recipe_is_one_line(capsys, tmp_path):

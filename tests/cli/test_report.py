@@ -30,6 +30,19 @@ def test_several_runs_into_a_named_file(run, tmp_path):
     assert "<title>2 runs: masked-lm · bert-tiny · scale_then_privatize</title>" in (tmp_path / "both.html").read_text()
 
 
+def test_a_folder_of_a_comparison_stands_for_its_runs(run, tmp_path, capsys):
+    for variant in ("dp_sgd", "post_processing"):
+        for part in (f"trials/{variant}/learning_rate=1", f"runs/{variant}/as-in-recipe/seed-0"):
+            write_run(tmp_path / "which" / part, records())
+    (tmp_path / "which" / "runs" / "dp_sgd" / "as-in-recipe" / "seed-1").mkdir()
+    (tmp_path / "which" / "runs" / "dp_sgd" / "as-in-recipe" / "seed-1" / "log.jsonl").touch()
+    assert main(["report", "which", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["runs"]
+    assert [one["name"] for one in found] == ["dp_sgd/as-in-recipe/seed-0", "post_processing/as-in-recipe/seed-0"]
+    assert main(["report", ".", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)["runs"]] == ["run"]
+
+
 def test_json_alone_writes_no_file(run, tmp_path, capsys):
     assert main(["report", run, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["runs"][0]
@@ -54,9 +67,9 @@ def test_what_was_ignored_is_said(run, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "RUN nowhere does not exist"),
-        (["."], "is no run directory"),
+        (["folder.html"], "is no run directory and holds none"),
         (["empty"], "has an empty log.jsonl"),
-        (["run", "."], "is no run directory"),
+        (["run", "folder.html"], "is no run directory"),
         (["run", "-o", "missing/report.html"], "there is no folder missing"),
         (["run", "-o", "run/log.jsonl"], "must end in .html"),
         (["run", "-o", "folder.html"], "is a folder"),

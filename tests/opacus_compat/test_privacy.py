@@ -268,3 +268,27 @@ def test_shuffled_batches_get_the_epsilon_of_what_runs():
     assert "zero-out" in shuffled.statement(DELTA)
     calibrated = of_linear(50, 8, poisson_sampling=False, target_epsilon=4.0, target_delta=DELTA, epochs=2)
     assert calibrated.statement().startswith("Differentially private: epsilon = 4.0000")
+
+
+def test_dropout_is_drawn_from_the_key_whatever_the_public_seed():
+    """With a public seed one record more would shift the dropout of all others."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+        data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+        private = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            data_loader=torch.utils.data.DataLoader(data, batch_size=8), key=dpoptim.NoiseKey.from_bytes(bytes(32)),
+        )  # fmt: skip
+        private.optimizer.release._begin_run("one")
+        private.data_loader.private_loader._begin_run("one")
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        for inputs, labels in private.data_loader:
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            private.optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)

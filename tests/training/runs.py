@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 
 from dpoptim.training import Recipe, RunDirectory, read_log
 from dpoptim.training.runs.checkpoints import load_checkpoint
+from dpoptim.training.runs.progress import ProgressDisplay
 from tests.training import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
@@ -48,6 +50,28 @@ def rows_recipe(folder: Path, **changes: Any) -> Recipe:
         "sampling": "shuffled", "batch_size": 16, "evaluate_every": 10, "checkpoint_every": 10, "log_every": 5,
     }  # fmt: skip
     return Recipe(**{**settings, **changes})
+
+
+class StopAfter(ProgressDisplay):
+    """A person who presses Ctrl-C during a step."""
+
+    def __init__(self, step: int) -> None:
+        self._at = step
+
+    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
+        if step == self._at:
+            signal.raise_signal(signal.SIGINT)
+
+
+class CrashAfter(ProgressDisplay):
+    """The power goes after a step: what was released behind the last checkpoint is released."""
+
+    def __init__(self, step: int) -> None:
+        self._at = step
+
+    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
+        if step == self._at:
+            raise RuntimeError("the power went\nand more")
 
 
 def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,10 +11,11 @@ import pytest
 
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
 from dpoptim.privacy.repeated import epsilon_of_runs
-from dpoptim.training import read_log, read_recipe
+from dpoptim.training import read_log, read_recipe, set_up
 from dpoptim.training.comparison import compare as compare_module
 from dpoptim.training.comparison.compare import Interrupted, Watch, compare
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training.comparison.tuning import trial_recipe
+from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run_result import is_finished
 from tests.training.comparisons import VARIANTS, request_for, write_rows
 
@@ -180,10 +181,10 @@ class Counting(Watch):
         self.begun.append((number, total, name))
 
     def progress(self):
-        return CtrlC() if len(self.begun) == self._interrupt else Silent()
+        return CtrlC() if len(self.begun) == self._interrupt else ProgressDisplay()
 
 
-class CtrlC(Silent):
+class CtrlC(ProgressDisplay):
     def step(self, *, step, epsilon, seconds):
         if step == 2:
             signal.raise_signal(signal.SIGINT)
@@ -240,6 +241,28 @@ def test_public_tuning_costs_nothing_and_has_the_noise_of_the_runs(rows, tmp_pat
     assert result["tuning"]["covered_by_epsilon_of_one_run"]
 
 
+def test_private_records_are_not_public(rows, tmp_path):
+    """As a link, as a copy in another order, and a few of them (held-out ones too) among others."""
+    header, *lines = (rows / "private.csv").read_text().splitlines()
+    (tmp_path / "link.csv").symlink_to(rows / "private.csv")
+    (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")
+    (tmp_path / "few.csv").write_text("\n".join([*(rows / "public.csv").read_text().splitlines(), lines[3]]) + "\n")
+    with pytest.raises(ValueError, match="is the private data itself"):
+        request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / "link.csv"))
+    for name, count in (("copy", 240), ("few", 1)):
+        request = request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / f"{name}.csv"))
+        with pytest.raises(ValueError, match=f"is declared public, and {count} of its"):
+            compare(request, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_path):
+    many = write_rows(tmp_path / "many.csv", count=600, seed=2)
+    request = request_for(rows, recipe={"delta": 0.005}, budget_for_tuning="public", tuning_data=many)
+    recipe = trial_recipe(request, request.recipe.replace(num_examples=180), VARIANTS[0], {"learning_rate": 0.03})
+    assert set_up(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
+
+
 def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):
     """With secret sampling, where the totals are privacy loss distributions."""
     request = request_for(
@@ -276,6 +299,7 @@ def test_a_folder_holds_one_comparison(tuned, rows, tmp_path):
         ({"recipe": {"validation_fraction": 0.0}}, "nothing is held out"),
         ({"recipe": {"data": "missing.csv"}}, "missing.csv"),
         ({"recipe": {"batch_size": 10_000}}, "batch_size=10000"),
+        ({"recipe": {"delta": 0.1}}, "delta=0.1 is not below 1/180"),
         ({"budget_for_tuning": "public", "tuning_data": "missing.csv"}, "missing.csv"),
     ],
 )

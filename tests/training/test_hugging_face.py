@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import datasets
@@ -15,6 +16,7 @@ import dpoptim
 from dpoptim.training import PrivacyArguments, PrivateTrainer, Task, add_lora
 from dpoptim.training.hugging_face.arguments import plan_for
 from dpoptim.training.losses.batch_losses import BatchLosses
+from dpoptim.training.recipes.defaults import CLIP_NORM
 from tests.training import tiny
 from tests.training.hugging_face_cases import (
     CALIBRATED,
@@ -126,14 +128,18 @@ def test_the_plan_follows_from_the_arguments(tmp_path):
     def plan(examples: int = 100, privacy: PrivacyArguments = CALIBRATED, **changes: Any) -> dpoptim.PrivacyPlan:
         return plan_for(privacy, training_args(tmp_path, **changes), examples=examples, model=model)
 
-    assert (plan().num_examples, plan().batch_size, plan().steps, plan().clip_norm) == (100, 6, 4, 1.0)
+    assert (plan().num_examples, plan().batch_size, plan().steps, plan().clip_norm) == (100, 6, 4, CLIP_NORM)
     assert plan(max_grad_norm=0.5).clip_norm == 0.5
     assert plan().epsilon(delta=1e-3) == pytest.approx(8.0, abs=1e-3)
     assert plan().sampling == dpoptim.Poisson()
     by_epochs = plan(max_steps=-1, num_train_epochs=3)
     assert by_epochs.steps == 50
     shuffled = PrivacyArguments(epsilon=8.0, delta=1e-3, sampling="shuffled")
-    assert plan(65, shuffled, max_steps=-1, num_train_epochs=3).max_participations == 3  # 32 steps, not 33
+    for examples in (65, 66):  # rounded as `dpoptim train` does it
+        assert plan(examples, shuffled, max_steps=-1, num_train_epochs=3).steps == math.ceil(3 * examples / 6) == 33
+    for weak in (0.01, 0.5):
+        with pytest.raises(ValueError, match="is not below 1/100, one over the training records"):
+            plan(privacy=PrivacyArguments(epsilon=8.0, delta=weak))
     cyclic = PrivacyArguments(epsilon=8.0, delta=1e-3, sampling="cyclic", noise="banded-toeplitz:2")
     assert plan(privacy=cyclic).sampling == dpoptim.CyclicPoisson(bands=2)
     moments = PrivacyArguments(noise_multiplier=1.0, delta=1e-3, variant="joint_moments", sampling="shuffled")
@@ -155,7 +161,7 @@ def test_the_optimizer_has_the_arguments_settings(tmp_path):
     assert type(optimizer.geometry).__name__ == "InverseRoot"
     corrected = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, variant="bias_correction")
     trainer = class_trainer(tmp_path, privacy=corrected)
-    level = trainer.plan.noise_multiplier / trainer.plan.batch_size
+    level = trainer.plan.noise_multiplier * trainer.plan.clip_norm / trainer.plan.batch_size
     assert trainer.create_optimizer().rule.eps == pytest.approx(level)
     assert class_trainer(tmp_path, privacy=corrected, adam_epsilon=1e-3).create_optimizer().rule.eps == 1e-3
 

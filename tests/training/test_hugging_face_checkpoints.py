@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from dpoptim.noise import NoiseKey
 from dpoptim.training import PrivacyArguments
-from dpoptim.training.hugging_face.arguments import key_path
+from dpoptim.training.hugging_face.secret_folder import LOADER_STATE
 from tests.training.hugging_face_cases import (
-    PRIVACY,
     assert_equal_weights,
     class_trainer,
     masked_model,
     masked_trainer,
-    training_args,
     weights,
 )
 
@@ -62,19 +62,31 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
     class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
     other = PrivacyArguments(noise_multiplier=0.5, delta=1e-3)
-    with pytest.raises(ValueError, match="another privacy plan"):
+    with pytest.raises(ValueError, match=r"noise_multiplier was 0\.6 and is 0\.5"):
         class_trainer(tmp_path, privacy=other).train(resume_from_checkpoint=checkpoint)
-    (tmp_path / "out" / "noise.key").unlink()
+    secret = key_of(tmp_path)
+    secret.rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"\.key is missing.* another noise key"):
+        class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
+    NoiseKey.generate().save(secret)
     with pytest.raises(ValueError, match="another noise key"):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
 
 
-def test_the_key_is_a_file_of_its_own(tmp_path):
+def key_of(folder: Path) -> Path:
+    """The newest key beside the output folder."""
+    return max((folder / "out.secret").glob("*.key"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_secrets_lie_beside_what_is_uploaded(tmp_path):
     class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
-    key = tmp_path / "out" / "noise.key"
-    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    key, steps = sorted((tmp_path / "out.secret").iterdir())
+    assert (key.suffix, steps.suffix, key.stem) == (".key", ".steps", NoiseKey.load(key).fingerprint())
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out.secret", key, steps)]
+    assert modes == [0o700, 0o600, 0o600]
+    assert int(steps.read_text().splitlines()[0]) == 4
     secret = key.read_bytes()
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path != key]
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {"optimizer.pt", "private_loader.json", "training_args.bin"} <= {path.name for path in files}
     for path in files:
         content = path.read_bytes()
@@ -82,6 +94,55 @@ def test_the_key_is_a_file_of_its_own(tmp_path):
         assert secret.hex().encode() not in content, path
     state = torch.load(tmp_path / "out" / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert state["privacy"]["step"] == 2
+
+
+def test_every_run_has_a_key_of_its_own(tmp_path):
+    """Two runs into one folder; a checkpoint of the first still finds its own key."""
+    options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
+    class_trainer(tmp_path, **options).train()
+    (tmp_path / "out" / "checkpoint-2").rename(tmp_path / "first")
+    first = key_of(tmp_path)
+    class_trainer(tmp_path, **options).train()
+    assert key_of(tmp_path) != first
+    assert key_of(tmp_path).read_bytes() != first.read_bytes()
+    again = class_trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "first"))
+    assert again.private_optimizer.key == NoiseKey.load(first)
+
+
+def test_a_key_file_serves_one_run(tmp_path):
+    file = tmp_path / "vault" / "mine.key"
+    privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, key_file=str(file))
+    options: dict[str, Any] = dict(privacy=privacy, save_strategy="steps", save_steps=2)
+    class_trainer(tmp_path, **options).train()
+    assert sorted(path.name for path in file.parent.iterdir()) == ["mine.key", "mine.steps"]
+    with pytest.raises(ValueError, match="is the key of an earlier run, and every run has its own"):
+        class_trainer(tmp_path, **options).train()
+    class_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    (tmp_path / "vault" / "mine.steps").unlink()
+    with pytest.raises(ValueError, match=r"mine\.steps is missing"):
+        class_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("place", ["out/noise.key", "out.noise.key"])
+def test_a_key_of_an_earlier_version_is_found_and_moved(tmp_path, place):
+    options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
+    straight = class_trainer(tmp_path, **options)
+    straight.train()
+    key = key_of(tmp_path)
+    key.with_suffix(".steps").unlink()
+    key.rename(tmp_path / place)
+    state = tmp_path / "out" / "checkpoint-2" / LOADER_STATE
+    old = json.loads(state.read_text())
+    state.write_text(json.dumps({name: value for name, value in old.items() if name not in ("run", "records")}))
+    resumed = class_trainer(tmp_path, **options)
+    with pytest.warns(UserWarning, match="moved to|kept no count of released steps") as told:
+        resumed.train(resume_from_checkpoint=str(state.parent))
+    assert len([warning for warning in told if "moved" in str(warning.message)]) == 1
+    assert len([warning for warning in told if "kept no count" in str(warning.message)]) == 1
+    assert key.exists()
+    assert int(key.with_suffix(".steps").read_text().splitlines()[0]) == 4
+    assert_equal_weights(weights(straight.model), weights(resumed.model))
 
 
 class FakeHub:
@@ -101,27 +162,24 @@ class FakeHub:
 def test_the_key_is_never_uploaded(tmp_path, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()  # leaves its key in the folder
-    secret = (tmp_path / "out" / "noise.key").read_bytes()
+    (tmp_path / "out").mkdir()
+    NoiseKey.generate().save(tmp_path / "out" / "noise.key")  # of an earlier version
     with pytest.warns(UserWarning, match="moved to"):
         class_trainer(tmp_path, save_strategy="steps", save_steps=2, push_to_hub=True).train()
     assert "model.safetensors" in hub.uploaded
-    assert not any("key" in name for name in hub.uploaded)
-    assert (tmp_path / "out.noise.key").read_bytes() == secret
-    # Whoever pushes without having said so in the arguments: the key is taken out first.
+    assert not any(name.endswith((".key", ".steps")) for name in hub.uploaded)
+    assert len(list((tmp_path / "out.secret").glob("*.key"))) == 2
+    # Whoever pushes without having said so in the arguments: an old key is taken out first.
     trainer = class_trainer(tmp_path / "second")
     trainer.train()
-    assert (tmp_path / "second" / "out" / "noise.key").exists()
+    NoiseKey.generate().save(tmp_path / "second" / "out" / "noise.key")
     with pytest.warns(UserWarning, match="moved to"):
         trainer.push_to_hub()
-    assert not any("key" in name for name in hub.uploaded)
-    assert (tmp_path / "second" / "out.noise.key").exists()
+    assert not any(name.endswith((".key", ".steps")) for name in hub.uploaded)
 
 
 def test_a_key_inside_an_uploaded_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.trainer.hf_api", FakeHub)
     privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, key_file=str(tmp_path / "out" / "own.key"))
-    args = training_args(tmp_path, push_to_hub=True)
-    assert key_path(PRIVACY, args) == tmp_path / "out.noise.key"
     with pytest.raises(ValueError, match="lies in output_dir"):
         class_trainer(tmp_path, privacy=privacy, push_to_hub=True).train()

@@ -74,7 +74,7 @@ def test_released_norms_and_the_debug_loss_are_asked_for(tmp_path):
     output = trainer.train()
     steps = [entry for entry in trainer.state.log_history if "epsilon" in entry]
     elements = sum(parameter.numel() for parameter in trainer.model.parameters())
-    level = trainer.plan.noise_multiplier / trainer.plan.batch_size * math.sqrt(elements)
+    level = trainer.plan.noise_multiplier * trainer.plan.clip_norm / trainer.plan.batch_size * math.sqrt(elements)
     assert steps[0]["expected_noise_norm"] == pytest.approx(level)  # the scale of the first step is 1
     for entry in steps:
         assert 0.9 < entry["released_gradient_norm"] / entry["expected_noise_norm"] < 1.1
@@ -111,7 +111,7 @@ def test_evaluation_is_the_stock_one_and_leaves_training_alone(tmp_path):
 
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
     trainer = masked_trainer(tmp_path)
-    trainer.eval_dataset = trainer.train_dataset
+    trainer.eval_dataset = trainer.train_dataset[:4]
     before = torch.get_rng_state()
     trainer.evaluate()  # draws masks
     assert torch.equal(torch.get_rng_state(), before)

@@ -231,7 +231,8 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
         for block in blocks:
             exec(block, names)
     assert names["plan"].steps == 4
-    assert (tmp_path / "out" / "noise.key").exists()
+    assert len(list((tmp_path / "out.secret").glob("*.key"))) == 1
+    assert not list((tmp_path / "out").rglob("*.key"))
 
 
 def test_the_page_names_every_setting():

@@ -1,9 +1,10 @@
-"""Recipes: what they refuse, what they become when settled, and that a file holds all of it."""
+"""Recipes: what they refuse, what they become when defaults are filled in, and that a file holds all of it."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent
 from dpoptim.privacy import CyclicPoisson, Poisson, Shuffled
 from dpoptim.training import Recipe, Task, read_recipe
-from dpoptim.training.recipes.defaults import settled
+from dpoptim.training.recipes.defaults import notes_on, with_defaults
 from dpoptim.training.recipes.plans import learning_rate_at, name_of_noise, noise_of, plan_of, sampling_of
 
 LEAST = {"model": "mlp", "data": "rows.csv", "epsilon": 2.0}
@@ -28,7 +29,7 @@ def made(**changes) -> Recipe:
         ({"epsilon": -1}, "epsilon=-1"),
         ({"epsilon": float("nan")}, "epsilon=nan"),
         ({"epsilon": float("inf")}, "epsilon=inf"),
-        ({"epsilon": None}, "epsilon=None and noise_multiplier=None"),
+        ({"epsilon": None}, "epsilon is not given: say how private"),
         ({"noise_multiplier": 1.0}, "give one of the two"),
         ({"delta": 1.0}, "delta=1.0"),
         ({"delta": 0}, "delta=0"),
@@ -47,7 +48,7 @@ def made(**changes) -> Recipe:
         ({"schedule": "cyclic"}, "schedule='cyclic'"),
         ({"model": ""}, "model=''"),
         ({"seed": -1}, "seed=-1"),
-        ({"adjacency": "add_remove"}, "num_examples=None"),
+        ({"adjacency": "add_remove"}, "num_examples is not given"),
         ({"adjacency": "add_remove", "num_examples": 9, "validation_fraction": 0.1}, "validation_fraction=0.1"),
     ],
 )
@@ -71,10 +72,19 @@ def test_files_that_are_no_recipe_are_refused(tmp_path):
     broken.write_text("model = ")
     with pytest.raises(ValueError, match="no TOML file"):
         read_recipe(broken)
-    with pytest.raises(ValueError, match="no TOML file"):
+    with pytest.raises(ValueError, match="is a folder, and must be a TOML file; for records: --data"):
         read_recipe(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="for a model: --model"):
+        read_recipe(tmp_path)
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(ValueError, match="to go on with this run: --resume"):
+        read_recipe(tmp_path)
+    (tmp_path / "notes.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="if it holds records: dpoptim train --data"):
+        read_recipe(tmp_path / "notes.jsonl")
     broken.write_text("epsilon = 1.0")
-    with pytest.raises(ValueError, match="model is missing"):
+    with pytest.raises(ValueError, match="model is not given"):
         read_recipe(broken)
 
 
@@ -98,15 +108,16 @@ def test_toml_holds_every_value(text):
 
 
 def test_settling_fills_every_size():
-    found = settled(made(), task=Task.TABULAR_CLASSIFICATION, num_examples=1000, device=torch.device("cpu"))
+    found = with_defaults(made(), task=Task.TABULAR_CLASSIFICATION, num_examples=1000, device=torch.device("cpu"))
     assert (found.batch_size, found.steps, found.delta, found.clip_norm) == (64, 157, 1e-4, 0.1)
     assert (found.evaluate_every, found.checkpoint_every, found.validation_fraction) == (16, 16, 0.05)
     assert (found.dtype, found.micro_batch_size, found.micro_batch_tokens) == ("fp32", 1024, None)
-    text = settled(made(), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    text = with_defaults(made(), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
     assert (text.micro_batch_size, text.micro_batch_tokens) == (None, 2**13)
-    assert settled(made(epochs=2.0), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu")).steps == 32
+    two = with_defaults(made(epochs=2.0), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    assert two.steps == 32, "rounded up"
     own = made(batch_size=10, steps=3, delta=1e-9, learning_rate=0.0, evaluate_every=1)
-    again = settled(own, task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    again = with_defaults(own, task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
     assert (again.batch_size, again.steps, again.delta, again.learning_rate, again.evaluate_every) == (
         10,
         3,
@@ -117,13 +128,13 @@ def test_settling_fills_every_size():
 
 
 def test_settling_twice_changes_nothing():
-    once = settled(made(), task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu"))
-    assert settled(once, task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu")) == once
+    once = with_defaults(made(), task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu"))
+    assert with_defaults(once, task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu")) == once
 
 
 def test_delta_is_below_a_tenth_of_a_record():
-    for count in (1, 9, 10, 11, 999, 1000, 1001, 123_456):
-        delta = settled(made(), task=Task.MASKED_LM, num_examples=count, device=torch.device("cpu")).delta
+    for count in (8, 9, 10, 11, 999, 1000, 1001, 123_456):
+        delta = with_defaults(made(), task=Task.MASKED_LM, num_examples=count, device=torch.device("cpu")).delta
         assert delta is not None
         assert 0.01 / count < delta * (1 + 1e-9)
         assert delta <= 0.1 / count * (1 + 1e-9)
@@ -154,7 +165,7 @@ def test_words_for_noise_and_sampling():
 
 
 def plan_for(**changes):
-    recipe = settled(made(**changes), task=Task.MASKED_LM, num_examples=400, device=torch.device("cpu"))
+    recipe = with_defaults(made(**changes), task=Task.MASKED_LM, num_examples=400, device=torch.device("cpu"))
     return plan_of(recipe, parameters=1000)
 
 
@@ -174,8 +185,53 @@ def test_automatic_noise_keeps_to_what_is_proved():
     assert isinstance(plan.sampling, (Poisson, CyclicPoisson))
     assert plan.epsilon() <= 8.0
     assert isinstance(plan_for(sampling="shuffled", batch_size=20, steps=30).sampling, Shuffled)
-    with pytest.raises(ValueError, match="no proof"):
-        plan_for(noise="buffered-toeplitz:2", batch_size=20, steps=30)
+    assert isinstance(plan_for(noise="buffered-toeplitz:2", batch_size=20, steps=30).sampling, Shuffled)
+    assert plan_for(noise="banded-toeplitz:4", batch_size=20, steps=30).sampling == CyclicPoisson(bands=4)
+
+
+def test_a_sampling_that_is_named_is_obeyed_or_refused():
+    sizes = {"epsilon": 8.0, "batch_size": 20, "steps": 60}
+    free = plan_for(**sizes)
+    assert isinstance(free.sampling, CyclicPoisson), "what auto takes here, so that poisson is something else"
+    plan = plan_for(sampling="poisson", **sizes)
+    assert (plan.sampling, plan.noise) == (Poisson(), Independent())
+    assert plan_for(sampling="cyclic", **sizes).sampling == free.sampling
+    four = plan_for(sampling="cyclic:4", **sizes)
+    assert (four.sampling, four.noise) == (CyclicPoisson(bands=4), BandedToeplitz(bands=4))
+    assert plan_for(sampling="cyclic:1", **sizes).sampling == CyclicPoisson(bands=1)
+    for noise in ("banded-toeplitz:4", "buffered-toeplitz:2"):
+        with pytest.raises(ValueError, match=f"noise='{noise}' with sampling='poisson' has no proof") as refused:
+            plan_for(sampling="poisson", noise=noise, batch_size=20, steps=30)
+        assert "\n" not in str(refused.value)
+        assert "CyclicPoisson" not in str(refused.value), "in the words of a recipe"
+
+
+def test_a_delta_that_protects_nobody_is_refused():
+    for delta in (1 / 400, 0.01, 0.5):
+        with pytest.raises(ValueError, match=r"is not below 1/400, .* such as 0.0001, or leave it out"):
+            plan_for(delta=delta, noise="independent", batch_size=20, steps=30)
+    assert plan_for(delta=0.0024, noise="independent", batch_size=20, steps=30).delta == 0.0024
+
+
+def test_too_few_records_are_refused():
+    few: dict[str, Any] = {"task": Task.MASKED_LM, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match=r"data='rows\.csv' leaves 7 training records; at least 8 are needed"):
+        with_defaults(made(), num_examples=7, **few)
+    assert with_defaults(made(), num_examples=8, **few).batch_size == 1
+
+
+def test_what_a_person_should_know_is_said():
+    assert notes_on(made(), num_examples=10_000, held_out=500) == []
+    (few,) = notes_on(made(), num_examples=50, held_out=2)
+    assert few.startswith("only 50 training records")
+    for changes, why in (
+        ({"validation_fraction": 0.0}, "validation_fraction is 0"),
+        ({"validation_fraction": 0.05}, "too few records"),
+        ({"adjacency": "add_remove", "num_examples": 1000}, "--validation-data"),
+    ):
+        (note,) = notes_on(made(**changes), num_examples=1000, held_out=0)
+        assert note.startswith("nothing is held out")
+        assert why in note
 
 
 def test_a_batch_larger_than_the_data_is_refused():

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpoptim.training.report.charts import axis, drawing, figures, layers, rounded_up, thin
+from dpoptim.privacy.shown import rounded_up
+from dpoptim.training.report.charts import axis, drawing, figures, layers, thin
 from dpoptim.training.report.figures import CURVES, Mark
-from dpoptim.training.report.logged_run import read_run, read_runs
 from dpoptim.training.report.numbers import all_numbers
 from dpoptim.training.report.page import guarantee_sentence, page
 from dpoptim.training.report.write import write_report
+from dpoptim.training.runs.logged_run import read_run, read_runs
 from tests.training.page_reader import Element, parsed
 from tests.training.report_runs import (
     HOSTILE,
@@ -170,8 +171,30 @@ def test_the_guarantee_in_one_sentence(debugged, tmp_path):
     assert found["final"]["private"] is False
     assert found["final"]["epsilon"] is None
     (loud / "plan.json").unlink()
-    (loud / "statement.txt").unlink()
     assert guarantee_sentence(read_run(loud)).startswith("The guarantee is unknown")
+
+
+def test_the_guarantee_is_of_the_plan_whatever_the_statement_says(debugged, tmp_path):
+    before = read_run(debugged).guarantee
+    other = write_run(tmp_path / "other", records())
+    (other / "statement.txt").write_text("NOT PRIVATE: epsilon = inf\nAccountant: nobody\n")
+    assert read_run(other).guarantee == before
+    (other / "statement.txt").write_text("Differentially private: epsilon = 0.1 at delta = 1e-9\n")
+    assert read_run(other).guarantee == before
+
+
+def test_what_a_variant_has_none_of_does_not_apply(tmp_path):
+    log = records()
+    for record in log:
+        if "released" in record:
+            record["released"]["negative_fraction"] = None
+    text = page_of(write_run(tmp_path / "scaled", log)).text
+    assert "Negative second moments ν̂: does not apply to scale_then_privatize." in text
+    for record in log:
+        record.pop("released", None)
+    text = page_of(write_run(tmp_path / "bare", log)).text
+    assert "does not apply" not in text
+    assert "Negative ν̂: no released diagnostics were logged." in text
 
 
 def test_steps_behind_the_last_record_have_cost_epsilon_too(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 
 from dpoptim.training.report.charts import figures
 from dpoptim.training.report.figures import CURVES
-from dpoptim.training.report.logged_run import read_runs
 from dpoptim.training.report.write import write_report
+from dpoptim.training.runs.logged_run import read_runs
 from tests.training.page_reader import parsed
 from tests.training.report_runs import evaluation_record, records, write_run
 

@@ -16,19 +16,17 @@ import pytest
 from dpoptim.training import Recipe, resume, train
 from dpoptim.training.runs import run as run_module
 from dpoptim.training.runs.checkpoints import checkpoints, save_checkpoint
-from dpoptim.training.runs.progress import Silent
-from tests.training.runs import log_of, parameters_at, rows_recipe, same, without_times, write_bert, write_texts
-
-
-class StopAfter(Silent):
-    """A person who presses Ctrl-C during a step."""
-
-    def __init__(self, step: int) -> None:
-        self.at = step
-
-    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-        if step == self.at:
-            signal.raise_signal(signal.SIGINT)
+from tests.training.runs import (
+    CrashAfter,
+    StopAfter,
+    log_of,
+    parameters_at,
+    rows_recipe,
+    same,
+    without_times,
+    write_bert,
+    write_texts,
+)
 
 
 class FixedKeys:
@@ -82,13 +80,8 @@ def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, m
     recipe = rows_recipe(tmp_path)
     train(recipe, tmp_path / "whole")
 
-    class Crash(Silent):
-        def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-            if step == 17:
-                raise RuntimeError("the power went\nand more")
-
     with pytest.raises(RuntimeError):
-        train(recipe, tmp_path / "parts", progress=Crash())
+        train(recipe, tmp_path / "parts", progress=CrashAfter(17))
     end = log_of(tmp_path / "parts")[-1]
     assert (end["kind"], end["reason"], end["step"]) == ("end", "error: RuntimeError", 17)
     assert [path.name for path in checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-000000", "step-000010"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 import types
@@ -12,10 +13,10 @@ import torch
 import transformers
 
 import dpoptim
-from dpoptim.training import Recipe, RunDirectory, Task, prepare, read_recipe, read_records, set_up, train
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training import Recipe, RunDirectory, Task, prepare, read_recipe, read_records, resume, set_up, train
+from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.setup import held_out_places
-from tests.training.runs import log_of, rows_recipe, write_bert, write_rows, write_texts
+from tests.training.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,17 @@ def finished(tmp_path_factory):
 def test_the_directory_is_complete(finished):
     place, summary = finished
     names = {path.name for path in place.path.iterdir()}
-    expected = {"recipe.toml", "plan.json", "statement.txt", "noise.key", "log.jsonl", "checkpoints", "model"}
+    expected = {
+        "recipe.toml", "plan.json", "statement.txt", "noise.key", "noise.steps", "log.jsonl", "checkpoints", "model"
+    }  # fmt: skip
     assert names - {"tensorboard"} == expected | {"summary.json"}
-    assert stat.S_IMODE(place.key_file.stat().st_mode) == 0o600
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (place.path, place.key_file, place.steps_file)}
+    assert list(modes.values()) == [0o700, 0o600, 0o600]
+    mask = os.umask(0o077)
+    os.umask(mask)
+    readable = {stat.S_IMODE(path.stat().st_mode) for path in place.model.iterdir()}
+    assert readable == {0o666 & ~mask}, "a model is there to be given away"
+    assert stat.S_IMODE(place.model.stat().st_mode) == 0o777 & ~mask
     assert [path.name for path in sorted(place.checkpoints.iterdir())] == ["step-000010", "step-000020"]
     assert json.loads(place.summary_file.read_text()) == summary
     assert summary["reason"] == "finished"
@@ -67,7 +76,11 @@ def test_the_log_tells_the_run(finished):
     epsilons = [entry["epsilon"] for entry in steps]
     assert epsilons == sorted(epsilons)
     assert epsilons[-1] == start["epsilon"]
-    assert all(entry["released"]["gradient_norm"] > 0 and entry["seconds"] > 0 for entry in steps)
+    assert all(entry["released"]["gradient_norm"] > 0 for entry in steps)
+    times = [entry["seconds"] for entry in steps]
+    assert times[:2] == [None, None], "the time of fewer than ten steps tells of single batches"
+    assert all(found > 0 and found == float(f"{found:.2g}") for found in times[2:])
+    assert [entry["kind"] for entry in entries if "time" in entry] == ["start", "end"]
     scores = [entry for entry in entries if entry["kind"] == "evaluation"]
     assert [entry["step"] for entry in scores] == [0, 10, 20]
     assert all(entry["outside_guarantee"] and entry["examples"] == 6 for entry in scores)
@@ -142,7 +155,40 @@ def test_evaluation_data_must_be_other_data(tmp_path):
         set_up(recipe)
 
 
-class Never(Silent):
+def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
+    """By a link, as a copy in another order, and by a folder that holds it."""
+    rows = write_rows(tmp_path / "rows.csv")
+    header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
+    (tmp_path / "link.csv").symlink_to(rows)
+    (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.csv").write_text((tmp_path / "rows.csv").read_text())
+    (folder / "more.csv").write_text("\n".join([header, "9,9,9,yes", "8,8,8,no"]) + "\n")
+    for data, validation, why in (
+        (rows, tmp_path / "link.csv", "is the training data itself"),
+        (rows, tmp_path / "copy.csv", "has the training records in it"),
+        (folder / "rows.csv", folder, "has the training records in it"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            set_up(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
+    found = set_up(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
+    assert (found.shared_records, [note for note in found.notes if "training records too" in note]) == (0, [])
+
+
+def test_records_in_both_are_counted(tmp_path):
+    rows = write_rows(tmp_path / "rows.csv")
+    header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
+    flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
+    (tmp_path / "other.csv").write_text("\n".join([header, lines[3], flipped, "9,9,9,yes"]) + "\n")
+    setup = set_up(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
+    assert setup.shared_records == 2
+    assert any(
+        note.startswith("2 of the 3 records of validation_data are training records too") for note in setup.notes
+    )
+
+
+class Never(ProgressDisplay):
     def begin(self, **values) -> None:
         raise AssertionError("training began")
 
@@ -212,8 +258,9 @@ def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
     written: list[tuple[str, float, int]] = []
 
     class Writer:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            assert (folder, purge_step) == (str(tmp_path / "run" / "tensorboard"), 1)
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "run" / "tensorboard")
+            written.clear()
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
@@ -223,8 +270,16 @@ def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    train(rows_recipe(tmp_path, steps=5, evaluate_every=5), tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    recipe = rows_recipe(tmp_path, steps=5, evaluate_every=5, log_every=1, checkpoint_every=2)
+    with pytest.raises(RuntimeError):
+        train(recipe, tmp_path / "run", progress=CrashAfter(3))
+    (tmp_path / "run" / "tensorboard").mkdir()
+    (tmp_path / "run" / "tensorboard" / "events").write_text("steps 1 to 3")
+    resume(tmp_path / "run")
     entries = log_of(tmp_path / "run")
+    assert [step for name, _, step in written if name == "run/epsilon"] == [1, 2, 3, 4, 5], "one version of each step"
+    assert not (tmp_path / "run" / "tensorboard").exists(), "what was written of the later steps is gone"
     last = [entry for entry in entries if entry["kind"] == "step"][-1]
     assert ("released/gradient_norm", last["released"]["gradient_norm"], 5) in written
     assert ("run/epsilon", last["epsilon"], 5) in written

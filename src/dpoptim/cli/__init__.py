@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dpoptim.cli import advise, compare, plan, report, reproduce, train
+from dpoptim.cli.mistyped import OneLineParser, mistyped
 from dpoptim.version import __version__
 
 _COMMANDS = (plan, advise, train, compare, report, reproduce)
@@ -18,15 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["plan", "--steps", "0", "--batch-size", "1", "--num-examples", "1", "--epsilon", "1", "--delta", "1e-6"])
     2
     """
-    parser = argparse.ArgumentParser(
-        prog="dpoptim",
-        description="Differentially private training with adaptive optimizers for PyTorch.",
-    )
-    parser.add_argument("--version", action="version", version=f"dpoptim {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        module.add_to(commands)
-    chosen = parser.parse_args(arguments)
+    parser, commands = command_line()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        return 2
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        print(f"dpoptim {chosen.command}: {mistyped(commands[chosen.command], unknown)}", file=sys.stderr)
+        return 2
     try:
         status: int = chosen.run(chosen)
     except (ValueError, OSError) as error:
@@ -36,3 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("dpoptim: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+def command_line() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of everything, and that of each command."""
+    parser = OneLineParser(
+        prog="dpoptim",
+        description="Differentially private training with adaptive optimizers for PyTorch.",
+    )
+    parser.add_argument("--version", action="version", version=f"dpoptim {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for module in _COMMANDS:
+        module.add_to(commands)
+    return parser, commands.choices

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpoptim.cli.model_size import in_options, quiet_loading
+from dpoptim.cli.model_size import in_options
+from dpoptim.cli.quiet import quiet_loading
 from dpoptim.cli.units import count
 from dpoptim.theory import GradientSignal, measure_signal
 from dpoptim.training import Task, prepare, read_records

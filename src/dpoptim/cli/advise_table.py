@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dpoptim.cli import mechanism_rows
-from dpoptim.cli.training_text import headline, plan_line, rounded_up, wide_console
+from dpoptim.cli.training_text import headline, plan_line, wide_console
+from dpoptim.privacy.shown import rounded_up
 from dpoptim.theory import Advice
 
 _WHERE = {

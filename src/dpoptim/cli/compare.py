@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from dpoptim.cli.quiet import quieten
 from dpoptim.cli.training_options import check_plot
 from dpoptim.cli.units import count
 
@@ -56,7 +57,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with a [compare] table or without")
     what = parser.add_argument_group("what is compared")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
-    what.add_argument("--seeds", type=count, metavar="N", help="how many, from the recipe's on (default: 3)")
+    what.add_argument(
+        "--seeds", type=count, metavar="N", help="how many, from the recipe's on (default: 3; 5 tell more)"
+    )
     what.add_argument("--references", action="store_true", help="also without fine-tuning, and NOT PRIVATE training")
     what.add_argument("--metric", choices=("loss", "accuracy"), help="what decides (default: loss)")
     what.add_argument("--epsilon", type=float, metavar="E", help="of one run, in place of the recipe's")
@@ -83,14 +86,12 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         check_plot(options.plot)
         from dpoptim.cli import compare_plot  # early, so that a missing matplotlib is told before the work
-    from dpoptim.cli.train import _quieten
-
-    _quieten()
+    quieten()
     from dpoptim.cli import compare_table
     from dpoptim.cli.compare_watch import Told
     from dpoptim.training.comparison.compare import Interrupted, compare
     from dpoptim.training.comparison.request import read_request
-    from dpoptim.training.runs.run_log import plain
+    from dpoptim.training.support.plain import plain
 
     request = read_request(
         options.recipe,

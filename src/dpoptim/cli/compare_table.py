@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from dpoptim.cli.compare_watch import duration
-from dpoptim.cli.training_text import rounded_up, wide_console
+from dpoptim.cli.training_text import wide_console
+from dpoptim.privacy.shown import rounded_up
+from dpoptim.training.support.plain import duration
 
 
 def show(result: dict[str, Any]) -> None:
@@ -56,9 +57,10 @@ def _interval_note(result: dict[str, Any]) -> str:
     share, seeds = f"{100 * result['confidence']:g} %", len(result["seeds"])
     if seeds == 1:
         return "One seed: there is no interval, and no difference can be told from chance; use --seeds 3 or more."
+    wide = " Two seeds make it very wide (t = 12.7; three 4.3, five 2.8): use more." if seeds == 2 else ""
     return (
-        f"± is a {share} interval (Student's t over {seeds} seeds). Differences to {result['best']} are paired by "
-        "seed; apart: their interval excludes 0, not corrected for there being several."
+        f"± is a {share} interval (Student's t over {seeds} seeds).{wide} Differences to {result['best']} are paired "
+        "by seed; apart: their interval excludes 0, not corrected for there being several."
     )
 
 

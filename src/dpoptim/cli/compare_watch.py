@@ -8,7 +8,8 @@ from typing import Self
 from rich.console import Console
 
 from dpoptim.training.comparison.compare import Watch
-from dpoptim.training.runs.progress import Bar, Silent
+from dpoptim.training.runs.progress import Bar, ProgressDisplay
+from dpoptim.training.support.plain import duration
 
 
 class Told(Watch):
@@ -29,21 +30,14 @@ class Told(Watch):
             self._status.update(f"{text} ...")
             self._status.start()
 
+    def note(self, text: str) -> None:
+        self._status.stop()
+        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
     def begin(self, number: int, total: int, name: str, seconds_left: float | None) -> None:
         self._status.stop()
         left = "" if seconds_left is None else f"; about {duration(seconds_left)} left for all"
         self._console.print(f"run {number} of {total}: {name}{left}", highlight=False, markup=False, soft_wrap=True)
 
-    def progress(self) -> Silent:
-        return Bar(self._console) if self._console.is_terminal else Silent()
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it.
-
-    >>> duration(0.2), duration(59), duration(150), duration(7300)
-    ('1 s', '59 s', '3 min', '2.0 h')
-    """
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{-(-seconds // 60):.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    def progress(self) -> ProgressDisplay:
+        return Bar(self._console) if self._console.is_terminal else ProgressDisplay()

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from dpoptim.cli.training_text import rounded_up
 from dpoptim.privacy import Shuffled
+from dpoptim.privacy.shown import rounded_up
 from dpoptim.theory import Candidate, format_bytes
 
 COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals a step", "epsilon")

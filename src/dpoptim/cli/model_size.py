@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from dpoptim.cli.quiet import quiet_loading
 from dpoptim.cli.units import count
 from dpoptim.training import Task, load_model
 from dpoptim.training.models.task_of_model import task_of_model
 from dpoptim.training.support.optional import needed
 
 _OPTIONS = {
-    "source": "--probe",
     "model": "MODEL",
     "tokenizer": "MODEL's tokenizer",
     "task": "--task",
@@ -29,7 +26,7 @@ _OPTIONS = {
     "text_column": "--text-column",
     "max_length": "--max-length",
 }
-_NAMES = re.compile(rf"\b(source|model|tokenizer|task)=|\b({'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)")
+_NAMES = re.compile(rf"\b(model|tokenizer|task)=|\b({'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,31 +101,11 @@ def in_options() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        told = str(error).replace("task=None: ", "").replace("set task to", "set --task to")
-        raise ValueError(_NAMES.sub(_in_option, told)) from error
+        told = str(error).replace("task is not given, and ", "").replace("set task (--task) to", "set --task to")
+        raise ValueError(_NAMES.sub(_in_option, re.sub(r"\bdata (?=['\"])", "--probe ", told))) from error
 
 
 def _in_option(found: re.Match[str]) -> str:
     """NAME=value is an option and its value, NAME alone the option."""
     name, blank = (found[1], " ") if found[1] else (found[2], " " if found[3] else "")
     return f"{_OPTIONS[name]}{blank}"
-
-
-@contextlib.contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without bars for weights, and without a line for each attempt to reach the hub: the last error is told, once."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    bars: Any = None
-    with contextlib.suppress(ImportError):
-        bars = importlib.import_module("transformers.utils.logging")
-    shown = bars is not None and bars.is_progress_bar_enabled()
-    if shown:
-        bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if shown:
-            bars.enable_progress_bar()

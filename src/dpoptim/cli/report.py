@@ -27,6 +27,8 @@ examples:
       writes report.html
   dpoptim report runs/first runs/second -o comparison.html
       both runs in each chart, and a table of their final numbers
+  dpoptim report runs/compare-recipe
+      all runs of a comparison, without its trials
   dpoptim report runs/first --json
       the same numbers on standard output, and no HTML unless -o is given
 """
@@ -41,7 +43,9 @@ def add_to(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run directory that `dpoptim train` wrote")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: report.html)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON on standard output")
     parser.set_defaults(run=run)
@@ -49,9 +53,9 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Write the page, or print the numbers, or both."""
-    from dpoptim.training.report.logged_run import read_runs
     from dpoptim.training.report.numbers import all_numbers
     from dpoptim.training.report.write import check_output, write_report  # late, so that other commands start fast
+    from dpoptim.training.runs.logged_run import read_runs
 
     output = None
     if options.output is not None or not options.json:

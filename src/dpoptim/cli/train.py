@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from dpoptim.cli.quiet import quieten
 from dpoptim.cli.units import count
 from dpoptim.training.losses.tasks import Task
+from dpoptim.training.support.plain import plain
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -91,12 +91,18 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_privacy(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("privacy")
-    group.add_argument("--epsilon", type=float, metavar="E")
-    group.add_argument("--delta", type=float, metavar="D", help="default: a power of ten below 1/(10 records)")
+    group.add_argument("--epsilon", type=float, metavar="E", help="of the whole run: 1 is strong, 8 usual, 20 weak")
+    group.add_argument(
+        "--delta", type=float, metavar="D", help="below 1/records (default: a power of ten, at most 1/(10 records))"
+    )
     group.add_argument("--noise-multiplier", type=float, metavar="S", help="in place of --epsilon")
     group.add_argument("--adjacency", choices=("zero_out", "add_remove", "replace"), help="default: zero_out")
     group.add_argument("--num-examples", type=count, metavar="N", help="a public size of the data; add_remove needs it")
-    group.add_argument("--sampling", metavar="S", help="poisson (default), shuffled, cyclic")
+    group.add_argument(
+        "--sampling",
+        metavar="S",
+        help="auto (default: secret where it is proved for the noise), poisson, shuffled, cyclic, cyclic:GROUPS",
+    )
     group.add_argument(
         "--noise",
         metavar="N",
@@ -108,7 +114,9 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--variant", choices=_VARIANTS, help="default: scale_then_privatize")
-    group.add_argument("--learning-rate", type=float, metavar="LR")
+    group.add_argument(
+        "--learning-rate", type=float, metavar="LR", help="default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 built-in"
+    )
     group.add_argument("--eps", type=float, metavar="E", help="Adam's; a floor in bias_correction")
     group.add_argument("--eps-scale", type=float, metavar="E", help="of scale_then_privatize")
     group.add_argument("--betas", type=float, nargs=2, metavar=("B1", "B2"), help="default: 0.9 0.999")
@@ -116,15 +124,17 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--schedule", choices=("linear", "cosine", "constant"), help="default: linear, down to 0")
     group.add_argument("--warmup", type=float, metavar="F", help="share of the steps (default: 0.05)")
     group.add_argument("--batch-size", type=count, metavar="N", help="expected (default: up to 2048, by size of data)")
-    group.add_argument("--steps", type=count, metavar="N")
-    group.add_argument("--epochs", type=float, metavar="N", help="in place of --steps (default: 10)")
+    group.add_argument("--steps", type=count, metavar="N", help="of the optimizer")
+    group.add_argument(
+        "--epochs", type=float, metavar="N", help="in place of --steps, rounded up to whole steps (default: 10)"
+    )
     group.add_argument("--micro-batch-size", type=count, metavar="N", help="examples that run at once")
     group.add_argument("--micro-batch-tokens", type=count, metavar="N", help="tokens that run at once")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
-    group.add_argument("--run-dir", metavar="DIR", help="where it is written (default: runs/TASK-MODEL-TIME)")
+    group.add_argument("--run-dir", metavar="DIR", help="where it is written (default: runs/MODEL-TIME)")
     group.add_argument("--resume", metavar="DIR", help="go on with a run; takes no settings but --device")
     group.add_argument("--dry-run", action="store_true", help="print plan, memory and time; write nothing")
     group.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, else fp32")
@@ -140,13 +150,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print the summary as JSON, and nothing else there")
 
 
-_NOT_SETTINGS = ("recipe", "run", "run_dir", "resume", "dry_run", "quick", "json")
+_NOT_SETTINGS = ("command", "recipe", "run", "run_dir", "resume", "dry_run", "quick", "json")
 
 
 def run(options: Namespace) -> int:
     """Train, resume, estimate or demonstrate; 128 + the signal where a run was interrupted."""
     over = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS and value is not None}
-    _quieten()
+    quieten()
     console = Console(stderr=True)
     if options.resume is not None:
         return _resume(options, over, console)
@@ -172,7 +182,17 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
     if options.recipe is not None or options.run_dir is not None or options.dry_run or options.quick or strange:
         given = f"--{strange[0].replace('_', '-')}" if strange else "anything else"
         raise ValueError(f"--resume goes on with the run's own recipe and takes no {given}; leave it out")
-    return _report(resume(options.resume, device=options.device, progress=_progress(console)), options, console)
+    from dpoptim.training.runs.run_result import is_finished
+
+    if Path(options.resume, "request.json").is_file():
+        raise ValueError(
+            f"{options.resume} is a comparison; the `dpoptim compare` command that made it goes on with it"
+        )
+    done = is_finished(Path(options.resume).expanduser())
+    summary = resume(options.resume, device=options.device, progress=_progress(console))
+    if done:
+        console.print(f"already finished: all {summary['steps']} steps were taken", highlight=False)
+    return _report(summary, options, console)
 
 
 def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> int:
@@ -193,8 +213,10 @@ def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
         setup = set_up(recipe, tell=progress.tell)
         progress.tell("timing a step on random examples")
         found = estimate(setup)
+    for note in setup.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if options.json:
-        print(json.dumps(_plain(train_estimate.as_json(setup, found)), indent=2))
+        print(json.dumps(plain(train_estimate.as_json(setup, found)), indent=2))
     else:
         print(train_estimate.as_text(setup, found), end="")
     return 0
@@ -202,7 +224,7 @@ def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
 
 def _report(summary: dict[str, Any], options: Namespace, console: Console) -> int:
     if options.json:
-        print(json.dumps(_plain(summary), indent=2, ensure_ascii=False))
+        print(json.dumps(plain(summary), indent=2, ensure_ascii=False))
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -218,7 +240,7 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
         first, last = summary["validation"]["first"], summary["validation"]["last"]
         say(f"before: {scores_line(first)}")
         say(f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
-    say(f"model, statement and log: {summary['run']}")
+    say(f"model: {summary['model']}; statement and log: {summary['run']}")
     say("noise.key in it is a secret: keep it or delete it, but never share it")
     return 0
 
@@ -232,17 +254,3 @@ def _progress(console: Console) -> Any:
 def _default_directory(recipe: Any) -> str:
     name = re.sub("[^A-Za-z0-9.-]+", "-", Path(recipe.model).name) or "model"
     return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _plain(value: Any) -> Any:
-    from dpoptim.training.runs.run_log import plain
-
-    return plain(value)
-
-
-def _quieten() -> None:
-    """Loading bars and notes of transformers are not ours, and would break the progress display."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if "transformers" not in sys.modules:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -8,6 +8,7 @@ from typing import Any
 from dpoptim.theory import Candidate, format_bytes
 from dpoptim.training.runs.estimate import Estimate
 from dpoptim.training.runs.setup import Setup
+from dpoptim.training.support.plain import duration
 
 
 def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:
@@ -54,20 +55,6 @@ def as_text(setup: Setup, found: Estimate) -> str:
         recipe.to_toml(),
     ]
     return "\n".join(shown)
-
-
-def duration(seconds: float) -> str:
-    """As a person says it.
-
-    >>> duration(50), duration(125), duration(7300)
-    ('50 s', '2 min 5 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _rmse(setup: Setup) -> float:

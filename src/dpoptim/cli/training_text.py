@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,16 +55,3 @@ def note_weak_delta(console: Console, *, delta: float, num_examples: int) -> Non
     """Say so where delta would let one example in full go free."""
     if delta > 1 / num_examples:
         console.print(f"note: delta = {delta:g} is above 1/num-examples, {1 / num_examples:.2g}: weak")
-
-
-def rounded_up(epsilon: float) -> str:
-    """To five digits, rounded up: never a smaller claim than the accountant's.
-
-    >>> rounded_up(9.99999), rounded_up(1.23451e-5), rounded_up(0.0), rounded_up(math.inf)
-    ('10.0000', '1.2346e-05', '0', 'inf')
-    """
-    if epsilon == 0 or math.isinf(epsilon):
-        return f"{epsilon:g}"
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 4)
-    rounded = math.ceil(epsilon / unit - 1e-7) * unit
-    return f"{rounded:.4f}" if rounded >= 0.1 else f"{rounded:.4e}"

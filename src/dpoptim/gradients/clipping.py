@@ -166,7 +166,7 @@ class ClippedSums:
         self._sums.add_dense(dense, weights)
         for name, own in gradients.items():
             if name not in dense:
-                self._sums.add(name, own.weighted_sum(weights.to(own.precision)))
+                self._sums.add_sum(name, own, weights.to(own.precision))
             if self._square_sums is not None:
                 self._square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
@@ -226,6 +226,15 @@ class _Accumulator:
             total += value
         else:
             total.copy_(value)
+            self._begun.add(name)
+
+    def add_sum(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
+        """Add Σ_j weights[j]·g_j; the first one is made where it stays."""
+        total = self._target(name)
+        if name in self._begun or total.dtype != weights.dtype:
+            self.add(name, gradients.weighted_sum(weights))
+        else:
+            gradients.weighted_sum_into(total, weights)
             self._begun.add(name)
 
     def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor) -> None:

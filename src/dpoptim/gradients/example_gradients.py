@@ -16,14 +16,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.gradients import kernels
+from dpoptim.gradients import compiled_outer, kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
 from dpoptim.gradients.kernels import DOT_ELEMENTS, wide, wide_dtype
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
-
-_COLUMNS = 1 << 13  # of a factor that are looked at together
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
@@ -214,16 +212,20 @@ class ExampleGradients:
         """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel.
 
         With M the products r_t·r_u of the narrower factor and L the broader one this is Σ (M L) ⊙ L, which a cache can
-        hold a part of, where L Lᵀ has few and very long dot products.
+        hold a part of, where L Lᵀ has few and very long dot products; the lengths of L's rows may be known.
         """
-        factors = sorted((wide(factor) for factor in self._factors()), key=lambda factor: factor.shape[2])
-        (narrow, narrow_size), (broad, broad_size) = map(_to_size_one, factors)
+        known = self.outers[0].left_lengths if len(self.outers) == 1 else None
+        left, right = (wide(factor) for factor in self._factors())
+        narrow, broad, lengths = (right, left, known) if left.shape[2] >= right.shape[2] else (left, right, None)
+        narrow, narrow_size = _to_size_one(narrow)
+        broad, broad_size = _to_size_one(broad, lengths=lengths)
         gram = narrow @ narrow.mT
-        norms = torch.zeros(self.examples, dtype=torch.float64, device=gram.device)
-        squares = torch.zeros(broad.shape[:2], dtype=torch.float64, device=gram.device)
-        for part in broad.split(_COLUMNS, 2):
-            norms += ((gram @ part) * part).sum((1, 2))
-            squares += part.square().sum(2)
+        norms = kernels.quadratic_forms(gram, broad)
+        if lengths is None:
+            lengths = torch.linalg.vector_norm(broad, dim=2)
+        elif broad is not left:
+            lengths = lengths / broad_size[:, None]
+        squares = lengths.double().square()
         uncancelled = (gram.diagonal(dim1=1, dim2=2) * squares).clamp(min=0).sqrt().sum(1)
         doubtful = norms <= GRAM_TRUST[gram.dtype] * uncancelled.square()
         norms *= (narrow_size * broad_size).square()
@@ -232,6 +234,10 @@ class ExampleGradients:
         return norms
 
     def _by_blocks(self, scale: Tensor | None) -> Tensor:
+        if scale is not None and self.outers and self.dense is None and not self.rows:
+            found = compiled_outer.outer_squares(*self._factors(), scale.reshape(self._matrix))
+            if found is not None:
+                return found
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         squared_scale = None if scale is None else scale.square()
         for rows, block in self._blocks():  # which are ours to overwrite
@@ -266,18 +272,21 @@ class ExampleGradients:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_j weights[j]·g_j, of the parameter's shape. An example of weight 0 adds nothing, whatever it holds."""
-        total: Tensor | None = None
-        if self.outers:
-            total = kernels.outer_weighted_sum(*self._factors(), weights).view(self.shape)
-        if self.rows:
-            more = kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0])
-            total = more if total is None else total.add_(more)
-        if self.dense is not None:
-            more = torch.empty(self.shape, dtype=weights.dtype, device=weights.device)
-            kernels.many_weighted_sums([self.dense], weights, [more], add=False)
-            total = more if total is None else total.add_(more)
-        assert total is not None
+        total = torch.empty(self.shape, dtype=weights.dtype, device=weights.device)
+        self.weighted_sum_into(total, weights)
         return total
+
+    @torch.no_grad()
+    def weighted_sum_into(self, total: Tensor, weights: Tensor) -> None:
+        """The same, written over `total`, which is contiguous and of the dtype of `weights`."""
+        if self.outers:
+            kernels.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
+        else:
+            total.zero_()
+        if self.rows:
+            kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0], into=total)
+        if self.dense is not None:
+            kernels.many_weighted_sums([self.dense], weights, [total], add=True)
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
         """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
@@ -329,11 +338,11 @@ def _lengths(vectors: Tensor) -> Tensor:
     return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype), largest).double()
 
 
-def _to_size_one(factors: Tensor, *, always: bool = False) -> tuple[Tensor, Tensor]:
+def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(factors over their largest entry, that entry), example by example; as they are, unless `always`, where no
-    square can overflow or vanish.
+    square can overflow or vanish. Where the `lengths` of the rows are known, the largest of them serves as well.
     """
-    size = factors.abs().flatten(1).amax(1)
+    size = torch.linalg.vector_norm(factors, ord=math.inf, dim=(1, 2)) if lengths is None else lengths.amax(1)
     size = torch.where(size > 0, size, 1.0)
     if not always and bool(((size > 1e-6) & (size < 1e6)).all()):
         return factors, torch.ones_like(size, dtype=torch.float64)

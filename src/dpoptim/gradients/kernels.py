@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from dpoptim.gradients import compiled_outer
 from dpoptim.noise import gpu
 
 
@@ -71,6 +72,9 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     kernels = on_gpu(*grads, *given)
     if kernels is not None:
         return kernels.many_squares(grads, scales)
+    found = None if scales is None else compiled_outer.many_squares(grads, scales)
+    if found is not None:
+        return found
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
     for grad, scale in zip(grads, given, strict=True):
         scaled = wide(grad) if scale is None else wide(grad) * scale
@@ -113,11 +117,28 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     return squares(wide(left).mT @ wide(right), scale)
 
 
-def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
-    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`."""
+@torch.no_grad()
+def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
+    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
+    examples, positions, _ = factors.shape
+    total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
+    # On a CPU one example after another: what is made of it is still in the cache when it is reduced.
+    together, columns = (1, DOT_ELEMENTS) if factors.device.type == "cpu" else (max(examples, 1), 1 << 13)
+    for part in factors.split(columns, 2):
+        products = part.new_empty(together, positions, part.shape[2])
+        for j in range(0, examples, together):
+            here = part[j : j + together]
+            torch.bmm(matrices[j : j + together], here, out=products)
+            total[j : j + together] += products.mul_(here).sum((1, 2))
+    return total
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`; written to `out` where it is given."""
     kernels = outer_on_gpu(left, right, weights)
     if kernels is not None:
-        return kernels.outer_weighted_sum(left, right, weights)
+        total: Tensor = kernels.outer_weighted_sum(left, right, weights)
+        return total if out is None else out.copy_(total)
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
@@ -126,7 +147,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         left = left * weights[:, None, None]
     else:
         right = right * weights[:, None, None]
-    return left.flatten(0, 1).T @ right.flatten(0, 1)
+    return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1), out=out)
 
 
 def with_padding(values: Tensor) -> Tensor:
@@ -188,13 +209,21 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
 
 
-def row_weighted_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
-    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`."""
+def row_weighted_sum(
+    ids: Tensor, values: Tensor, weights: Tensor, num_rows: int, *, into: Tensor | None = None
+) -> Tensor:
+    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`.
+
+    It is added to `into` where that is given.
+    """
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype).flatten(0, 1)
     if values.is_cuda:
-        return torch.ops.aten.embedding_dense_backward(weighted, ids.flatten(), num_rows, -1, False)
-    return weighted.new_zeros(num_rows, values.shape[-1]).index_add_(0, ids.flatten(), weighted)
+        found = torch.ops.aten.embedding_dense_backward(weighted, ids.flatten(), num_rows, -1, False)
+        return found if into is None else into.add_(found)
+    if into is None:
+        into = weighted.new_zeros(num_rows, values.shape[-1])
+    return into.index_add_(0, ids.flatten(), weighted)
 
 
 def position_sums(values: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ class PrivateRelease:
         )
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
+        self.before_release: Callable[[int], None] | None = None  # called with the step before its noise is made
         self._nonfinite_reported = self._batch_is_open = False
         self._own_batches = own_batches
         self.needs_loader = False  # True: a batch that no private_loader drew is refused
@@ -255,6 +256,8 @@ class PrivateRelease:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         self._at_last_release = self._sums.examples
         self._report_nonfinite()
+        if self.before_release is not None:
+            self.before_release(self.step)
         sums, square_sums = self._sums.take()
         square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
@@ -265,18 +268,22 @@ class PrivateRelease:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _report_nonfinite(self) -> None:
-        """Warn once; on an accelerator, where counting makes the host wait, look only now and then."""
+        """Warn once, where nothing is private anyhow: that such an example exists is itself private.
+
+        On an accelerator, where counting makes the host wait, look only now and then.
+        """
         waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
-        if waits and self.step % 64 and self.step < self.plan.steps - 1:
+        if self.plan.is_private or (waits and self.step % 64 and self.step < self.plan.steps - 1):
             return
-        if self._sums.counts.nonfinite and not self._nonfinite_reported:
-            self._nonfinite_reported = True
-            warnings.warn(
-                "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts "
-                "such examples",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+        if self._nonfinite_reported or not self._sums.counts.nonfinite:
+            return
+        self._nonfinite_reported = True
+        warnings.warn(
+            "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts such "
+            "examples (under a plan with noise nothing is said, since that would tell of the data)",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def _check_loader(self, ticket: tickets.Ticket) -> None:
         """All batches of a run come from one sampling key: another one would draw examples more often than planned."""

@@ -18,11 +18,11 @@ ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
 
 # Multiplying by a power of two commutes with rounding (nothing here comes near under- or overflow), so scalings are
 # put where they cost no pass over the data: u is 2^64 times, the angle 2^63 times, the radius 8 times too large.
-_MANTISSA = 2**52 - 1
-_ROOT_HALF_64_BITS = ROOT_HALF_BITS + (64 << 52)  # the float64 2^64·√½
-_LOG_COEFS = tuple(64.0 * coef for coef in LOG_COEFS)
-_EXPONENT_COEF = 64.0 * MINUS_2_LN2
-_SINE_COEFS = tuple(coef * 2.0 ** (-63 * (2 * k + 1)) for k, coef in enumerate(SINE_COEFS))
+MANTISSA = 2**52 - 1
+ROOT_HALF_64_BITS = ROOT_HALF_BITS + (64 << 52)  # the float64 2^64·√½
+SCALED_LOG_COEFS = tuple(64.0 * coef for coef in LOG_COEFS)
+SCALED_EXPONENT_COEF = 64.0 * MINUS_2_LN2
+SCALED_SINE_COEFS = tuple(coef * 2.0 ** (-63 * (2 * k + 1)) for k, coef in enumerate(SINE_COEFS))
 
 SCRATCH_ROWS = 4
 
@@ -58,8 +58,8 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     # u = 2^e·m with √½ ≤ m < √2, so that ln u has no cancellation near u = 1.
     b[...] = words.view(xp.uint64)[0::2]
     b += 0.5  # 2^64·u
-    b_bits -= _ROOT_HALF_64_BITS  # e·2^52 + (bits of m) - (bits of √½)
-    xp.bitwise_and(b_bits, _MANTISSA, out=a_bits)
+    b_bits -= ROOT_HALF_64_BITS  # e·2^52 + (bits of m) - (bits of √½)
+    xp.bitwise_and(b_bits, MANTISSA, out=a_bits)
     a_bits += ROOT_HALF_BITS  # a = m
     b_bits >>= 52
     c[...] = b_bits  # e
@@ -67,16 +67,16 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
     a -= 1.0
     a /= b  # s = (m-1)/(m+1), and ln m = 2·atanh(s)
     xp.multiply(a, a, out=b)
-    _horner(xp, _LOG_COEFS, b, d)
+    _horner(xp, SCALED_LOG_COEFS, b, d)
     a *= d
-    c *= _EXPONENT_COEF
+    c *= SCALED_EXPONENT_COEF
     c += a
     xp.sqrt(c, out=c)  # 8r
 
     # The angle as a signed word is πx with -1 ≤ x < 1; the sine of a quarter of it, then two doublings.
     a[...] = words[1::2]
     xp.multiply(a, a, out=b)
-    _horner(xp, _SINE_COEFS, b, d)
+    _horner(xp, SCALED_SINE_COEFS, b, d)
     a *= d  # sin(πx/4), at most √½
     xp.multiply(a, a, out=b)
     xp.subtract(one, b, out=b)

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
 from dpoptim.noise.boxmuller import SCRATCH_ROWS, box_muller
+from dpoptim.noise.compiled_normals import compiled_box_muller
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.parallel import in_threads
 
@@ -22,6 +23,7 @@ MAX_STEP = 2**64
 
 _CHUNK = 2**17  # words worked on at a time by a core: calls so long that threads seldom wait for each other
 _DEVICE_CHUNK = 2**22  # the same on an accelerator
+_WORTH_COMPILING = 2**20  # normals, from which on a second of compiling is soon made up for
 _ZEROS = memoryview(bytes(2**16))  # what is enciphered: it stays in a core's cache
 
 
@@ -131,6 +133,9 @@ def normals(
 def filling_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
     """Jobs, in any order and on any threads, that fill a CPU vector with the normals from element `start` on."""
     target = out.numpy()
+    ready = compiled_box_muller.cache_info().currsize > 0
+    worth = (ready or len(target) >= _WORTH_COMPILING) and target.flags.c_contiguous
+    compiled = compiled_box_muller() if worth else None
 
     def fill(begin: int, end: int) -> None:
         # Whole pairs are made, and the odd element at either end is dropped.
@@ -138,7 +143,10 @@ def filling_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> 
         chunk = words(subkey, step=step, start=first, count=stop - first)
         here = target[begin - start : end - start]
         pairs = here if stop - first == len(here) else np.empty(stop - first, here.dtype)
-        box_muller(np, chunk.view(np.int64), pairs, np.empty((SCRATCH_ROWS, len(pairs) // 2)))
+        if compiled is None:
+            box_muller(np, chunk.view(np.int64), pairs, np.empty((SCRATCH_ROWS, len(pairs) // 2)))
+        else:
+            compiled(chunk.view(np.int64), pairs)
         if pairs is not here:
             here[:] = pairs[begin - first : end - first]
 

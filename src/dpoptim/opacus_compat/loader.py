@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.utils.data
 
 from dpoptim.opacus_compat.optimizers import DPOptimizer
-from dpoptim.privacy import PrivateLoader
+from dpoptim.privacy import PrivateLoader, secret_randomness
 
 _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
     "timeout": (0,),
@@ -27,6 +27,8 @@ class DPDataLoader:
 
     Guarantee: that of the `PrivateLoader`. Steps beyond the plan's are refused; `is_open` says that no length was asked
     for, and the plan's is only a bound.
+    What the model and the collator draw at random for a step (dropout, masks) comes from the run's secret key, and
+    torch's generators have their own state back when the step is released.
     Edge cases: an empty Poisson sample comes as one example that the optimizer leaves out. `len` is in steps; for a
     loader in parts it is the expected number of parts.
     """
@@ -81,7 +83,8 @@ class DPDataLoader:
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size
-        return self._epoch(iter(self.private_loader), end=released + self.steps_per_epoch)
+        batches = secret_randomness(self.private_loader, self.optimizer)
+        return self._epoch(batches, end=released + self.steps_per_epoch)
 
     def _epoch(self, batches: Iterator[Any], *, end: int) -> Iterator[Any]:
         for batch in batches:

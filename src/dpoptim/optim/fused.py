@@ -1,7 +1,7 @@
-"""The commonest updates in one pass over memory, where a GPU with Triton has a kernel for them.
+"""The commonest updates in one pass over memory: by torch's own fused Adam on a CPU, by a kernel on a GPU with Triton.
 
-Each function here says what its kernel computes, or returns None where the slots compute it themselves; both agree to
-the rounding of float32.
+Each function here says what is computed, or returns None where the slots compute it themselves; both agree to the
+rounding of the state's dtype.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ def _kernels_for(bundle: Bundle) -> ModuleType | None:
 
 def adam_step_(bundle: Bundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:
     """One step of Adam(W) on the noisy gradient, both moments and the parameters at once; False if not done here."""
+    if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
+        return False
+    if _runs_on_cpu(bundle):
+        _cpu_adam_step_(bundle, rule, noisy)
+        return True
     kernels = _kernels_for(bundle)
-    if kernels is None or not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
+    if kernels is None:
         return False
     lr, decay = float(bundle.group["lr"]), bundle.group["weight_decay"]
     kernels.adam_step_(
@@ -51,6 +56,33 @@ def adam_step_(bundle: Bundle, rule: UpdateRule, second_moment: SecondMoment, no
         kept=1 - lr * decay if rule.decoupled else 1.0,
     )
     return True
+
+
+def _runs_on_cpu(bundle: Bundle) -> bool:
+    """In the precision of the state alone, and where nothing divides by 0."""
+    whole = all(p.device.type == "cpu" and p.dtype == bundle.dtype and p.is_contiguous() for p in bundle.parameters)
+    return whole and bundle.group["eps"] > 0
+
+
+def _cpu_adam_step_(bundle: Bundle, rule: Adam, noisy: Tensor) -> None:
+    first, second = bundle.get("first_moment"), bundle.get("second_moment")
+    beta1, beta2 = bundle.group["betas"]
+    step = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    step(
+        bundle.parameters,
+        bundle.split(noisy),
+        bundle.split(first),
+        bundle.split(second),
+        [],
+        [torch.tensor(float(bundle.step))] * len(bundle.parameters),
+        amsgrad=False,
+        lr=float(bundle.group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=bundle.group["weight_decay"],
+        eps=bundle.group["eps"],
+        maximize=False,
+    )
 
 
 def inverse_root(bundle: Bundle, *, share: float, start: float, top: float, eps: float) -> Tensor | None:

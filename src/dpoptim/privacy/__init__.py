@@ -6,6 +6,8 @@ from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_
 from dpoptim.privacy.lengths import pad_to_bucket
 from dpoptim.privacy.loader import PrivateLoader, private_loader
 from dpoptim.privacy.plan import PrivacyPlan
+from dpoptim.privacy.record_digests import RecordDigests, digest_records
+from dpoptim.privacy.released_steps import ReleasedSteps, RunIdentity
 from dpoptim.privacy.releases import (
     Gradient,
     IndependentMoments,
@@ -19,6 +21,7 @@ from dpoptim.privacy.releases import (
 )
 from dpoptim.privacy.repeated import calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
+from dpoptim.privacy.secret_randomness import secret_randomness
 from dpoptim.privacy.statement import privacy_statement
 
 __all__ = [
@@ -34,11 +37,15 @@ __all__ = [
     "PoissonRun",
     "PrivacyPlan",
     "PrivateLoader",
+    "RecordDigests",
     "Release",
+    "ReleasedSteps",
+    "RunIdentity",
     "Sampling",
     "Shuffled",
     "TruncatedPoissonRun",
     "calibrate_runs",
+    "digest_records",
     "epsilon_of_runs",
     "gaussian_delta",
     "gaussian_epsilon",
@@ -49,5 +56,6 @@ __all__ = [
     "privacy_statement",
     "private_loader",
     "rdp_epsilon",
+    "secret_randomness",
     "square_sensitivity",
 ]

@@ -10,6 +10,7 @@ from dpoptim.privacy import accounting, releases
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
 from dpoptim.privacy.releases import IndependentMoments, JointMoments, NoiselessSquare
 from dpoptim.privacy.sampling import CyclicPoisson
+from dpoptim.privacy.shown import rounded_up
 
 if TYPE_CHECKING:
     from dpoptim.privacy.plan import PrivacyPlan
@@ -44,7 +45,7 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
         ("Second opinion", _second_opinion(plan, delta)),
         ("Assumptions", ""),
     ]
-    lines = [_headline(plan, epsilon, delta), ""]
+    lines = [headline(plan, epsilon, delta), ""]
     for title, text in sections:
         lines += textwrap.wrap(
             f"{title + ':':<20}{text}",
@@ -58,14 +59,14 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
+def headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
+    """The statement's first line, for an ε that the plan's accountant gave; ε is rounded up."""
     if isinstance(plan.release, NoiselessSquare):
         return "NOT PRIVATE: epsilon = inf (the squared gradient is released without noise)"
     if math.isinf(epsilon):
         reason = "noise_multiplier is 0" if plan.noise_multiplier == 0 else "too little noise to account for"
         return f"NOT PRIVATE: epsilon = inf ({reason})"
-    # Rounded up, so that the page never claims more than the accountant does.
-    return f"Differentially private: epsilon = {math.ceil(epsilon * 1e4 - 1e-9) / 1e4:.4f} at delta = {delta:g}"
+    return f"Differentially private: epsilon = {rounded_up(epsilon)} at delta = {delta:g}"
 
 
 def _sampling(plan: PrivacyPlan) -> str:
@@ -154,7 +155,9 @@ def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
     second = plan.rdp_epsilon(delta=delta)
     if second is None:
         return "none is implemented for this sampling and adjacency"
-    return f"epsilon <= {second:.4f} by Rényi divergences (also an upper bound; the statement is the first line)"
+    return (
+        f"epsilon <= {rounded_up(second)} by Rényi divergences (also an upper bound; the statement is the first line)"
+    )
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
@@ -164,12 +167,18 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
     return [
         "each example's loss depends on that example and the parameters alone (no batch statistics), and losses are "
         "summed before the backward, or averaged where the optimizer was told so",
-        "an example whose gradient is not finite has weight 0",
+        "what the model and the collator draw at random (dropout, masks) comes from secret numbers, new at each step: "
+        "dpoptim train, PrivateTrainer and opacus_compat see to that, and a loop of one's own by "
+        "dpoptim.secret_randomness(loader, optimizer)",
+        "an example whose gradient is not finite has weight 0, and nobody is told that there was one",
         f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader, and none twice: "
-        "going back to an older checkpoint repeats noise",
+        "going back to an older checkpoint repeats noise, which is covered only where everything else is the same, "
+        "data and settings included, and no copy of the run is continued elsewhere",
         key,
-        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data",
+        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data; "
+        "so are the names of labels, columns and classes, the vocabulary and the longest length, also where they were "
+        "read from the data",
         "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the training "
-        "examples, and the choice of hyperparameters by several runs",
+        "examples, how long steps take, and the choice of hyperparameters by several runs",
         "noise is Gaussian over the real numbers; what floating point gives away is not covered",
     ]

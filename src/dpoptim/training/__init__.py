@@ -18,6 +18,7 @@ from dpoptim.training.runs.run import resume, train
 from dpoptim.training.runs.run_directory import RunDirectory
 from dpoptim.training.runs.run_log import read_log
 from dpoptim.training.runs.setup import Setup, set_up
+from dpoptim.training.runs.trained_model import load_trained
 
 if TYPE_CHECKING:
     from dpoptim.training.hugging_face.trainer import PrivateTrainer
@@ -39,6 +40,7 @@ __all__ = [
     "evaluate",
     "load_model",
     "load_tokenizer",
+    "load_trained",
     "losses_for",
     "prepare",
     "prepare_accelerate",

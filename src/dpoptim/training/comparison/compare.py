@@ -13,18 +13,18 @@ from typing import Any
 
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.training.comparison.grids import NON_PRIVATE, Setting, name_of_setting, with_setting
-from dpoptim.training.comparison.request import LOOSE, PUBLIC, Request, whole_path
+from dpoptim.training.comparison.request import LOOSE, PUBLIC, Request
 from dpoptim.training.comparison.result import summarize
-from dpoptim.training.comparison.tuning import best_setting, run_recipe, trial_recipe
-from dpoptim.training.recipes.recipe import Recipe, read_recipe
+from dpoptim.training.comparison.tuning import best_setting, check_tuning_data, run_recipe, trial_recipe
+from dpoptim.training.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.training.runs.checkpoints import checkpoints
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run import resume, train
 from dpoptim.training.runs.run_directory import RunDirectory
-from dpoptim.training.runs.run_log import plain
 from dpoptim.training.runs.run_result import RunResult, is_finished, read_result
 from dpoptim.training.runs.setup import set_up
 from dpoptim.training.support.files import write_text
+from dpoptim.training.support.plain import plain
 
 
 class Watch:
@@ -33,12 +33,15 @@ class Watch:
     def tell(self, text: str) -> None:
         """What is being done before the first run."""
 
+    def note(self, text: str) -> None:
+        """What a person should know before the first run."""
+
     def begin(self, number: int, total: int, name: str, seconds_left: float | None) -> None:
         """Run `number` of `total` starts; `seconds_left` is for all that are left, None before one was timed."""
 
-    def progress(self) -> Silent:
+    def progress(self) -> ProgressDisplay:
         """What shows a single run."""
-        return Silent()
+        return ProgressDisplay()
 
 
 class Interrupted(Exception):
@@ -109,15 +112,15 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
     """
     watch = watch or Watch()
     layout = Layout(path=Path(folder).expanduser())
-    settled = _settled(request, layout, watch)
-    assert settled.steps is not None
+    base = _base_recipe(request, layout, watch)
+    assert base.steps is not None
     counts = [len(request.points(variant)) for variant in request.rows]
     trial_count, run_count = sum(count for count in counts if count > 1), len(request.rows) * len(request.seeds)
-    trial_steps = request.tuning_steps or settled.steps
+    trial_steps = request.tuning_steps or base.steps
     runner = _Runner(
         watch,
         total=trial_count + run_count,
-        total_steps=trial_count * trial_steps + run_count * settled.steps,
+        total_steps=trial_count * trial_steps + run_count * base.steps,
         device=request.recipe.device,
     )
     trials: dict[str, list[tuple[Setting, RunResult]]] = {}
@@ -128,7 +131,7 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
             job = _Job(
                 name=f"trial of {variant} at {name_of_setting(setting)}",
                 place=layout.trial(variant, setting),
-                recipe=partial(trial_recipe, request, settled, variant, setting),
+                recipe=partial(trial_recipe, request, base, variant, setting),
                 steps=trial_steps,
             )
             trials[variant].append((setting, runner.do(job)))
@@ -145,8 +148,8 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
             job = _Job(
                 name=f"{variant} at {name_of_setting(setting)}, seed {seed}",
                 place=layout.run(variant, setting, seed),
-                recipe=partial(run_recipe, settled, variant, setting, seed),
-                steps=settled.steps,
+                recipe=partial(run_recipe, base, variant, setting, seed),
+                steps=base.steps,
             )
             runs[variant].append(runner.do(job))
     watch.tell("adding up what all runs cost")
@@ -186,7 +189,7 @@ class _Runner:
         return read_result(job.place)
 
 
-def _settled(request: Request, layout: Layout, watch: Watch) -> Recipe:
+def _base_recipe(request: Request, layout: Layout, watch: Watch) -> Recipe:
     """The settings that all runs share, from the folder or, at the first time, from the data and the model."""
     asked = plain(request.asked())
     if layout.request_file.is_file():
@@ -197,15 +200,18 @@ def _settled(request: Request, layout: Layout, watch: Watch) -> Recipe:
                     f"{layout.path} holds a comparison with {name}={found['asked'].get(name)!r}, and now it is "
                     f"{asked.get(name)!r}; choose another folder with -o"
                 )
-        settled = Recipe.from_dict(found["settled"])
-        settled = settled.replace(**{name: getattr(request.recipe, name) for name in LOOSE})
-        _check_earlier_trials(request, settled, layout)
-        _try(request, settled, layout, watch, tried=None)
-        return settled
+        base = Recipe.from_dict(found["base"])
+        base = base.replace(**{name: getattr(request.recipe, name) for name in LOOSE})
+        _check_earlier_trials(request, base, layout)
+        _try(request, base, layout, watch, tried=None)
+        return base
     if layout.path.exists() and (not layout.path.is_dir() or any(layout.path.iterdir())):
         raise ValueError(f"{layout.path} is there already and holds no comparison; choose another folder with -o")
     first = request.variants[0]
     setup = set_up(with_setting(request.recipe, first, request.points(first)[0]), tell=watch.tell)
+    check_tuning_data(request, setup)
+    for note in setup.notes if setup.validation is not None else ():
+        watch.note(note)
     if setup.validation is None:
         raise ValueError("nothing is held out to compare on; give validation_data or a validation_fraction above 0")
     if request.metric == "accuracy" and not setup.prepared.task.is_classification:
@@ -214,16 +220,16 @@ def _settled(request: Request, layout: Layout, watch: Watch) -> Recipe:
         "task", "model", "data", "validation_data", "validation_fraction", "num_examples", "label_names", "max_length",
         "delta", "batch_size", "steps", "epochs", "noise", "sampling", "dtype",
     )  # fmt: skip
-    settled = request.recipe.replace(**{name: getattr(setup.recipe, name) for name in shared})
+    base = request.recipe.replace(**{name: getattr(setup.recipe, name) for name in shared})
     del setup
-    _try(request, settled, layout, watch, tried=first)
+    _try(request, base, layout, watch, tried=first)
     layout.path.mkdir(parents=True, exist_ok=True)
-    stored = {"asked": asked, "settled": settled.to_dict()}
+    stored = {"asked": asked, "base": base.to_dict()}
     write_text(layout.request_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
-    return settled
+    return base
 
 
-def _check_earlier_trials(request: Request, settled: Recipe, layout: Layout) -> None:
+def _check_earlier_trials(request: Request, base: Recipe, layout: Layout) -> None:
     """Trials that share one ε were calibrated for their number: the grid they belong to cannot change any more."""
     if not isinstance(request.budget_for_tuning, int | float):
         return
@@ -232,7 +238,7 @@ def _check_earlier_trials(request: Request, settled: Recipe, layout: Layout) -> 
         for place in layout.earlier_trials(variant):
             same = place.name in points and len(points) > 1
             if same and variant != NON_PRIVATE:
-                now = trial_recipe(request, settled, variant, points[place.name]).noise_multiplier
+                now = trial_recipe(request, base, variant, points[place.name]).noise_multiplier
                 same = read_recipe(RunDirectory(place).recipe_file).noise_multiplier == now
             if not same:
                 raise ValueError(
@@ -241,16 +247,16 @@ def _check_earlier_trials(request: Request, settled: Recipe, layout: Layout) -> 
                 )
 
 
-def _try(request: Request, settled: Recipe, layout: Layout, watch: Watch, *, tried: str | None) -> None:
+def _try(request: Request, base: Recipe, layout: Layout, watch: Watch, *, tried: str | None) -> None:
     """Find what is wrong with any variant before the first of them is trained; those with runs were tried before."""
     for variant in request.rows:
         points = request.points(variant)
         new = not (layout.path / "runs" / variant).exists() and not (layout.path / "trials" / variant).exists()
         if new and variant != tried:
             watch.tell(f"checking {variant}")
-            set_up(run_recipe(settled, variant, points[0], settled.seed))
+            set_up(run_recipe(base, variant, points[0], base.seed))
         if new and len(points) > 1:
-            recipe = trial_recipe(request, settled, variant, points[0])
+            recipe = trial_recipe(request, base, variant, points[0])
             if request.budget_for_tuning == PUBLIC:
                 assert request.tuning_data is not None
                 watch.tell(f"checking trials on {whole_path(request.tuning_data)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.training.comparison.grids import NON_PRIVATE, Setting, check_variant, grid_of, points, with_setting
-from dpoptim.training.recipes.recipe import VARIANTS, Recipe
+from dpoptim.training.recipes.recipe import VARIANTS, Recipe, read_toml, whole_path, yes_or_no
+from dpoptim.training.runs.shared_records import same_source
 
 METRICS = ("loss", "accuracy")
 PUBLIC, UNCOVERED = "public", "none"
@@ -85,7 +85,8 @@ class Request:
                 f'budget_for_tuning={budget!r} and tuning_data={self.tuning_data!r}: "{PUBLIC}" goes with a file of '
                 "records that are not private, and the file with it alone"
             )
-        if self.tuning_data is not None and whole_path(self.tuning_data) == whole_path(self.recipe.data):
+        private = (self.recipe.data, self.recipe.validation_data)
+        if self.tuning_data is not None and any(name and same_source(self.tuning_data, name) for name in private):
             raise ValueError(f"tuning_data={self.tuning_data!r} is the private data itself; give public records")
         largest = max(self.variants, key=lambda variant: len(self.points(variant)))
         if budget is None and len(self.points(largest)) > 1:
@@ -124,12 +125,7 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
     Edge cases: without `variants` all are compared; `seeds` is a number of them, from the recipe's seed on, or a list.
     One ValueError line for a file that is missing or no TOML, and for what is unknown or out of range.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ValueError(f"recipe {str(path)!r} is no TOML file: {error}") from None
+    values = read_toml(path)
     table = values.pop("compare", {})
     if not isinstance(table, Mapping):
         raise ValueError(f"compare={table!r} must be a table: write [compare]")
@@ -155,15 +151,9 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
         budget_for_tuning=wanted.get("budget_for_tuning"),
         tuning_data=wanted.get("tuning_data"),
         tuning_steps=wanted.get("tuning_steps"),
-        references=_yes_or_no("references", wanted.get("references", False)),
+        references=yes_or_no("references", wanted.get("references", False)),
         metric=wanted.get("metric", "loss"),
     )
-
-
-def whole_path(name: str) -> str:
-    """From the root on where it is a local path, else as it is."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
 
 
 def _merged(table: Any, over: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,9 +185,3 @@ def _seeds(value: Any, first: int) -> tuple[int, ...]:
 
 def _is_whole(value: Any, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _yes_or_no(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be true or false")
-    return value

@@ -55,9 +55,9 @@ def text_column_of(columns: sources.Columns, label: str | None, asked: Choice) -
         return strings[0]
     if strings or asked.kind is Kind.TEXT:
         raise ValueError(
-            f"source={asked.source!r}: which column holds the text? There is no 'text' and "
-            f"{f'{len(strings)} columns of strings' if strings else 'no column of strings'}; set text_column to one of "
-            f"{', '.join(columns)}"
+            f"data {asked.source!r}: which column holds the text? There is no 'text' and "
+            f"{f'{len(strings)} columns of strings' if strings else 'no column of strings'}; set text_column "
+            f"(--text-column) to one of {', '.join(columns)}"
         )
     return None
 
@@ -148,7 +148,7 @@ def feature_matrix(columns: sources.Columns, names: list[str], asked: Choice) ->
     """(value − offset) / scale of the named columns, [records, columns]; refuses what is no finite number."""
     scales = dict(asked.scales or {})
     if not names:
-        raise ValueError(f"source={asked.source!r} has no column beside the label; there are no features")
+        raise ValueError(f"data {asked.source!r} has no column beside the label; there are no features")
     unknown = sorted(set(scales) - set(names))
     if unknown:
         raise ValueError(f"feature_scale names {unknown[0]!r}, which is no feature; there are {', '.join(names)}")

@@ -59,7 +59,7 @@ class Records:
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            raise ValueError(f"source={self.source!r} has no records; there is nothing to train on")
+            raise ValueError(f"data {self.source!r} has no records; there is nothing to train on")
         if self.labels is not None and len(self.labels) != len(self):
             raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one a record")
 
@@ -153,7 +153,7 @@ def read_records(
     (['fine', ''], array([1, 0]), ('bad', 'good'), 1)
     """
     if not str(source).strip():
-        raise ValueError(f"source={str(source)!r} names nothing; give a file, a folder, or a dataset's name")
+        raise ValueError(f"data {str(source)!r} names nothing; give a file, a folder, or a dataset's name")
     path = Path(source).expanduser()
     chosen = Choice(
         source=str(source), text=text_column, label=label_column, kind=kind, names=label_names, scales=feature_scale
@@ -166,12 +166,12 @@ def read_records(
         if path.suffix.lower() in sources.TABLE_SUFFIXES:
             return _from_columns(sources.read_table(path), chosen)
         raise ValueError(
-            f"source={str(source)!r} ends in {path.suffix!r}; give {', '.join(sources.TABLE_SUFFIXES)} or .txt, "
-            "a folder, or a dataset's name"
+            f"data {str(source)!r} {f'ends in {path.suffix!r}' if path.suffix else 'has no ending'}; give "
+            f"{', '.join(sources.TABLE_SUFFIXES)} or .txt, a folder, or a dataset's name"
         )
     looks_local = path.suffix in (*sources.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute()
     if looks_local or str(source).startswith((".", "~")):
-        raise ValueError(f"source={str(source)!r} does not exist; check the path")
+        raise ValueError(f"data {str(source)!r} does not exist; check the path")
     return _from_dataset(sources.load_hub_dataset(str(source), split), chosen)
 
 
@@ -183,7 +183,7 @@ def _from_folder(folder: Path, split: str, asked: Choice) -> Records:
     tables = sources.table_files(folder, split) if asked.kind is not Kind.IMAGE else []
     if bool(texts) + bool(images) + bool(tables) > 1:
         raise ValueError(
-            f"source={asked.source!r} holds {len(texts)} .txt files, {len(images)} images in folders and {len(tables)} "
+            f"data {asked.source!r} holds {len(texts)} .txt files, {len(images)} images in folders and {len(tables)} "
             "tables; point to those of one kind"
         )
     if tables:
@@ -197,7 +197,7 @@ def _from_folder(folder: Path, split: str, asked: Choice) -> Records:
             kind=Kind.IMAGE, source=asked.source, images=[path for path, _ in images], labels=labels, label_names=names
         )
     raise ValueError(
-        f"source={asked.source!r} is a folder without tables, without .txt files, without images in folders of their "
+        f"data {asked.source!r} is a folder without tables, without .txt files, without images in folders of their "
         "classes (CLASS/*.png), and not saved by save_to_disk; point to a file, or to such a folder"
     )
 
@@ -208,7 +208,7 @@ def _from_dataset(dataset: Any, asked: Choice) -> Records:
     if asked.kind is Kind.IMAGE or (asked.kind is None and asked.text is None and images):
         if len(images) != 1:
             raise ValueError(
-                f"source={asked.source!r} has {len(images)} columns of images among {', '.join(columns)}; one is needed"
+                f"data {asked.source!r} has {len(images)} columns of images among {', '.join(columns)}; one is needed"
             )
         labels, names = labels_of(columns, label_column_of(columns, asked), asked)
         return Records(
@@ -219,9 +219,9 @@ def _from_dataset(dataset: Any, asked: Choice) -> Records:
 
 def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
     if asked.kind is Kind.IMAGE:
-        raise ValueError(f"source={asked.source!r} is a table; images are read from folders CLASS/*.png")
+        raise ValueError(f"data {asked.source!r} is a table; images are read from folders CLASS/*.png")
     if not columns or not len(next(iter(columns.values()))):
-        raise ValueError(f"source={asked.source!r} has no records; there is nothing to train on")
+        raise ValueError(f"data {asked.source!r} has no records; there is nothing to train on")
     label = label_column_of(columns, asked)
     text = None if asked.kind is Kind.TABULAR else text_column_of(columns, label, asked)
     labels, names = labels_of(columns, label, asked, needed=text is None)
@@ -237,8 +237,8 @@ def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
         )
     if label is None:
         raise ValueError(
-            f"source={asked.source!r} has columns of numbers ({', '.join(columns)}) and no label_column; name the one "
-            "that is to be predicted"
+            f"data {asked.source!r}: which column is to be predicted? Set label_column (--label-column) to one of "
+            f"{', '.join(columns)}"
         )
     features = [name for name in columns if name != label]
     return Records(
@@ -254,11 +254,11 @@ def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
 def _only_texts(texts: list[str], asked: Choice) -> Records:
     _refuse_columns(asked)
     if asked.kind not in (None, Kind.TEXT):
-        raise ValueError(f"source={asked.source!r} holds texts, and kind={asked.kind.value!r} was asked for")
+        raise ValueError(f"data {asked.source!r} holds texts, and the task reads {asked.kind.value} records")
     return Records(kind=Kind.TEXT, source=asked.source, texts=texts, empty=count_empty(texts))
 
 
 def _refuse_columns(asked: Choice) -> None:
     for name, value in (("text_column", asked.text), ("label_column", asked.label)):
         if value is not None:
-            raise ValueError(f"{name}={value!r} was given, and source={asked.source!r} has no columns; leave it out")
+            raise ValueError(f"{name}={value!r} was given, and data {asked.source!r} has no columns; leave it out")

@@ -35,7 +35,7 @@ def read_tables(folder: Path, files: Sequence[Path]) -> Columns:
     for path, table in zip(files, tables, strict=True):
         if set(table) != set(tables[0]):
             raise ValueError(
-                f"source={str(folder)!r}: {path.name} has columns {', '.join(table)} and {files[0].name} has "
+                f"data {str(folder)!r}: {path.name} has columns {', '.join(table)} and {files[0].name} has "
                 f"{', '.join(tables[0])}; give one of the files"
             )
     return {name: [value for table in tables for value in table[name]] for name in tables[0]}
@@ -55,11 +55,11 @@ def table_files(folder: Path, split: str) -> list[Path]:
     chosen = own or files
     suffixes = sorted({path.suffix.lower() for path in chosen})
     if len(suffixes) > 1:
-        raise ValueError(f"source={str(folder)!r} has files of {' and '.join(suffixes)}: records twice? give one file")
+        raise ValueError(f"data {str(folder)!r} has files of {' and '.join(suffixes)}: records twice? give one file")
     places = {next((part for part in parts[path][:-1] if part.startswith(split.lower())), "its files") for path in own}
     if len(places) > 1:
         raise ValueError(
-            f"source={str(folder)!r} has {' and '.join(sorted(places))} for split={split!r}: records twice? give one"
+            f"data {str(folder)!r} has {' and '.join(sorted(places))} for split={split!r}: records twice? give one"
         )
     return chosen
 
@@ -108,7 +108,7 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:
-        raise ValueError(f"source={str(folder)!r} is no readable saved dataset: {one_line(error)}") from error
+        raise ValueError(f"data {str(folder)!r} is no readable saved dataset: {one_line(error)}") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"split={split!r} is not in {str(folder)!r}, which has {', '.join(found)}")
@@ -118,7 +118,7 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
 
 def load_hub_dataset(name: str, split: str) -> Any:
     """The dataset `name` or `name:configuration` of the Hugging Face hub (or of its cache on this machine)."""
-    missing = f"source={name!r} is neither a file nor a folder here"
+    missing = f"data {name!r} is neither a file nor a folder here"
     try:
         datasets = needed("datasets", "reading a dataset of the Hugging Face hub")
     except ValueError as error:
@@ -181,10 +181,10 @@ def _read_jsonl(path: Path) -> Columns:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"source={str(path)!r}, line {number} is not JSON: {one_line(error)}") from error
+                raise ValueError(f"data {str(path)!r}, line {number} is not JSON: {one_line(error)}") from error
             if not isinstance(row, dict):
                 raise ValueError(
-                    f"source={str(path)!r}, line {number} is a JSON {type(row).__name__}; each line must be an object "
+                    f"data {str(path)!r}, line {number} is a JSON {type(row).__name__}; each line must be an object "
                     'such as {"text": "…"}'
                 )
             rows.append(row)
@@ -199,18 +199,18 @@ def _read_csv(path: Path) -> Columns:
             header = next(reader, [])
             repeated = sorted({name for name in header if header.count(name) > 1})
             if repeated:
-                raise ValueError(f"source={str(path)!r} has the column {repeated[0]!r} more than once; rename one")
+                raise ValueError(f"data {str(path)!r} has the column {repeated[0]!r} more than once; rename one")
             rows = []
             for row in reader:
                 if row and len(row) != len(header):
                     raise ValueError(
-                        f"source={str(path)!r}, line {reader.line_num} has {len(row)} fields and the header "
+                        f"data {str(path)!r}, line {reader.line_num} has {len(row)} fields and the header "
                         f"{len(header)}; quote fields that hold the separator"
                     )
                 if row:
                     rows.append(row)
         except csv.Error as error:
-            raise ValueError(f"source={str(path)!r}, line {reader.line_num}: {one_line(error)}") from error
+            raise ValueError(f"data {str(path)!r}, line {reader.line_num}: {one_line(error)}") from error
     return {name: [row[place] for row in rows] for place, name in enumerate(header)}
 
 
@@ -219,7 +219,7 @@ def _read_parquet(path: Path) -> Columns:
     try:
         return dict(parquet.read_table(path).to_pydict())
     except Exception as error:
-        raise ValueError(f"source={str(path)!r} is no readable parquet file: {one_line(error)}") from error
+        raise ValueError(f"data {str(path)!r} is no readable parquet file: {one_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -32,12 +32,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dpoptim.privacy.shown import rounded_up
 from dpoptim.training.data.records import read_records
 from dpoptim.training.demo.model import LENGTH, pretrain
 from dpoptim.training.demo.text import texts_of
 from dpoptim.training.recipes.recipe import Recipe
 from dpoptim.training.runs.metrics import evaluate
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run import train
 from dpoptim.training.support.optional import needed
 
@@ -133,7 +134,7 @@ def main(
         columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
         tell = (lambda text: None) if console.is_terminal else console.print
-        found = compare(folder, size, common, progress, tell)
+        found = fine_tuned_each_way(folder, size, common, progress, tell)
     answer = {**found, "delta": delta, "seconds": time.perf_counter() - began, "kept": keep}
     if json_wanted:
         print(json.dumps(answer, indent=2, ensure_ascii=False))
@@ -142,7 +143,7 @@ def main(
     return 0
 
 
-def compare(
+def fine_tuned_each_way(
     folder: Path, size: Size, common: dict[str, Any], progress: Progress, tell: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Read, pretrain, and fine-tune in processes of one thread each; everything is written into `folder`."""
@@ -236,7 +237,7 @@ def fine_tune(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, An
     return train(recipe, folder / name, progress=_Reporting())
 
 
-class _Reporting(Silent):
+class _Reporting(ProgressDisplay):
     """Sends steps to the process that shows them."""
 
     queue: Any = None
@@ -290,7 +291,7 @@ def show(answer: dict[str, Any]) -> None:
     best = min((row for row in answer["results"] if row["private"]), key=lambda row: row["loss"])
     for row in answer["results"]:
         style = "bold green" if row is best else "" if row["private"] else "dim"
-        spent = "∞" if row["epsilon"] is None else f"{row['epsilon']:.3g}"
+        spent = "∞" if row["epsilon"] is None else rounded_up(row["epsilon"])
         seconds = f"{row['seconds']:.0f}" if row["seconds"] else ""
         table.add_row(
             row["name"], row["idea"], spent, f"{row['loss']:.3f}", f"{row['perplexity']:.1f}", seconds, style=style

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-import dpoptim.optim
-from dpoptim.noise import Independent, NoiseKey
-from dpoptim.optim import Adam, AdamW, PrivateOptimizer
-from dpoptim.optim.variants import noise_level
+from dpoptim.noise import NoiseKey
+from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, Gradient, IndependentMoments, JointMoments, PrivacyPlan, Release
-from dpoptim.theory import choose_noise
-from dpoptim.training.recipes.defaults import default_delta
-from dpoptim.training.recipes.plans import noise_of, sampling_of
+from dpoptim.training.recipes.defaults import CLIP_NORM, default_delta, refuse_weak_delta, steps_of
+from dpoptim.training.recipes.plans import make_optimizer, make_plan
 from dpoptim.training.recipes.recipe import VARIANTS
 
-KEY_NAME = "noise.key"
 STOCK_EPS = 1e-8
 """TrainingArguments' own adam_epsilon, which is taken as "not set": it is no floor for noisy second moments."""
+
+STOCK_GRAD_NORM = 1.0
+"""TrainingArguments' own max_grad_norm, which is taken as "not set": it bounds a batch, and not one example."""
 
 _RELEASES: Mapping[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
 
@@ -38,7 +34,7 @@ class PrivacyArguments:
 
     Batch size, steps, learning rate, betas, weight decay and schedule are those of TrainingArguments: the expected
     batch is per_device_train_batch_size·gradient_accumulation_steps and the steps are max_steps, or
-    ⌊num_train_epochs·examples/batch⌋ (at least one).
+    ⌈num_train_epochs·examples/batch⌉.
 
     >>> PrivacyArguments(epsilon=8.0, delta=1e-6).variant
     'scale_then_privatize'
@@ -47,8 +43,10 @@ class PrivacyArguments:
     epsilon: float | None = _option(None, "The privacy loss to keep to; this or noise_multiplier.")
     delta: float | None = _option(None, "The δ of (ε, δ); by default a power of ten at or below 1/(10·examples).")
     noise_multiplier: float | None = _option(None, "Noise on the clipped sum over clip_norm, in place of epsilon.")
-    clip_norm: float | None = _option(None, "Bound on ONE example's gradient; by default max_grad_norm.")
-    sampling: str = _option("poisson", "poisson, shuffled, cyclic or cyclic:GROUPS.")
+    clip_norm: float | None = _option(
+        None, f"Bound on ONE example's gradient; by default max_grad_norm if changed, else {CLIP_NORM}."
+    )
+    sampling: str = _option("auto", "auto (secret where that is proved for the noise), poisson, shuffled, cyclic, ...")
     noise: str = _option("independent", "independent, auto, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
     num_examples: int | None = _option(None, "A public size of the data; needed under add_remove, else its length.")
@@ -56,7 +54,7 @@ class PrivacyArguments:
     eps: float | None = _option(None, "Adam's eps; by default adam_epsilon if changed, else the variant's own.")
     eps_scale: float | None = _option(None, "Of scale_then_privatize; by default twice the least stable value.")
     task: str | None = _option(None, "masked-lm, causal-lm, ...; by default found by the model's class.")
-    key_file: str | None = _option(None, "Where the secret key lies; by default noise.key in output_dir.")
+    key_file: str | None = _option(None, "Where the secret key lies; by default a new one in OUTPUT_DIR.secret.")
     log_norms: bool = _option(False, "Log the norm of the released gradient and of the noise in it.")
     debug_loss: bool = _option(False, "Log the training loss, which is NOT PRIVATE, as not_private_loss.")
 
@@ -71,8 +69,9 @@ class PrivacyArguments:
 def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.Module) -> PrivacyPlan:
     """The calibrated plan of a run over `examples` examples.
 
-    Guarantee: batch size and steps follow from `args` and the (public) number of examples alone. Epochs are rounded
-    down, so that no example takes part once more than there are epochs.
+    Guarantee: batch size and steps follow from `args` and the (public) number of examples alone. Defaults are those
+    of a recipe: epochs are rounded up to whole steps, and max_grad_norm=1.0, Trainer's own, is taken as "not set".
+    Edge cases: a δ of 1/examples or more is refused.
     """
     if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
         raise ValueError(
@@ -91,33 +90,32 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
             f"per_device_train_batch_size·gradient_accumulation_steps = {batch_size} exceeds the {size} examples of "
             "train_dataset; make either smaller"
         )
-    clip_norm = args.max_grad_norm if privacy.clip_norm is None else privacy.clip_norm
-    if not clip_norm:
-        raise ValueError(f"clip_norm: max_grad_norm={args.max_grad_norm} is no bound; set PrivacyArguments(clip_norm=)")
-    automatic = privacy.noise == "auto" and privacy.epsilon is not None
-    noise = Independent() if privacy.noise == "auto" else noise_of(privacy.noise)
+    clip_norm = _clip_norm(privacy, args)
     delta = default_delta(size) if privacy.delta is None else privacy.delta
-    plan = PrivacyPlan(
+    if privacy.noise_multiplier != 0:
+        refuse_weak_delta(delta, size)
+    return make_plan(
         num_examples=size,
         batch_size=batch_size,
-        steps=args.max_steps if args.max_steps > 0 else max(1, _passes(args.num_train_epochs, size, batch_size)),
-        clip_norm=float(clip_norm),
-        sampling=sampling_of(privacy.sampling, noise, automatic=automatic),
-        noise=noise,
+        steps=args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, size, batch_size),
+        clip_norm=clip_norm,
+        sampling=privacy.sampling,
+        noise=privacy.noise,
         release=_RELEASES.get(privacy.variant, Gradient()),
         adjacency=adjacency,
+        epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,
         delta=delta,
+        parameters=model,
     )
-    if privacy.epsilon is None:
-        return plan
-    if automatic:
-        return choose_noise(plan, epsilon=privacy.epsilon, delta=delta, parameters=model).plan
-    return plan.calibrate(epsilon=privacy.epsilon, delta=delta)
 
 
-def _passes(epochs: float, examples: int, batch_size: int) -> int:
-    return math.floor(epochs * examples / batch_size + 1e-9)
+def _clip_norm(privacy: PrivacyArguments, args: Any) -> float:
+    if privacy.clip_norm is not None:
+        return privacy.clip_norm
+    if not args.max_grad_norm:
+        raise ValueError(f"clip_norm: max_grad_norm={args.max_grad_norm} is no bound; set PrivacyArguments(clip_norm=)")
+    return CLIP_NORM if args.max_grad_norm == STOCK_GRAD_NORM else float(args.max_grad_norm)
 
 
 def optimizer_for(
@@ -130,52 +128,21 @@ def optimizer_for(
     decayed: set[str],  # names of parameters that weight decay applies to
 ) -> PrivateOptimizer:
     """The variant's optimizer with AdamW's settings as `args` has them; in dp_sgd the momentum is adam_beta1."""
-    if privacy.eps_scale is not None and privacy.variant != "scale_then_privatize":
-        raise ValueError(f"eps_scale={privacy.eps_scale} is for variant='scale_then_privatize' alone; leave it out")
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in trained if name in decayed], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    common = {"key": key, "param_groups": [group for group in groups if group["params"]]}
-    make: Callable[..., PrivateOptimizer] = getattr(dpoptim.optim, privacy.variant)
-    if privacy.variant == "dp_sgd":
-        return make(model, plan, args.learning_rate, momentum=args.adam_beta1, **common)
-    rule = AdamW(betas=(args.adam_beta1, args.adam_beta2), eps=_eps(privacy, args, plan))
-    options = {"eps_scale": privacy.eps_scale} if privacy.variant == "scale_then_privatize" else {}
-    return make(model, plan, args.learning_rate, rule=rule, **options, **common)
-
-
-def _eps(privacy: PrivacyArguments, args: Any, plan: PrivacyPlan) -> float:
-    if privacy.eps is not None:
-        return privacy.eps
-    if args.adam_epsilon != STOCK_EPS:
-        return float(args.adam_epsilon)
-    floored = privacy.variant in ("bias_correction", "independent_moments", "joint_moments")
-    return max(noise_level(plan, plan.release), Adam().eps) if floored else Adam().eps
-
-
-def key_path(privacy: PrivacyArguments, args: Any) -> Path:
-    """Where the key lies: never in a checkpoint's folder, and beside output_dir where that is uploaded."""
-    if privacy.key_file is not None:
-        return Path(privacy.key_file)
-    beside = _key_beside(args.output_dir)
-    return beside if args.push_to_hub or beside.exists() else Path(args.output_dir) / KEY_NAME
-
-
-def take_key_out(privacy: PrivacyArguments, args: Any) -> None:
-    """Move the key from output_dir to `OUTPUT_DIR.noise.key` beside it, before the folder is uploaded."""
-    folder = Path(args.output_dir).resolve()
-    if privacy.key_file is not None and folder in Path(privacy.key_file).resolve().parents:
-        raise ValueError(f"key_file={privacy.key_file!r} lies in output_dir, which is uploaded; choose a place outside")
-    inside, beside = folder / KEY_NAME, _key_beside(args.output_dir)
-    if inside.exists():
-        if beside.exists():
-            raise ValueError(f"{inside} would be uploaded, and {beside} exists; move one of them away")
-        inside.rename(beside)
-        warnings.warn(f"the noise key was moved to {beside}, so that it is not uploaded", stacklevel=3)
-
-
-def _key_beside(output_dir: str) -> Path:
-    folder = Path(output_dir).resolve()
-    return folder.with_name(f"{folder.name}.{KEY_NAME}")
+    stock = privacy.eps is None and args.adam_epsilon != STOCK_EPS
+    return make_optimizer(
+        privacy.variant,
+        model,
+        plan,
+        learning_rate=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=float(args.adam_epsilon) if stock else privacy.eps,
+        eps_scale=privacy.eps_scale,
+        weight_decay=0.0,
+        key=key,
+        param_groups=[group for group in groups if group["params"]],
+    )

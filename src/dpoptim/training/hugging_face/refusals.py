@@ -12,6 +12,7 @@ import torch
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.training.hugging_face.arguments import PrivacyArguments
+from dpoptim.training.recipes.defaults import refuse_weak_delta
 
 
 def private_args(args: Any) -> Any:
@@ -130,6 +131,8 @@ def _check_plan(plan: PrivacyPlan, privacy: PrivacyArguments | None, args: Any) 
         raise ValueError("plan has no noise_multiplier; call plan.calibrate(epsilon=..., delta=...)")
     if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
         raise ValueError(f"plan= and privacy with epsilon={privacy.epsilon}: the plan says it all; give one of the two")
+    if plan.delta is not None and plan.is_private:
+        refuse_weak_delta(plan.delta, plan.num_examples)
     if args.max_steps not in (-1, plan.steps):
         raise ValueError(f"max_steps={args.max_steps} and the plan has {plan.steps} steps; leave max_steps out")
 

@@ -11,34 +11,37 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.gradients import Released
-from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import PrivacyPlan, private_loader
+from dpoptim.privacy import PrivacyPlan, RecordDigests, ReleasedSteps, private_loader
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
-from dpoptim.training.hugging_face.arguments import (
-    PrivacyArguments,
-    key_path,
-    optimizer_for,
-    plan_for,
-    take_key_out,
-)
+from dpoptim.privacy.secret_randomness import forget_seed, seed_secretly
+from dpoptim.training.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
+from dpoptim.training.hugging_face.held_out import check_not_training, check_overlap, digests_of, named_held_out
+from dpoptim.training.hugging_face.identity import identity_for
 from dpoptim.training.hugging_face.refusals import check_call, private_args, size_of
+from dpoptim.training.hugging_face.released_norms import released_norms
+from dpoptim.training.hugging_face.secret_folder import (
+    LOADER_STATE,
+    RunSecrets,
+    new_secrets,
+    open_steps,
+    secrets_of,
+    take_keys_out,
+)
 from dpoptim.training.hugging_face.step_loader import Step, StepLoader
 from dpoptim.training.losses.batch_losses import losses_for
-from dpoptim.training.support.secret_randomness import forget_seed, seed_secretly
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
-LOADER_STATE = "private_loader.json"
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # of training data, in the stock Trainer's logs
 _HOOKS = (  # what is replaced in the stock loop: where one is missing, it would run without it
     "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
-    "_load_optimizer_and_scheduler", "_run_epoch", "_save_optimizer_and_scheduler", "compute_loss", "create_optimizer",
-    "evaluation_loop", "floating_point_ops", "get_train_dataloader", "log", "set_initial_training_values", "train",
-    "training_step",
+    "_load_optimizer_and_scheduler", "_prepare_for_training", "_run_epoch", "_save_optimizer_and_scheduler",
+    "compute_loss", "create_optimizer", "evaluation_loop", "floating_point_ops", "get_eval_dataloader",
+    "get_test_dataloader", "get_train_dataloader", "log", "set_initial_training_values", "train", "training_step",
 )  # fmt: skip
 if _missing := [name for name in _HOOKS if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
@@ -66,7 +69,10 @@ class PrivateTrainer(transformers.Trainer):
     (rounded up to the next twentieth of the run), learning rate and time; loss and gradient norms of training data are
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
-    The key is written once, to noise.key in output_dir (mode 0600), or beside the folder where it is pushed to a hub.
+    Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
+    A run that is resumed goes on as itself: other training or held-out examples, other settings, and, where steps
+    behind the checkpoint were released, another device or other versions, are refused before anything is computed. For
+    that all examples are read once when training begins (20 s for a million short tokenised texts).
     Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation is
     the stock one, and leaves the random numbers of the training alone. What the plan cannot cover is refused at once.
     """
@@ -97,6 +103,9 @@ class PrivateTrainer(transformers.Trainer):
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         self._steps: StepLoader | None = None
+        self._secrets: RunSecrets | None = None
+        self._records: dict[str, RecordDigests] = {}
+        self._released_steps: ReleasedSteps | None = None
         self._released: dict[str, Tensor] = {}
         self._spent: EpsilonSpent | None = None
         self._plan = plan
@@ -123,30 +132,41 @@ class PrivateTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> StepLoader:
         """One item a step of the plan, for all its steps; Accelerate does not shard, dispatch or reorder it."""
         plan = self._plan if self._plan is not None else self.plan
-        dataset = self.train_dataset
         collate = self.data_collator
-        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):  # a datasets.Dataset
-            dataset = self._remove_unused_columns(dataset, description="training")
-        else:
+        if not _has_columns(self.train_dataset):
             collate = self._get_collator_with_removed_columns(collate, description="training")
+        dataset = self._used_columns(self.train_dataset, "training")
+        held_out = named_held_out(self.eval_dataset)
+        for part in held_out.values():
+            check_not_training(part, self.train_dataset, debugging=self.privacy.debug_loss)
+        held_out = {name: self._used_columns(part, "evaluation") for name, part in held_out.items()}
+        self._records = digests_of(dataset, held_out, self._run_secrets().key)
+        check_overlap(self._records)
         loader = private_loader(
             dataset,
             plan,
-            key=self._key(),
+            key=self._run_secrets().key,
             micro_batch_size=self.args.per_device_train_batch_size,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            digest=self._records["training"].whole,
         )
         self._steps = StepLoader(loader)
         return self._steps
 
-    def _key(self) -> NoiseKey:
-        if self.private_optimizer is not None:
-            return self.private_optimizer.key
-        if self.args.push_to_hub:
-            take_key_out(self.privacy, self.args)
-        return NoiseKey.load_or_create(key_path(self.privacy, self.args))
+    def _used_columns(self, dataset: Any, what: str) -> Any:
+        return self._remove_unused_columns(dataset, description=what) if _has_columns(dataset) else dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The stock one, but not of the training examples."""
+        check_not_training(eval_dataset, self.train_dataset, debugging=self.privacy.debug_loss)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The stock one, but not of the training examples."""
+        check_not_training(test_dataset, self.train_dataset, debugging=self.privacy.debug_loss)
+        return super().get_test_dataloader(test_dataset)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -226,7 +246,7 @@ class PrivateTrainer(transformers.Trainer):
                 self.args,
                 self.plan,
                 self.model,
-                key=self._key(),
+                key=self._run_secrets().key,
                 decayed=set(self.get_decay_parameter_names(self.model)),
             )
             self.optimizer = self.private_optimizer
@@ -238,15 +258,7 @@ class PrivateTrainer(transformers.Trainer):
     def _note_released(self, released: Released) -> None:
         """Norms of the noisy gradient and of the noise expected in it; read when they are logged."""
         assert self.private_optimizer is not None
-        scale = self.private_optimizer.release.scale or {}
-        square = noise = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for name, value in released.gradient.items():
-            square = square + value.double().square().sum()
-            noise = noise + (scale[name].double().pow(-2).sum() if name in scale else value.numel())
-        self._released = {
-            "released_gradient_norm": square.sqrt(),
-            "expected_noise_norm": (noise * released.noise_variance).sqrt(),
-        }
+        self._released = released_norms(released, self.private_optimizer.release.scale)
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Nothing: each example is clipped by the plan, and parameters carry no gradient of their own."""
@@ -264,15 +276,20 @@ class PrivateTrainer(transformers.Trainer):
                 "checkpoint with train(resume_from_checkpoint=True), or for another run with a guarantee of its own"
             )
         ready = self.optimizer is not None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or self.args.output_dir
+        self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             if self._steps is not None:
                 self._steps.pause()
+            if self._released_steps is not None:
+                self._released_steps.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
                 if not ready and self.private_optimizer.release.step == 0:  # nothing is spent: it may be tried again
-                    self.optimizer = self.private_optimizer = None
+                    self.optimizer = self.private_optimizer = self._secrets = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -308,30 +325,64 @@ class PrivateTrainer(transformers.Trainer):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
+        """The key of the run and the file that counts its steps: a checkpoint's, or new ones."""
+        optimizer = self.private_optimizer
+        if checkpoint is not None:
+            key = None if optimizer is None else optimizer.key
+            self._secrets = secrets_of(checkpoint, self.privacy, self.args, key=key)
+        elif self._secrets is None:
+            if self.args.push_to_hub:
+                take_keys_out(self.privacy, self.args)
+            given = (None, "") if optimizer is None else (optimizer.key, optimizer.release.run_id)
+            self._secrets = new_secrets(self.privacy, self.args, key=given[0], run_id=given[1])
+        return self._secrets
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is None:
+            self._count_steps(None)
+        return prepared
+
+    def _count_steps(self, checkpoint: str | None) -> None:
+        """From here on the disk counts a step before it is released; a run that may not go on is refused."""
+        assert self.private_optimizer is not None
+        secrets = self._run_secrets()
+        identity = identity_for(
+            key=secrets.key,
+            args=self.args,
+            privacy=self.privacy,
+            optimizer=self.private_optimizer,
+            scheduler=self.lr_scheduler,
+            model=self.model,
+            loss=self.loss_per_example,
+            collator=self.data_collator,
+            records=self._records,
+        )
+        self._released_steps = open_steps(secrets, identity, checkpoint)
+        self.private_optimizer.release.before_release = self._released_steps.note
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._steps is not None:
-            state = self._steps.loader.state_dict()
+            state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
             (Path(output_dir) / LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
             self._steps.pause()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        needed = ("optimizer.pt", "scheduler.pt", LOADER_STATE)
-        missing = [name for name in needed if not (Path(checkpoint) / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"checkpoint {checkpoint!r} has no {missing[0]}, so the private run cannot go on from it: its noise "
-                "and batches would be drawn anew; choose one that PrivateTrainer saved with save_only_model=False"
-            )
+        for name in ("optimizer.pt", "scheduler.pt"):
+            if not (Path(checkpoint) / name).is_file():
+                raise ValueError(f"checkpoint {checkpoint!r} has no {name}, so the private run cannot go on from it")
+        self._count_steps(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
         state = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
         self._steps.loader.load_state_dict(state)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock upload of output_dir, after the key is moved out of it."""
-        take_key_out(self.privacy, self.args)
+        """The stock upload of output_dir, after keys of earlier versions are moved out of it."""
+        take_keys_out(self.privacy, self.args)
         return super().push_to_hub(*args, **kwargs)
 
     def _check_accelerator(self) -> None:
@@ -341,3 +392,8 @@ class PrivateTrainer(transformers.Trainer):
             raise ValueError("private training runs in one process; start it with python, not accelerate launch")
         if state.scaler is not None:
             raise ValueError("mixed_precision='fp16' of Accelerate scales the loss, which changes clipping; use bf16")
+
+
+def _has_columns(dataset: Any) -> bool:
+    """Whether it is a datasets.Dataset."""
+    return hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")

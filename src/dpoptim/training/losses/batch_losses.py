@@ -14,16 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.losses.class_losses import class_losses
+from dpoptim.training.losses.task_of_class import TABLES, tasks_of_classes
 from dpoptim.training.losses.tasks import Task
 from dpoptim.training.losses.token_losses import can_read_targets, logits_of, token_losses
-from dpoptim.training.support.optional import needed
-
-_MAPPINGS = {
-    Task.MASKED_LM: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    Task.CAUSAL_LM: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    Task.TEXT_CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    Task.IMAGE_CLASSIFICATION: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +44,7 @@ class BatchLosses:
                 "makes them (DataCollatorForLanguageModeling, say), or pass loss_per_example="
             )
         if self.task.is_classification:
-            return _classified(logits_of(model(**inputs)), labels, _config(model))
+            return class_losses(logits_of(model(**inputs)), labels, _config(model))
         places = None
         if self.task is Task.CAUSAL_LM:
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
@@ -84,31 +78,22 @@ def _named(task: str) -> Task:
         found = Task(task)
     except ValueError:
         found = Task.TABULAR_CLASSIFICATION
-    if found not in _MAPPINGS:
-        raise ValueError(f"task={task!r} must be one of {', '.join(kind.value for kind in _MAPPINGS)}")
+    if found not in TABLES:
+        raise ValueError(f"task={task!r} must be one of {', '.join(kind.value for kind in TABLES)}")
     return found
 
 
 def _task_of(model: nn.Module) -> Task:
-    auto = needed("transformers.models.auto.modeling_auto", "finding the task of a model")
     inner = _inner(model)
-    ancestors = {kind.__name__ for kind in type(inner).__mro__}
-    found = [task for task, mapping in _MAPPINGS.items() if ancestors & _class_names(getattr(auto, mapping))]
+    found = tasks_of_classes(kind.__name__ for kind in type(inner).__mro__)
     if len(found) != 1:
-        known = ", ".join(kind.value for kind in _MAPPINGS)
+        known = ", ".join(kind.value for kind in TABLES)
         says = "does several tasks" if found else "is of no task that is known here"
         raise ValueError(
             f"{type(inner).__name__} {says}; set task= ({known}), or pass loss_per_example=, a function of (model, "
             "batch) that gives one loss an example"
         )
     return found[0]
-
-
-def _class_names(mapping: Mapping[str, Any]) -> set[str]:
-    names: set[str] = set()
-    for value in mapping.values():
-        names.update([value] if isinstance(value, str) else value)
-    return names
 
 
 def _inner(model: Any) -> Any:
@@ -133,18 +118,3 @@ def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:
     most = max(1, int(is_target.sum(1).max()))
     places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]
     return labels.gather(1, places), places
-
-
-def _classified(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """The loss of each example, by the kind of labels that the model's configuration declares."""
-    kind = getattr(config, "problem_type", None)
-    if kind is None and logits.shape[-1] == 1:
-        kind = "regression"
-    if kind is None and labels.is_floating_point():
-        kind = "multi_label_classification"
-    logits = logits.float()
-    if kind == "regression":
-        return F.mse_loss(logits, labels.float().view_as(logits), reduction="none").flatten(1).mean(1)
-    if kind == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").flatten(1).mean(1)
-    return F.cross_entropy(logits, labels.view(-1), reduction="none")

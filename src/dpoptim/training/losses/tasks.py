@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.training.data.inputs import Batch
 from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.losses.class_losses import class_losses
 from dpoptim.training.losses.token_losses import logits_of, token_losses
 
 
@@ -63,13 +63,13 @@ def outcome(task: Task, model: nn.Module, batch: Batch, *, targets_only: bool = 
     Edge cases: an example without targets (an empty text) has loss 0, and takes part in the backward.
     """
     if task is Task.TABULAR_CLASSIFICATION:
-        return _classified(logits_of(model(_as_model(batch["features"], model))), batch["labels"])
+        return _outcome(logits_of(model(_as_model(batch["features"], model))), batch["labels"])
     if task is Task.IMAGE_CLASSIFICATION:
         values = _as_model(batch["pixel_values"], model)
-        return _classified(logits_of(model(pixel_values=values)), batch["labels"])
+        return _outcome(logits_of(model(pixel_values=values)), batch["labels"])
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
     if task is Task.TEXT_CLASSIFICATION:
-        return _classified(logits_of(model(**inputs)), batch["labels"])
+        return _outcome(logits_of(model(**inputs)), batch["labels"])
     if task is Task.CAUSAL_LM:
         if hasattr(getattr(model, "config", None), "use_cache"):
             inputs["use_cache"] = False
@@ -83,8 +83,8 @@ def outcome(task: Task, model: nn.Module, batch: Batch, *, targets_only: bool = 
     return Outcome(total=losses.float().sum(1), targets=(batch["labels"] != IGNORED).sum(1))
 
 
-def _classified(logits: Tensor, labels: Tensor) -> Outcome:
-    losses = F.cross_entropy(logits.float(), labels, reduction="none")
+def _outcome(logits: Tensor, labels: Tensor) -> Outcome:
+    losses = class_losses(logits, labels)
     return Outcome(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
 
 

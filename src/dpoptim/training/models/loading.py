@@ -7,6 +7,7 @@ the global random numbers as they were.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+_ADAPTER = "adapter_config.json"
 _HEADS = ("classifier", "score", "classification_head")
 
 
@@ -46,7 +48,7 @@ def load_model(
     Built in are "mlp" (tabular; `columns` features) and "small-cnn" (images): see `builtin`. With `from_scratch` only
     the configuration is read and all weights are new. `lora_rank` freezes the model and adds LoRA factors of that rank
     (scaled by 2) to `lora_targets`, else to the layers that peft names for the architecture, else to all linear
-    layers; a classification head stays trainable.
+    layers; a classification head stays trainable. A folder of LoRA factors is its base model with them added.
 
     Guarantee: the same arguments give the same weights; the global random numbers stay as they were.
     Edge cases: one ValueError line for a package that is not installed, a name that is not found, a folder without
@@ -130,6 +132,27 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
         raise ValueError(f"lora_targets={targets!r} cannot be used: {one_line(error)}") from error
 
 
+def base_of_adapter(name: str) -> str | None:
+    """The model that a folder of LoRA factors belongs to; None for a folder or name of another kind."""
+    file = Path(name).expanduser() / _ADAPTER
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"model={name!r} holds LoRA factors and does not say of which model; give a whole model")
+    return str(base)
+
+
+def _with_adapter(name: str, model: Any) -> nn.Module:
+    """The model with the LoRA factors in a folder added to its weights."""
+    peft = needed("peft", f"model={name!r}, which holds LoRA factors,")
+    try:
+        merged: nn.Module = peft.PeftModel.from_pretrained(model, name).merge_and_unload()
+    except Exception as error:
+        raise ValueError(f"model={name!r} holds LoRA factors that cannot be loaded: {one_line(error)}") from error
+    return merged.requires_grad_(True)
+
+
 def _built_in(task: Task, name: str, num_labels: int, columns: int | None) -> nn.Module:
     if task is Task.TABULAR_CLASSIFICATION and name == "mlp":
         if columns is None:
@@ -162,6 +185,9 @@ def _from_transformers(
             "label2id": {label: i for i, label in enumerate(names)},
         }
     auto = getattr(transformers, _AUTO_CLASSES[task])
+    base = base_of_adapter(name)
+    if base is not None:
+        return _with_adapter(name, _from_transformers(task, base, num_labels, label_names, from_scratch, dtype))
     try:
         config = transformers.AutoConfig.from_pretrained(name, **settings)
     except Exception as error:
@@ -191,7 +217,7 @@ def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
         if folder.is_absolute() or name.startswith("."):
             raise ValueError(f"{what}={name!r} does not exist; give a folder made by save_pretrained, or a hub name")
         return
-    if what == "model" and not (folder / "config.json").is_file():
+    if what == "model" and not any((folder / file).is_file() for file in ("config.json", _ADAPTER)):
         raise ValueError(f"model={name!r} is a folder without config.json; give one made by save_pretrained")
     if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ValueError(

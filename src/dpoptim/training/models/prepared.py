@@ -174,6 +174,8 @@ def prepare(
     if not isinstance(task, Task):
         raise ValueError(f"task must be a Task, got {task!r}; use Task('masked-lm'), for one")
     _check_records(task, records)
+    if task.reads_text and records.empty == len(records):
+        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to learn from")
     if not 0 < mask_fraction < 1:
         raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
     name = None if isinstance(model, nn.Module) else str(model)
@@ -258,7 +260,7 @@ def _check_records(task: Task, records: Records) -> None:
             f"{task.value} needs {wanted.value} records, and {records.source!r} has {records.kind.value} ones"
         )
     if task.is_classification and records.labels is None:
-        raise ValueError(f"{task.value} needs labels, and {records.source!r} has none; set label_column")
+        raise ValueError(f"{task.value} needs labels, and {records.source!r} has none; set --label-column")
     if task.is_classification and len(records.label_names) < 2:
         raise ValueError(
             f"{task.value} needs two labels or more, and {records.source!r} has {list(records.label_names)}; declare "

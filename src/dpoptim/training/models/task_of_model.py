@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from dpoptim.training.losses.task_of_class import tasks_of_classes
 from dpoptim.training.losses.tasks import Task
+from dpoptim.training.models.loading import base_of_adapter
 from dpoptim.training.support.optional import needed, one_line
 
-_ENDINGS = {
-    "ForMaskedLM": Task.MASKED_LM,
-    "LMHeadModel": Task.CAUSAL_LM,
-    "ForCausalLM": Task.CAUSAL_LM,
-    "ForSequenceClassification": Task.TEXT_CLASSIFICATION,
-    "ForImageClassification": Task.IMAGE_CLASSIFICATION,
-}
+_OF_ADAPTER = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 
 
 def task_of_model(name: str) -> Task:
@@ -32,6 +29,10 @@ def task_of_model(name: str) -> Task:
     path = Path(name).expanduser()
     if (path.is_absolute() or name.startswith(".")) and not path.is_dir():
         raise ValueError(f"model={name!r} does not exist; give a folder made by save_pretrained, or a hub name")
+    base = base_of_adapter(name)
+    if base is not None:
+        kind = json.loads((path / "adapter_config.json").read_text(encoding="utf-8")).get("task_type")
+        return _OF_ADAPTER.get(kind) or task_of_model(base)
     try:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
@@ -39,11 +40,11 @@ def task_of_model(name: str) -> Task:
             f"model={name!r} is no folder of a model, and the Hugging Face hub does not give it ({one_line(error)}); "
             "give a local folder"
         ) from error
-    for architecture in config.architectures or ():
-        for ending, task in _ENDINGS.items():
-            if architecture.endswith(ending):
-                return task
+    found = tasks_of_classes(config.architectures or ())
+    if len(found) == 1:
+        return found[0]
     raise ValueError(
-        f"task=None: the configuration of model={name!r} does not say what it is for ({config.architectures}); set "
-        f"task to one of {', '.join(task.value for task in Task)}"
+        f"task is not given, and the configuration of model={name!r} does not say what it is for "
+        f"({', '.join(config.architectures or ['no class'])}); set task (--task) to one of "
+        f"{', '.join(task.value for task in Task)}"
     )

@@ -16,25 +16,30 @@ from dpoptim.training.recipes.recipe import Recipe
 
 VALIDATION_FRACTION = 0.05  # one record in twenty: enough to see a trend, and training keeps the rest
 EPOCHS = 10  # private training gains from several passes, and past ten the noise of longer runs eats what they add
+FEW = 200  # records below which a person is told what to expect
 MOST_BATCH = 2048  # larger batches drown noise better, up to what a step can afford
+FEWEST = 8  # records: fewer do not make the eight batches that the defaults are meant for, and nothing is learnt
 CLIP_NORM = 0.1  # below nearly every gradient's norm, so that what counts is directions, and Adam undoes the scale
 
 
-def settled(recipe: Recipe, *, task: Task, num_examples: int, device: torch.device) -> Recipe:
+def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torch.device) -> Recipe:
     """The recipe with every open size filled in, for this many training records.
 
         batch_size = the power of two in (n/16, n/8], at most 2048;  steps = ⌈epochs·n/batch_size⌉, epochs = 10
         delta = the power of ten in (1/(100·n), 1/(10·n)]
 
     `noise` and `sampling` are settled when the plan is made, `eps` and `eps_scale` by the variant itself.
+    Edge cases: one ValueError line for fewer than 8 records, and for a δ of 1/n or more: under such a δ, publishing one
+    record in full would count as private.
 
     >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0)
-    >>> found = settled(recipe, task=Task.TABULAR_CLASSIFICATION, num_examples=20_000, device=torch.device("cpu"))
+    >>> found = with_defaults(recipe, task=Task.TABULAR_CLASSIFICATION, num_examples=20_000, device=torch.device("cpu"))
     >>> found.delta, found.batch_size, found.steps, found.evaluate_every
     (1e-06, 2048, 98, 10)
     """
+    _check_sizes(recipe, num_examples)
     batch_size = recipe.batch_size or default_batch_size(num_examples)
-    steps = recipe.steps or math.ceil((recipe.epochs or EPOCHS) * num_examples / batch_size)
+    steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten looks at a run are enough to see where it goes
     on_gpu = device.type == "cuda"
     tokens = recipe.micro_batch_tokens
@@ -60,6 +65,55 @@ def settled(recipe: Recipe, *, task: Task, num_examples: int, device: torch.devi
         evaluate_every=recipe.evaluate_every or every,
         checkpoint_every=recipe.checkpoint_every or every,
     )
+
+
+def _check_sizes(recipe: Recipe, num_examples: int) -> None:
+    if num_examples < FEWEST:
+        raise ValueError(
+            f"data={recipe.data!r} leaves {num_examples} training record{'s' * (num_examples != 1)}; at least {FEWEST} "
+            "are needed, and thousands to learn something that noise does not hide"
+        )
+    if recipe.delta is not None and recipe.noise_multiplier != 0:
+        refuse_weak_delta(recipe.delta, num_examples)
+
+
+def refuse_weak_delta(delta: float, num_examples: int) -> None:
+    """Refuse a δ of 1/n or more: it would let one record in full go free."""
+    if delta >= 1 / num_examples:
+        raise ValueError(
+            f"delta={delta:g} is not below 1/{num_examples}, one over the training records: publishing one of them in "
+            f"full would count as private; give less, such as {default_delta(num_examples):g}, or leave it out"
+        )
+
+
+def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
+    """⌈epochs·n/batch_size⌉, at least one.
+
+    >>> steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)
+    (157, 1, 15)
+    """
+    return max(1, math.ceil(epochs * num_examples / batch_size - 1e-9))
+
+
+def notes_on(recipe: Recipe, *, num_examples: int, held_out: int) -> list[str]:
+    """What a person should know before a run with these settings starts, a line each; often nothing.
+
+    >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0)
+    >>> notes_on(recipe, num_examples=9, held_out=0)  # doctest: +ELLIPSIS
+    ['only 9 training records: ...', 'nothing is held out, so no scores will be shown: ...']
+    """
+    notes = []
+    if num_examples < FEW:
+        notes.append(f"only {num_examples} training records: noise hides most of what they tell; thousands are usual")
+    if held_out == 0:
+        if recipe.adjacency == Adjacency.ADD_REMOVE.value:
+            why = "under add_remove adjacency give validation_data (--validation-data)"
+        elif recipe.validation_fraction == 0:
+            why = "validation_fraction is 0"
+        else:
+            why = "there are too few records; give validation_data or a larger validation_fraction"
+        notes.append(f"nothing is held out, so no scores will be shown: {why}")
+    return notes
 
 
 def validation_fraction(recipe: Recipe) -> float:

@@ -24,6 +24,8 @@ VARIANTS = (
     "dp_sgd",
 )
 SCHEDULES = ("linear", "cosine", "constant")
+BUILT_IN = ("mlp", "small-cnn")
+"""Models without files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,9 @@ class Recipe:
     `model`, `data` and one of `epsilon` and `noise_multiplier` are all that is needed. `validation_fraction` of the
     records of `data` are held out before anything else, by their places alone; scores on them are outside the
     guarantee. `noise` is "auto" (the least error that is proved for the sampling), "independent",
-    "banded-toeplitz:32", "buffered-toeplitz:3", "banded-inverse:16" or "square-root"; `sampling` "poisson", "shuffled"
-    or "cyclic" (with as many groups as the noise has bands, or "cyclic:32"). `warmup` is the share of the steps in
+    "banded-toeplitz:32", "buffered-toeplitz:3", "banded-inverse:16" or "square-root"; `sampling` is "auto" (secret
+    sampling where it is proved for the noise, else shuffled), "poisson", "shuffled" or "cyclic" (with as many groups as
+    the noise has bands, or "cyclic:32"). `epochs` is rounded up to whole steps. `warmup` is the share of the steps in
     which the learning rate rises. In dp_sgd the momentum is betas[0].
 
     Guarantee: a recipe that exists is within the range of every setting; what only the data can tell (a column, a
@@ -67,7 +70,7 @@ class Recipe:
     noise_multiplier: float | None = None
     adjacency: str = Adjacency.ZERO_OUT.value
     num_examples: int | None = None
-    sampling: str = "poisson"
+    sampling: str = "auto"
     noise: str = "auto"
     clip_norm: float | None = None
 
@@ -99,10 +102,12 @@ class Recipe:
             if value is None and name not in ("model", "data"):
                 continue
             object.__setattr__(self, name, rule(name, value))
-        if (self.epsilon is None) == (self.noise_multiplier is None):
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("epsilon is not given: say how private the model is to be, as epsilon = 8 or --epsilon 8")
+        if self.epsilon is not None and self.noise_multiplier is not None:
             raise ValueError(
-                f"epsilon={self.epsilon} and noise_multiplier={self.noise_multiplier}: give one of the two, not both "
-                "and not none"
+                f"epsilon={self.epsilon:g} and noise_multiplier={self.noise_multiplier:g}: one follows from the other; "
+                "give one of the two"
             )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs}: give one of the two")
@@ -111,6 +116,11 @@ class Recipe:
                 f"validation_data={self.validation_data!r} and validation_fraction={self.validation_fraction}: give "
                 "one of the two"
             )
+        if self.from_scratch and self.lora_rank is not None:
+            raise ValueError(
+                f"from_scratch=true and lora_rank={self.lora_rank}: LoRA leaves the model's own weights as they are, "
+                "and new ones know nothing; leave one of the two out"
+            )
         if self.adjacency == Adjacency.ADD_REMOVE.value:
             self._check_add_remove()
 
@@ -118,7 +128,8 @@ class Recipe:
         """There the number of records is private: it must be declared, and no rule may depend on a record's place."""
         if self.num_examples is None:
             raise ValueError(
-                "num_examples=None: under adjacency='add_remove' the size of the data is private; declare a public one"
+                "num_examples is not given: under adjacency='add_remove' the size of the data is private; declare a "
+                "public one"
             )
         if self.validation_fraction:
             raise ValueError(
@@ -142,7 +153,7 @@ class Recipe:
                 raise ValueError(f"{name}={value!r} is no setting of a recipe; {mend}")
         for name in ("model", "data"):
             if name not in values:
-                raise ValueError(f"{name} is missing from the recipe; give a name or a path")
+                raise ValueError(f"{name} is not given; add --{name} NAME_OR_PATH, or {name} = ... to the recipe")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,6 +174,11 @@ class Recipe:
         """
         return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
 
+    def with_whole_paths(self) -> Recipe:
+        """Local paths from the root on, so that a run can be taken up from any folder."""
+        paths = {name: getattr(self, name) for name in ("model", "data", "validation_data")}
+        return self.replace(**{name: whole_path(path) for name, path in paths.items() if path is not None})
+
     def replace(self, **changes: Any) -> Recipe:
         """A new recipe with these settings changed."""
         return dataclasses.replace(self, **changes)
@@ -176,15 +192,8 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
     Edge cases: one ValueError line for a file that is missing or no TOML, and for a setting that is unknown or out of
     range.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-            raise ValueError(f"recipe {str(path)!r} is no TOML file: {error}") from None
-        values.pop("compare", None)
+    values = {} if path is None else read_toml(path)
+    values.pop("compare", None)
     given = {name: value for name, value in over.items() if value is not None}
     for one, other in (
         ("epsilon", "noise_multiplier"),
@@ -195,6 +204,35 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
             if name in given and rival not in given:
                 values.pop(rival, None)
     return Recipe.from_dict({**values, **given})
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The values in a recipe's file.
+
+    Edge cases: what is no TOML file is one ValueError line; a folder or a table says by which flag it would be given.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        mends = {"recipe.toml": "to go on with this run: --resume", "config.json": "for a model: --model"}
+        mend = next((mends[name] for name in mends if (file / name).is_file()), "for records: --data")
+        raise ValueError(f"RECIPE {str(path)!r} is a folder, and must be a TOML file; {mend} {path}")
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        mend = "" if file.suffix == ".toml" else f"; if it holds records: dpoptim train --data {path}"
+        raise ValueError(f"recipe {str(path)!r} is no TOML file: {error}{mend}") from None
+
+
+def whole_path(name: str) -> str:
+    """From the root on where it is a local path, else as it is.
+
+    >>> whole_path("mlp"), whole_path("no/such:dataset")
+    ('mlp', 'no/such:dataset')
+    """
+    path = Path(name).expanduser()
+    return str(path.absolute()) if name not in BUILT_IN and path.exists() else name
 
 
 def _toml(value: Any) -> str:
@@ -225,7 +263,8 @@ def _one_of(*allowed: str) -> _Rule:
     return rule
 
 
-def _yes_or_no(name: str, value: Any) -> bool:
+def yes_or_no(name: str, value: Any) -> bool:
+    """The value, or one ValueError line where it is neither."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be true or false")
     return value
@@ -271,7 +310,7 @@ _above_0 = _number(0, low_allowed=False)
 _RULES: dict[str, _Rule] = {
     "model": _text, "data": _text, "task": _one_of(*(task.value for task in Task)), "validation_data": _text,
     "validation_fraction": _number(0, 1), "split": _text, "text_column": _text, "label_column": _text,
-    "label_names": _names, "max_length": _whole(2), "image_size": _whole(1), "from_scratch": _yes_or_no,
+    "label_names": _names, "max_length": _whole(2), "image_size": _whole(1), "from_scratch": yes_or_no,
     "lora_rank": _whole(1), "epsilon": _above_0, "delta": _number(0, 1, low_allowed=False),
     "noise_multiplier": _number(0), "adjacency": _one_of(*(kind.value for kind in Adjacency)),
     "num_examples": _whole(1), "sampling": _text, "noise": _text, "clip_norm": _above_0, "variant": _one_of(*VARIANTS),
@@ -279,5 +318,5 @@ _RULES: dict[str, _Rule] = {
     "weight_decay": _number(0), "schedule": _one_of(*SCHEDULES), "warmup": _number(0, 1), "batch_size": _whole(1),
     "steps": _whole(1), "epochs": _above_0, "micro_batch_size": _whole(1), "micro_batch_tokens": _whole(1),
     "dtype": _one_of("fp32", "bf16"), "device": _text, "seed": _whole(0), "evaluate_every": _whole(1),
-    "checkpoint_every": _whole(1), "log_every": _whole(1), "debug": _yes_or_no,
+    "checkpoint_every": _whole(1), "log_every": _whole(1), "debug": yes_or_no,
 }  # fmt: skip

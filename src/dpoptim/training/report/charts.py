@@ -6,10 +6,9 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_CEILING, Decimal
 from html import escape
 
-from dpoptim.training.report.logged_run import Series
+from dpoptim.training.runs.logged_run import Series
 
 WIDTH, HEIGHT = 360, 220
 """Of every drawing, in its own units: near to one pixel each on a phone, so that letters keep their size."""
@@ -19,6 +18,8 @@ COLOURS = 8
 
 _TOP, _RIGHT, _BOTTOM = 25.0, 12.0, 34.0
 _LETTER = 6.3
+_TINY = 1e-290
+"""What counts as 0 on an axis: below it, floats lose their digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> A
     """
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
-    if log and low > 1e-290 and high / low >= 30:
+    if log and low > _TINY and high / low >= 30:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         stride = -(-(last - first) // 6)
         last = first + stride * -(-(last - first) // stride)
@@ -133,8 +134,8 @@ def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> A
         return Axis(low=ticks[0], high=ticks[-1], ticks=ticks, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        room = 0.5 * abs(high) or 0.5
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _TINY):
+        room = 0.5 * abs(high) if abs(high) > _TINY else 0.5
         low, high = (low if zero and low == 0 else low - room), high + room
     step = _round_step((high - low) / 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -158,19 +159,6 @@ def figures(value: float, digits: int = 6) -> str:
     if value == int(value) and abs(value) < 1e12:
         return f"{int(value):,}"
     return f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:,.4g}"
-
-
-def rounded_up(epsilon: float) -> str:
-    """ε to read, with four decimals (more below 0.01), never below the number itself.
-
-    >>> rounded_up(7.99991), rounded_up(8.0), rounded_up(8.00001), rounded_up(0.000123456), rounded_up(float("inf"))
-    ('8.0000', '8.0000', '8.0001', '0.0001235', '∞')
-    """
-    if not math.isfinite(epsilon):
-        return "∞"
-    exact = Decimal(epsilon)
-    decimals = 4 if exact == 0 or exact >= Decimal("0.01") else 3 - exact.adjusted()
-    return format(exact.quantize(Decimal(1).scaleb(-decimals), rounding=ROUND_CEILING), "f")
 
 
 def drawing(layers: Sequence[Layer], *, x: Axis, y: Axis, x_label: str, y_label: str, name: str, title: str) -> str:

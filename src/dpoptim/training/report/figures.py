@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from html import escape
 
+from dpoptim.privacy.shown import rounded_up
 from dpoptim.training.report.charts import (
     Layer,
     Point,
@@ -17,10 +18,9 @@ from dpoptim.training.report.charts import (
     figures,
     layers,
     mean,
-    rounded_up,
     thin,
 )
-from dpoptim.training.report.logged_run import LoggedRun, Series, number, series, value_at
+from dpoptim.training.runs.logged_run import LoggedRun, Series, number, series, value_at
 
 QUANTILES = ("least", "5 %", "25 %", "median", "75 %", "95 %", "greatest")
 _MASSES = (0.05, 0.20, 0.25, 0.25, 0.20, 0.05)
@@ -40,7 +40,8 @@ class Mark(Enum):
 class Curve:
     """One number of the log against steps: where it lies, what it is called, and what to see in it.
 
-    `absent` is the line that stands in its place where no run logged it; without one, nothing does. `gap` says, after a
+    `absent` is the line that stands in its place where no run logged it; without one, nothing does. `no_such` is that
+    line where the log says null throughout: the number does not exist for the runs' variants. `gap` says, after a
     number, why single values are missing.
     """
 
@@ -51,6 +52,7 @@ class Curve:
     mark: Mark
     caption: str
     absent: str = ""
+    no_such: str = ""
     gap: str = "logged value(s) are no finite number, and are not drawn"
     of_evaluations: bool = False
     zero: bool = False
@@ -136,8 +138,9 @@ DIAGNOSTICS = (
         mark=Mark.RELEASED,
         zero=True,
         caption="Near one half, ν̂ after its noise is taken off is mostly noise, and corrected moments say little.",
-        absent="Negative ν̂: none to count, because the variant scales gradients or keeps no second moment, "
-        f"or {_NO_DIAGNOSTICS}.",
+        absent=f"Negative ν̂: {_NO_DIAGNOSTICS}.",
+        no_such="Negative second moments ν̂: does not apply to {variants}. It is for variants that take the noise's "
+        "share off ν̂, or could; one that scales gradients before the noise, or keeps no second moment, has none.",
     ),
 )
 
@@ -180,11 +183,21 @@ COSTS = (
 CURVES = (*LOSSES, *DIAGNOSTICS, *COSTS)
 
 
+def _why_absent(curve: Curve, runs: Sequence[LoggedRun]) -> str:
+    *parts, name = curve.path.split(".")
+    groups = [value_at(record, ".".join(parts)) for run in runs for record in run.steps] if parts else []
+    says_null = any(isinstance(group, dict) and name in group for group in groups)
+    if not curve.no_such or not says_null:
+        return curve.absent
+    variants = dict.fromkeys(str(run.setting("variant") or run.name) for run in runs)
+    return curve.no_such.format(variants=", ".join(variants))
+
+
 def curve_figure(curve: Curve, runs: Sequence[LoggedRun], *, limit: int) -> str:
     """The curve of all runs as HTML: heading, legend, drawing, caption and table; a line where no run logged it."""
     found = [curve.of(run) for run in runs]
     if not any(found):
-        return _line(curve.absent) if curve.absent else ""
+        return _line(_why_absent(curve, runs)) if curve.absent else ""
     rows = thin(found, limit=limit, gather=curve.gather)
     drawn = layers(rows, len(runs))
     ends = [value for layer in drawn for band in layer.bands for _, *pair in band for value in pair]

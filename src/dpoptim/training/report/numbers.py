@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpoptim.training.report.figures import CURVES, Mark, quantiles_of
-from dpoptim.training.report.logged_run import LoggedRun, number, series, value_at
+from dpoptim.training.runs.logged_run import LoggedRun, number, series, value_at
+from dpoptim.training.support.plain import plain
 
 _SETTINGS = ("task", "model", "variant", "mechanism", "noise_multiplier", "clip_norm", "batch_size", "device")
 _COUNTS = ("parameters", "trained_parameters", "examples", "validation_examples")
@@ -80,7 +81,7 @@ def all_numbers(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     Each run has its `final` numbers, its `curves` {name: {"mark", "values": [[step, value], ...]}}, its
     `scale_quantiles` [[step, seven values], ...], the recipe, the versions, the statement and the notes.
     """
-    return {"runs": [_plain(_of_run(run)) for run in runs]}
+    return {"runs": [plain(_of_run(run)) for run in runs]}
 
 
 def _of_run(run: LoggedRun) -> dict[str, Any]:
@@ -96,14 +97,3 @@ def _of_run(run: LoggedRun) -> dict[str, Any]:
         "statement": run.statement,
         "notes": run.notes,
     }
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON can write it: no number that is not finite, texts for what JSON has no type for."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (str, int)) else str(value)

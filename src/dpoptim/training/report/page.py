@@ -11,10 +11,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from dpoptim.training.report.charts import colour_class, figures, rounded_up
+from dpoptim.privacy.shown import rounded_up
+from dpoptim.training.report.charts import colour_class, figures
 from dpoptim.training.report.figures import COSTS, DIAGNOSTICS, LOSSES, Mark, chip, curve_figure, scale_figures
-from dpoptim.training.report.logged_run import UNKNOWN_END, LoggedRun, value_at
 from dpoptim.training.report.numbers import final_numbers
+from dpoptim.training.runs.logged_run import UNKNOWN_END, LoggedRun, value_at
+from dpoptim.training.support.plain import duration
 from dpoptim.version import __version__
 
 _POINTS = 280
@@ -109,7 +111,7 @@ def guarantee_sentence(run: LoggedRun) -> str:
     """The guarantee in one sentence, ε rounded up; what was spent so far where not all steps were taken."""
     found = run.guarantee
     if found.epsilon is None:
-        return "The guarantee is unknown: neither plan.json nor statement.txt tells ε."
+        return "The guarantee is unknown: plan.json does not tell ε."
     if not found.is_private:
         first = run.statement.splitlines()[0] if run.statement else "epsilon = inf"
         return f"Not private, whatever is shown below: {first}"
@@ -198,7 +200,7 @@ def _shown(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("Validation perplexity", _number(validation.get("perplexity")), Mark.OUTSIDE.value),
         ("ε spent", _epsilon(found["epsilon_spent"]), "rounded up, never down"),
         ("Steps", _number(found["steps"]), f"of {planned:,} planned" if planned else ""),
-        ("Time", _duration(found["seconds"]), Mark.TIMING.value),
+        ("Time", _time(found["seconds"]), Mark.TIMING.value),
         ("Examples per second", _number(found["median_examples_per_second"], 4), "median; " + Mark.TIMING.value),
     ]
     if "not_private" in found:
@@ -302,7 +304,7 @@ def _course(run: LoggedRun, found: dict[str, Any], *, several: bool) -> str:
     rows: dict[str, Any] = {
         "Started": run.starts[0].get("time") if run.starts else None,
         "Ended": run.ending,
-        "Duration": _duration(found["seconds"]),
+        "Duration": _time(found["seconds"]),
         "Resumed": f"{run.resumes} time(s)" + "".join(f", from step {at}" for at in _resumed_from(run)),
         "Device": found["device"],
         "Machine": start.get("machine"),
@@ -348,16 +350,5 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}\N{NO-BREAK SPACE}s"
 
 
-def _duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds.
-
-    >>> _duration(3725.0), _duration(4.25), _duration(None)
-    ('1 h 2 min 5 s', '4.2\\xa0s', '–')
-    """
-    if seconds is None:
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.1f}\N{NO-BREAK SPACE}s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours} h " if hours else "") + f"{minutes} min {rest} s"
+def _time(seconds: float | None) -> str:
+    return "–" if seconds is None else duration(seconds).replace(" ", "\N{NO-BREAK SPACE}")

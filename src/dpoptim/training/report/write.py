@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpoptim.training.report.logged_run import LoggedRun
 from dpoptim.training.report.page import page
+from dpoptim.training.runs.logged_run import LoggedRun
 from dpoptim.training.support.files import write_text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpoptim.training.support.files import make_folder
+from dpoptim.training.support.files import make_folder, remove_unfinished
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})")
@@ -30,6 +30,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
         except RuntimeError as error:  # how torch's writer says that a disk is full
             raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
 
+    remove_unfinished(folder)
     make_folder(path, fill)
     for old in checkpoints(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)

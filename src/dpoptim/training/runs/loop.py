@@ -10,40 +10,42 @@ import torch
 from torch import Tensor
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, private_loader
+from dpoptim.privacy import PrivacyPlan, ReleasedSteps, private_loader
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.secret_randomness import forget_seed, seed_secretly
 from dpoptim.training.recipes.plans import learning_rate_at, optimizer_of
 from dpoptim.training.runs.diagnostics import Diagnostics
 from dpoptim.training.runs.setup import Setup
-from dpoptim.training.support.secret_randomness import forget_seed, seed_secretly
+from dpoptim.training.support.step_times import StepTimes, two_digits
 
 
 class Loop:
     """Iterating takes the steps that are left; each gives an entry for the log.
 
     An entry has `step` (from 1), `learning_rate`, `epsilon` (of the steps so far, with `epsilon_note` where that is the
-    whole run's) and `seconds` a step; every `log_every` steps, and at the first and the last, also `released`, and with
-    `debug` `not_private`.
+    whole run's) and `seconds` a step (a mean of ten or more, with two digits; None before); every `log_every` steps,
+    and at the first and the last, also `released`, and with `debug` `not_private`.
 
     Guarantee: batches, masks, dropout, learning rate and noise of step t depend on (recipe, key, run, t) alone, so a
     run that goes on from `state_dict` is the run that never stopped, bit for bit where arithmetic is.
     """
 
-    def __init__(self, setup: Setup, key: NoiseKey) -> None:
+    def __init__(self, setup: Setup, key: NoiseKey, steps: ReleasedSteps, *, digest: str) -> None:
         recipe, prepared = setup.recipe, setup.prepared
         self._setup = setup
         setup.model.train()
         self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
+        self._optimizer.release.before_release = steps.note
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
         self._loader = private_loader(
             prepared.dataset, setup.plan, key=key, bucket=prepared.bucket, collate_fn=prepared.collate,
-            pin_memory=setup.device.type == "cuda", **cut,
+            pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
         self._diagnostics = Diagnostics(self._optimizer)
         self._spent = EpsilonSpent(self.plan)
-        self._seconds: list[float] = []
+        self._times = StepTimes(over=recipe.log_every)
         self._counted = (0, 0, 0)
 
     @property
@@ -113,11 +115,9 @@ class Loop:
                     entry["released"] = self._diagnostics.after()
                     if recipe.debug:
                         entry["not_private"] = self._not_private(losses)
-                self._seconds.append(time.perf_counter() - began)
-                entry["seconds"] = sum(self._seconds) / len(self._seconds)
-                entry["examples_per_second"] = self.batch_size / entry["seconds"]
-                if "released" in entry:
-                    self._seconds = []
+                seconds = self._times.add(time.perf_counter() - began)
+                entry["seconds"] = seconds
+                entry["examples_per_second"] = two_digits(self.batch_size / seconds) if seconds else None
                 yield entry
 
     def _begin(self, number: int) -> float:

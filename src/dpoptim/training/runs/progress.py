@@ -9,10 +9,12 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dpoptim.privacy.shown import rounded_up
+
 NOT_PRIVATE = "not private: for debugging"
 
 
-class Silent:
+class ProgressDisplay:
     """Says nothing; also the shape of those that do."""
 
     def __enter__(self) -> Self:
@@ -40,7 +42,7 @@ class Silent:
         """Scores on held-out records, as in the log."""
 
 
-class Lines(Silent):
+class Lines(ProgressDisplay):
     """One line an evaluation, for logs of batch systems."""
 
     def __init__(self, console: Console) -> None:
@@ -62,8 +64,8 @@ class Lines(Silent):
 
     def evaluation(self, entry: dict[str, Any]) -> None:
         rate = f", {self._batch_size / self._seconds:.0f} examples/s" if self._seconds else ""
-        spent = f"epsilon {self._epsilon:.3f} {self._so_far}{rate}{self._loss}"
-        self.say(f"step {entry['step']}/{self._steps}: {scores_line(entry)}; {spent}")
+        spent = f"; epsilon {rounded_up(self._epsilon)} {self._so_far}{rate}{self._loss}" if entry["step"] else ""
+        self.say(f"step {entry['step']}/{self._steps}: {scores_line(entry)}{spent}")
 
 
 class Bar(Lines):
@@ -103,7 +105,7 @@ class Bar(Lines):
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         super().step(step=step, epsilon=epsilon, seconds=seconds)
-        told = f"ε {epsilon:.3f} {self._so_far}"
+        told = f"ε {rounded_up(epsilon)} {self._so_far}"
         if seconds:
             told += f"  {self._batch_size / seconds:.0f} ex/s"
         self._progress.update(self._task, completed=step, told=told + self._scores + self._loss)
@@ -118,7 +120,7 @@ def scores_line(entry: dict[str, Any]) -> str:
     >>> scores_line({"loss": 2.5, "accuracy": 0.75, "perplexity": None})
     'held-out loss 2.5000, accuracy 75.0 %'
     """
-    text = f"held-out loss {entry['loss']:.4f}"
+    text = "held-out loss not finite" if entry["loss"] is None else f"held-out loss {entry['loss']:.4f}"
     if entry.get("accuracy") is not None:
         text += f", accuracy {entry['accuracy']:.1%}".replace("%", " %")
     if entry.get("perplexity") is not None:

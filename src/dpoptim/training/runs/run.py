@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import shutil
 import sys
@@ -13,55 +14,70 @@ from typing import Any
 import torch
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.statement import headline
 from dpoptim.training.recipes.plans import name_of_noise
 from dpoptim.training.recipes.recipe import Recipe
 from dpoptim.training.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
+from dpoptim.training.runs.identity import identity_of
 from dpoptim.training.runs.loop import Loop
 from dpoptim.training.runs.metrics import evaluate
-from dpoptim.training.runs.progress import Silent
+from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run_directory import RunDirectory
 from dpoptim.training.runs.run_log import RunLog, cut_log, read_log
+from dpoptim.training.runs.run_result import is_finished
 from dpoptim.training.runs.setup import Setup, set_up
 from dpoptim.training.runs.tensorboard import tensorboard_writer, write_scalars
 from dpoptim.training.support.files import make_folder
 from dpoptim.training.support.interrupts import StopWish, stopping_between_steps
 from dpoptim.training.support.optional import one_line
+from dpoptim.training.support.step_times import two_digits
 from dpoptim.version import __version__
 
 
-def train(recipe: Recipe, directory: str | Path, *, progress: Silent | None = None) -> dict[str, Any]:
+def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | None = None) -> dict[str, Any]:
     """Set a run up, make its directory and train; returns the summary, which is also in summary.json.
 
     Guarantee: what can be wrong with the input is told before the directory is made. The whole run satisfies the
     statement in statement.txt; scores on held-out records, and what `debug` logs, are outside of it.
     Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
     """
-    progress = progress or Silent()
+    progress = progress or ProgressDisplay()
     place = RunDirectory(Path(directory).expanduser())
     place.check_new()
     with progress:
         setup = set_up(recipe, tell=progress.tell)
+        for note in setup.notes:
+            progress.say(f"note: {note}")
         place.check_new(bytes_needed=bytes_on_disk(setup))
-        place.create(setup.recipe, setup.plan, NoiseKey.generate())
-        return _run(setup, place, progress, fresh=True)
+        key = NoiseKey.generate()
+        progress.tell("taking digests of the records")
+        identity = identity_of(setup, key)
+        place.create(setup.recipe, setup.plan, key, identity)
+        return _run(setup, place, progress, key, identity, fresh=True)
 
 
-def resume(directory: str | Path, *, device: str | None = None, progress: Silent | None = None) -> dict[str, Any]:
+def resume(
+    directory: str | Path, *, device: str | None = None, progress: ProgressDisplay | None = None
+) -> dict[str, Any]:
     """Go on with a run where its last checkpoint stands; bit for bit on the same machine.
 
-    Edge cases: a run that is finished returns its summary; one ValueError line where the directory is no run.
+    Guarantee: no step is released twice but for exactly the same values. One ValueError line, before anything is
+    computed, where records or settings are not those that the run was begun with, and, where steps behind the
+    checkpoint were released, where device, versions or micro-batches are not those that they had.
+    Edge cases: a run that is finished returns its summary, and needs no key for that; one ValueError line where the
+    directory is no run.
     """
-    progress = progress or Silent()
+    progress = progress or ProgressDisplay()
     place = RunDirectory(Path(directory).expanduser())
-    recipe, plan, _ = place.read()
-    ended = [entry for entry in read_log(place.log_file) if entry["kind"] == "end"]
-    if ended and ended[-1]["reason"] == "finished":
-        return _summary(place, plan)
+    if is_finished(place.path):
+        return _summary(place, place.read_plan())
+    recipe, plan, key = place.read()
     with progress:
         setup = set_up(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
-        return _run(setup, place, progress, fresh=False)
+        progress.tell("taking digests of the records")
+        return _run(setup, place, progress, key, identity_of(setup, key), fresh=False)
 
 
 def bytes_on_disk(setup: Setup) -> int:
@@ -70,40 +86,46 @@ def bytes_on_disk(setup: Setup) -> int:
     return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
-def _run(setup: Setup, place: RunDirectory, progress: Silent, *, fresh: bool) -> dict[str, Any]:
+def _run(
+    setup: Setup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey, identity: RunIdentity, *, fresh: bool
+) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
     if not fresh and not found and read_log(place.log_file):
         raise ValueError(f"{place.checkpoints} has no checkpoint left; the run cannot be taken up again")
+    step = step_of(found[-1]) if found else 0
     with RunLog(place.log_file):  # nobody else is at it
+        steps = ReleasedSteps.resume(place.steps_file, identity, step=step)
         if found:
-            cut_log(place.log_file, step_of(found[-1]))
-    with RunLog(place.log_file) as log, stopping_between_steps() as wish:
-        loop = Loop(setup, NoiseKey.load(place.key_file))
+            cut_log(place.log_file, step)
+    with (
+        contextlib.closing(steps),
+        RunLog(place.log_file) as log,
+        stopping_between_steps() as wish,
+        contextlib.closing(Loop(setup, key, steps, digest=identity.records["training"])) as loop,
+    ):
         if found:
             loop.load_state_dict(load_checkpoint(found[-1]))
-        run = _Run(setup, place, progress, log, loop, wish)
         try:
-            return run.train(resumed_from=step_of(found[-1]) if found else None)
+            run = _Run(setup, place, progress, log, loop, wish)
+            return run.train(resumed_from=step if found else None)
         except (OSError, torch.OutOfMemoryError) as error:
             raise _one_line(error, place) from error
-        finally:
-            loop.close()
 
 
 class _Run:
     """The loop with everything around it: log, evaluations, checkpoints."""
 
     def __init__(
-        self, setup: Setup, place: RunDirectory, progress: Silent, log: RunLog, loop: Loop, wish: StopWish
+        self, setup: Setup, place: RunDirectory, progress: ProgressDisplay, log: RunLog, loop: Loop, wish: StopWish
     ) -> None:
         self._setup, self._place, self._progress = setup, place, progress
         self._log, self._loop, self._wish = log, loop, wish
-        self._writer = tensorboard_writer(place.path / "tensorboard", step=loop.step)
+        self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
 
     def train(self, *, resumed_from: int | None) -> dict[str, Any]:
         recipe, loop = self._setup.recipe, self._loop
-        assert recipe.evaluate_every is not None  # settled
+        assert recipe.evaluate_every is not None  # filled in
         assert recipe.checkpoint_every is not None
         self._log.write("start", **self._description(resumed_from))
         self._progress.begin(
@@ -119,7 +141,7 @@ class _Run:
                     write_scalars(self._writer, {"kind": "step", **entry})
                     if "not_private" in entry:
                         self._progress.not_private(entry["not_private"]["loss"])
-                self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"])
+                self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 last = loop.step == loop.steps
                 if last or loop.step % recipe.evaluate_every == 0:
                     self._evaluate()
@@ -192,20 +214,23 @@ class _Run:
                 tokenizer.save_pretrained(folder)
 
         shutil.rmtree(self._place.model, ignore_errors=True)
-        make_folder(self._place.model, fill)
+        make_folder(self._place.model, fill, secret=False)
 
     def _end(self, reason: str) -> dict[str, Any]:
-        self._log.write("end", step=self._loop.step, reason=reason, seconds=round(time.perf_counter() - self._began, 3))
+        self._log.write("end", step=self._loop.step, reason=reason, seconds=self._seconds())
         summary = _summary(self._place, self._loop.plan)
         if self._wish.signal is not None:
             summary["signal"] = int(self._wish.signal)
         self._place.write_summary(summary)
         return summary
 
+    def _seconds(self) -> float:
+        return two_digits(time.perf_counter() - self._began)
+
     def _end_with(self, error: BaseException) -> None:
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
         with contextlib.suppress(OSError):  # the disk is full: what matters is the checkpoint, which is whole
-            self._log.write("end", step=self._loop.step, reason=reason, seconds=time.perf_counter() - self._began)
+            self._log.write("end", step=self._loop.step, reason=reason, seconds=self._seconds())
 
 
 def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
@@ -225,7 +250,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
         "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
         "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
         "model": str(place.model) if end["reason"] == "finished" else None,
-        "guarantee": place.statement_file.read_text(encoding="utf-8").splitlines()[0],
+        "guarantee": headline(plan, math.inf if start["epsilon"] is None else start["epsilon"], plan.delta),
     }
 
 

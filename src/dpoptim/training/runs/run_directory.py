@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
 from dpoptim.training.recipes.recipe import Recipe, read_recipe
-from dpoptim.training.runs.run_log import plain
 from dpoptim.training.support.files import make_folder, write_text
+from dpoptim.training.support.plain import plain
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class RunDirectory:
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
     | noise.key | SECRET, mode 0600: who has it can take the noise off |
+    | noise.steps | how many steps were released, and of what: a run goes on as itself or not at all |
     | log.jsonl | what happened, line by line |
     | checkpoints/step-000100/ | where the run can be taken up; the last two |
     | model/ | the trained model, at the end |
@@ -49,6 +50,10 @@ class RunDirectory:
     @property
     def key_file(self) -> Path:
         return self.path / "noise.key"
+
+    @property
+    def steps_file(self) -> Path:
+        return self.path / "noise.steps"
 
     @property
     def log_file(self) -> Path:
@@ -81,12 +86,13 @@ class RunDirectory:
                 f"{free / 1e6:.0f} MB left; make room, or choose another disk"
             )
 
-    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
-        """Make the folder with all that is known before training; it appears whole or not at all."""
+    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey, identity: RunIdentity) -> None:
+        """Make the folder (mode 0700) with all that is known before training; it appears whole or not at all."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
             key.save(new.key_file)
+            ReleasedSteps.begin(new.steps_file, identity).close()
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")
@@ -105,11 +111,13 @@ class RunDirectory:
             raise ValueError(f"{self.path} is no run directory (it has no recipe.toml); check the path")
         recipe = read_recipe(self.recipe_file)
         try:
-            plan = PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
-            key = NoiseKey.load(self.key_file)
+            return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
             raise ValueError(f"{error.filename} is missing, and the run cannot go on without it") from None
-        return recipe, plan, key
+
+    def read_plan(self) -> PrivacyPlan:
+        """The plan that the run keeps to."""
+        return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from dpoptim.training.support.files import write_text
+from dpoptim.training.support.plain import plain
 
 try:
     import fcntl
@@ -21,6 +21,7 @@ class RunLog:
     """Appends entries; holds the run for this process while it is open.
 
     Entries have a `kind`: start, step, evaluation, checkpoint, end. Numbers that are not finite are written as null.
+    Start and end have the time of day; the others have none, since the time of steps tells of their batches.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +34,10 @@ class RunLog:
                 raise ValueError(f"{path.parent} is being trained by another process; wait for it to end") from None
 
     def write(self, kind: str, **values: Any) -> None:
-        entry = {"kind": kind, "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **values}
+        entry: dict[str, Any] = {"kind": kind}
+        if kind in ("start", "end"):
+            entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        entry |= values
         self._file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -67,16 +71,3 @@ def cut_log(path: Path, step: int) -> None:
     """
     kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
-
-
-def plain(value: Any) -> Any:
-    """Numbers as JSON knows them: null for those that are not finite.
-
-    >>> plain({"epsilon": math.inf, "steps": [1, 2.5]})
-    {'epsilon': None, 'steps': [1, 2.5]}
-    """
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,16 +1,15 @@
-"""What a finished run directory says: recipe, plan, scores and time. The noise key is never read."""
+"""What a finished run comes to: recipe, plan, scores and time."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpoptim.privacy import PrivacyPlan
-from dpoptim.training.recipes.recipe import Recipe, read_recipe
+from dpoptim.training.recipes.recipe import Recipe
+from dpoptim.training.runs.logged_run import read_run
 from dpoptim.training.runs.run_directory import RunDirectory
-from dpoptim.training.runs.run_log import read_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +28,9 @@ class RunResult:
 
 
 def is_finished(directory: Path) -> bool:
-    """Whether the folder is a run that reached its end."""
+    """Whether the folder is a run that reached its end; the noise key is not read."""
     log = RunDirectory(directory).log_file
-    if not log.is_file():
-        return False
-    ends = [entry for entry in read_log(log) if entry["kind"] == "end"]
-    return bool(ends) and ends[-1]["reason"] == "finished"
+    return log.is_file() and log.stat().st_size > 0 and read_run(directory).ending == "finished"
 
 
 def read_result(directory: Path) -> RunResult:
@@ -42,15 +38,17 @@ def read_result(directory: Path) -> RunResult:
 
     Edge cases: one ValueError line where a part is missing, or where nothing was held out to score on.
     """
-    place = RunDirectory(directory)
-    try:
-        recipe = read_recipe(place.recipe_file)
-        plan = PrivacyPlan.from_dict(json.loads(place.plan_file.read_text(encoding="utf-8"))["plan"])
-        entries = read_log(place.log_file)
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing from a run; remove the folder to run it again") from None
-    scores = [entry for entry in entries if entry["kind"] == "evaluation"]
-    if not scores:
+    run = read_run(directory)
+    if run.privacy_plan is None or not run.recipe:
+        reason = "; ".join(run.notes) or "plan.json or recipe.toml is not a run's own"
+        raise ValueError(f"{directory}: {reason}; remove the folder to run it again")
+    if not run.evaluations:
         raise ValueError(f"{directory} has no scores: nothing was held out; give validation_fraction or _data")
-    seconds = sum(entry["seconds"] for entry in entries if entry["kind"] == "end")
-    return RunResult(path=directory, recipe=recipe, plan=plan, first=scores[0], last=scores[-1], seconds=seconds)
+    return RunResult(
+        path=directory,
+        recipe=Recipe.from_dict(run.recipe),
+        plan=run.privacy_plan,
+        first=run.evaluations[0],
+        last=run.evaluations[-1],
+        seconds=run.seconds or 0.0,
+    )

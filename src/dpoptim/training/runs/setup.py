@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from dpoptim.training.losses.tasks import Task
 from dpoptim.training.models.prepared import Prepared, prepare
 from dpoptim.training.models.synthetic import random_batch
 from dpoptim.training.models.task_of_model import task_of_model
-from dpoptim.training.recipes.defaults import chosen_device, settled, validation_fraction
+from dpoptim.training.recipes.defaults import chosen_device, notes_on, validation_fraction, with_defaults
 from dpoptim.training.recipes.plans import name_of_noise, name_of_sampling, optimizer_of, plan_of
 from dpoptim.training.recipes.recipe import Recipe
+from dpoptim.training.runs.shared_records import check_held_out_is_other, same_source
 from dpoptim.training.support.optional import one_line
 
 _KINDS = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
@@ -31,13 +32,14 @@ _KINDS = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Ki
 class Setup:
     """A recipe with every value filled in, the model with its training examples, held-out ones, and the plan.
 
-    Guarantee: `validation` shares no record with `prepared`; `plan` counts the training records alone.
+    Guarantee: `validation` shares no place with `prepared`; `plan` counts the training records alone.
     """
 
     recipe: Recipe
     prepared: Prepared
     validation: Prepared | None
     plan: PrivacyPlan
+    shared_records: int = 0  # held-out records that occur among the training records too
 
     @property
     def model(self) -> nn.Module:
@@ -46,6 +48,18 @@ class Setup:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know before the run starts, a line each; often nothing."""
+        held_out = 0 if self.validation is None else len(self.validation.records)
+        notes = notes_on(self.recipe, num_examples=self.plan.num_examples, held_out=held_out)
+        if self.shared_records:
+            notes.append(
+                f"{self.shared_records} of the {held_out} records of validation_data are training records too: scores "
+                "on them are not covered by the guarantee"
+            )
+        return notes
 
     @property
     def trained_parameters(self) -> int:
@@ -69,10 +83,14 @@ def set_up(
     larger than the data, an impossible ε, a model that mixes examples.
     """
     device = chosen_device(recipe.device)
-    recipe = _with_whole_paths(recipe)
+    recipe = recipe.with_whole_paths()
     tell("reading the records")
     task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
-    training, held_out = _records(recipe, task)
+    training, held_out = records_of(recipe, task)
+    shared = 0
+    if recipe.validation_data is not None and held_out is not None:
+        tell("comparing training and held-out records")
+        shared = check_held_out_is_other(training, held_out, data=recipe.data, validation_data=recipe.validation_data)
     public = recipe.adjacency != Adjacency.ADD_REMOVE.value
     if public and recipe.num_examples not in (None, len(training)):
         raise ValueError(
@@ -91,7 +109,7 @@ def set_up(
         seed=recipe.seed,
     )
     prepared.model.to(device)
-    recipe = settled(recipe, task=task, num_examples=recipe.num_examples or len(training), device=device)
+    recipe = with_defaults(recipe, task=task, num_examples=recipe.num_examples or len(training), device=device)
     recipe = recipe.replace(
         max_length=prepared.max_length, label_names=training.label_names or None if task.is_classification else None
     )
@@ -102,7 +120,7 @@ def set_up(
         recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
     setup = Setup(recipe=recipe, prepared=prepared, validation=validation, plan=plan)
     tell("trying the model on random examples")
-    return Setup(recipe=recipe, prepared=prepared, validation=validation, plan=_tried(setup))
+    return dataclasses.replace(setup, plan=_tried(setup), shared_records=shared)
 
 
 def held_out_places(count: int, fraction: float) -> np.ndarray:
@@ -117,7 +135,7 @@ def held_out_places(count: int, fraction: float) -> np.ndarray:
     return np.arange(every - 1, count, every, dtype=np.int64)
 
 
-def _records(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
+def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     """The training records, and those held out."""
     kind = _KINDS.get(task, Kind.TEXT)
     label_column = recipe.label_column if task.is_classification else None
@@ -127,7 +145,7 @@ def _records(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
         ("text_column", recipe.text_column, text_column),
     ):
         if given != used:
-            raise ValueError(f"{name}={given!r} is not read in {task.value}; leave it out")
+            raise ValueError(_unread(recipe, task, name))
     found = read_records(
         recipe.data,
         text_column=text_column,
@@ -137,7 +155,7 @@ def _records(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
         label_names=recipe.label_names if task.is_classification else None,
     )
     if recipe.validation_data is not None:
-        if _same_file(recipe.validation_data, recipe.data):
+        if same_source(recipe.validation_data, recipe.data):
             raise ValueError(
                 f"validation_data={recipe.validation_data!r} is the training data itself; give other records, or "
                 "validation_fraction"
@@ -160,16 +178,14 @@ def _records(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     return found.take(kept), found.take(out)
 
 
-def _with_whole_paths(recipe: Recipe) -> Recipe:
-    """Local paths from the root on, so that a run can be taken up from any folder."""
-    paths = {name: getattr(recipe, name) for name in ("model", "data", "validation_data")}
-    local = {name: Path(value).expanduser() for name, value in paths.items() if value not in (None, "mlp", "small-cnn")}
-    return recipe.replace(**{name: str(path.absolute()) for name, path in local.items() if path.exists()})
-
-
-def _same_file(one: str, other: str) -> bool:
-    first, second = Path(one).expanduser(), Path(other).expanduser()
-    return one == other or (first.exists() and second.exists() and first.samefile(second))
+def _unread(recipe: Recipe, task: Task, name: str) -> str:
+    """Why a column is not read, and what was probably meant."""
+    value = getattr(recipe, name)
+    said = f"{task.value}" if recipe.task is not None else f"{task.value}, which is what model={recipe.model!r} is for"
+    mend = "leave it out"
+    if name == "label_column":
+        mend += ", or say that it is to be predicted: --task text-classification"
+    return f"{name}={value!r} is not read in {said}; {mend}"
 
 
 def _tried(setup: Setup) -> PrivacyPlan:

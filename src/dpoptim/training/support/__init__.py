@@ -1,1 +1,1 @@
-"""What every part of training needs: whole files, optional packages, interrupts, secret random numbers."""
+"""What every part of training needs: whole files, optional packages, interrupts."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+UNFINISHED = ".unfinished"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -23,26 +26,42 @@ def write_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
+def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True) -> None:
     """Fill a folder under another name, make sure that it is on the disk, and rename it; a failure leaves none.
 
+    The folder has mode 0700; with secret=False it and all in it have what the umask says.
     Edge cases: OSError where `path` is there and not empty.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
     try:
-        temporary.mkdir(parents=True)
         fill(temporary)
         for folder, _, names in os.walk(temporary):
             for name in names:
+                if not secret:
+                    Path(folder, name).chmod(0o666 & ~_umask())
                 with Path(folder, name).open("rb") as file:
                     os.fsync(file.fileno())
+            if not secret:
+                Path(folder).chmod(0o777 & ~_umask())
             sync_folder(Path(folder))
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what `make_folder` left in a folder when it was killed; for a folder that one process fills."""
+    for left in folder.glob(f".*{UNFINISHED}"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _umask() -> int:
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def sync_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run directory, read for its report: what was planned, what was logged, and what could not be read."""
+"""A run directory, read back: what was planned, what was logged, and what could not be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""
+
+_LOG = "log.jsonl"
 
 UNKNOWN_END = "still running, or killed"
 """How a run ended whose log does not say."""
@@ -102,24 +104,29 @@ class LoggedRun:
         steps = series(self.steps, "seconds")
         return math.fsum(value for _, value in steps) / len(steps) * self.last_step if steps else None
 
-    @property
+    @functools.cached_property
+    def privacy_plan(self) -> PrivacyPlan | None:
+        """The plan in plan.json; None where it is not there, or is none."""
+        names = {field.name for field in dataclasses.fields(PrivacyPlan)}
+        try:
+            return PrivacyPlan.from_dict({name: value for name, value in self.plan.items() if name in names})
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    @functools.cached_property
     def guarantee(self) -> Guarantee:
-        """The promise, from plan.json, with the accountant's name from the statement."""
-        sampling = self.plan.get("sampling")
-        sampling = sampling.get("kind") if isinstance(sampling, dict) else sampling
-        epsilon, delta = self.plan.get("epsilon"), number(self.plan.get("delta"))
-        stated = re.match(r"Differentially private: epsilon = ([\d.]+) at delta = ([\d.e-]+)$", self.statement, re.M)
-        if stated:  # its ε is rounded up
-            epsilon = float(stated[1]) if epsilon is None else epsilon
-            delta = float(stated[2]) if delta is None else delta
-        if self.statement.startswith("NOT PRIVATE") or self.plan.get("noise_multiplier") == 0:
+        """The promise, from plan.json alone: the accountant's ε that stands there, and what the plan says of itself."""
+        plan = self.privacy_plan
+        epsilon = _positive(self.plan.get("epsilon"))
+        if self.plan.get("noise_multiplier") == 0 or (plan is not None and not plan.is_private):
             epsilon = math.inf
+        sampling = self.plan.get("sampling")
         return Guarantee(
-            epsilon=_positive(epsilon),
-            delta=delta,
+            epsilon=epsilon,
+            delta=number(self.plan.get("delta")),
             adjacency=_text(self.plan.get("adjacency")),
-            sampling=_text(sampling),
-            accountant=statement_part(self.statement, "Accountant"),
+            sampling=_text(sampling.get("kind") if isinstance(sampling, dict) else sampling),
+            accountant=None if plan is None else describe_accountant(plan.run),
         )
 
     @functools.cached_property
@@ -135,21 +142,28 @@ class LoggedRun:
 
     def _accounted(self) -> float | None:
         """Steps behind the last record have cost ε too, which no record tells."""
-        names = {field.name for field in dataclasses.fields(PrivacyPlan)}
-        try:
-            plan = PrivacyPlan.from_dict({name: value for name, value in self.plan.items() if name in names})
-            return EpsilonSpent(plan).at(self.last_step)
-        except (ValueError, TypeError, KeyError):
-            return self.guarantee.epsilon
+        plan = self.privacy_plan
+        return self.guarantee.epsilon if plan is None else EpsilonSpent(plan).at(self.last_step)
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[LoggedRun]:
     """Read each folder; names are the folders' own, with as much of the path before them as tells them apart.
 
-    Edge cases: a folder that is no run, or whose log is empty, is a ValueError that says so.
+    A folder that holds runs, as `dpoptim compare` and the demonstration make one, stands for all of them (for those
+    that are compared, and not for the trials).
+    Edge cases: a folder that is no run and holds none, or whose log is empty, is a ValueError that says so.
     """
-    paths = [Path(folder) for folder in folders]
+    paths = [path for folder in folders for path in _runs_in(Path(folder).expanduser())]
     return [read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folder itself, or the runs in it where it is none: one level below, or as a comparison keeps them."""
+    if (folder / _LOG).is_file():
+        return [folder]
+    compared = folder.glob(f"runs/*/*/seed-*/{_LOG}")
+    logs = (*compared, *folder.glob(f"*/{_LOG}"))
+    return sorted(log.parent for log in logs if log.stat().st_size) or [folder]  # an empty one has just begun
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
@@ -160,11 +174,14 @@ def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
     is refused.
     """
     folder = Path(folder)
-    log = folder / "log.jsonl"
+    log = folder / _LOG
     if not folder.exists():
         raise ValueError(f"RUN {folder} does not exist; give a folder that `dpoptim train` wrote")
     if not log.is_file():
-        raise ValueError(f"RUN {folder} is no run directory (no log.jsonl); give a folder that `dpoptim train` wrote")
+        raise ValueError(
+            f"RUN {folder} is no run directory and holds none (no log.jsonl); give a folder that `dpoptim train` or "
+            "`dpoptim compare` wrote"
+        )
     notes: list[str] = []
     records = _records(log, notes)
     if not records:
@@ -231,16 +248,6 @@ def number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
-
-
-def statement_part(statement: str, title: str) -> str | None:
-    """The text behind `title:` in a statement, its lines joined.
-
-    >>> statement_part("Noise:      much\\n            more\\nUnit: one", "Noise")
-    'much more'
-    """
-    found = re.search(rf"^{re.escape(title)}:[ \t]+(.*(?:\n[ \t]{{8,}}.*)*)", statement, flags=re.MULTILINE)
-    return " ".join(found.group(1).split()) if found else None
 
 
 def _records(log: Path, notes: list[str]) -> list[dict[str, Any]]:

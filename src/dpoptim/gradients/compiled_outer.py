@@ -1,0 +1,216 @@
+"""Scaled norms on a CPU, as loops in C: nothing is stored of a product that is scaled, squared and summed.
+
+The functions of the same names in `kernels` say what is computed. Here they return None where a loop is not for what is
+given: it takes float32 on a CPU, where there is a compiler and enough to do. That depends on nothing that was done
+before, so a run that is resumed goes on with the same bits; nor do results depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpoptim.noise.compiled import library
+from dpoptim.noise.parallel import in_chunks, in_threads
+
+WORTH_COMPILING = 1 << 28
+"""Products of two factors from which on a second of compiling is soon made up for."""
+
+WORTH_COMPILING_SQUARES = 1 << 22
+"""The same for elements that are squared."""
+
+_ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
+
+_BAND = 128  # rows that all examples pass by, one after the other, while their scale stays in a cache
+
+_SOURCE = """
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define HIGH 8  /* rows of a tile; there are 32 registers */
+#else
+#define HIGH 4
+#endif
+#define ACROSS (2 * WIDTH)
+#define BAND BAND_ROWS
+#define STRETCH 4096  /* a multiple of 4 * WIDTH */
+
+typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* Sum of (scale * product)^2 over HIGH rows and all columns, in float32 for each lane. */
+static double high_tiles(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
+                         int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    vector squares[4] = {{0}};
+    int64_t col = 0;
+    for (; col + ACROSS <= cols; col += ACROSS) {
+        vector sum[HIGH][2] = {{{0}}};
+        for (int64_t t = 0; t < positions; t++) {
+            const float *r = right + t * right_stride + col;
+            const vector r0 = *(const vector *)r, r1 = *(const vector *)(r + WIDTH);
+            quad l[HIGH / 4];
+            for (int i = 0; i < HIGH / 4; i++) {
+                l[i] = ((const quad *)(left + t * left_stride))[i];
+#if defined(__aarch64__)
+                __asm__("" : "+w"(l[i]));  /* keep it in a vector register, whose lanes can be multiplied by */
+#endif
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < HIGH; i++) {
+                sum[i][0] += l[i / 4][i % 4] * r0;
+                sum[i][1] += l[i / 4][i % 4] * r1;
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < HIGH; i++) {
+            const float *s = scale + i * cols + col;
+            const vector a = sum[i][0] * *(const vector *)s, b = sum[i][1] * *(const vector *)(s + WIDTH);
+            squares[i % 2] += a * a;
+            squares[2 + i % 2] += b * b;
+        }
+    }
+    for (int k = 0; k < WIDTH; k++) total += (double)squares[0][k] + squares[1][k] + squares[2][k] + squares[3][k];
+    for (; col < cols; col++)
+        for (int i = 0; i < HIGH; i++) {
+            float sum = 0;
+            for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride + i] * right[t * right_stride + col];
+            sum *= scale[i * cols + col];
+            total += (double)sum * sum;
+        }
+    return total;
+}
+
+static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
+                      int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    for (int64_t col = 0; col < cols; col++) {
+        float sum = 0;
+        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
+        sum *= scale[col];
+        total += (double)sum * sum;
+    }
+    return total;
+}
+
+/* out[j] = sum of (scale * grads[j])^2, in float32 for each lane of a stretch of elements. */
+void scaled_squares(const float *grads, const float *scale, double *out, int64_t examples, int64_t numel,
+                    int64_t stride) {
+    for (int64_t j = 0; j < examples; j++) {
+        const float *g = grads + j * stride;
+        double total = 0;
+        int64_t at = 0;
+        while (numel - at >= 4 * WIDTH) {
+            int64_t stop = numel - at > STRETCH ? at + STRETCH : numel;
+            vector sum[4] = {{0}};
+            for (; at + 4 * WIDTH <= stop; at += 4 * WIDTH)
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    const vector x = ((const vector *)(g + at))[k] * ((const vector *)(scale + at))[k];
+                    sum[k] += x * x;
+                }
+            for (int k = 0; k < WIDTH; k++) total += (double)sum[0][k] + sum[1][k] + sum[2][k] + sum[3][k];
+        }
+        for (; at < numel; at++) {
+            const float x = g[at] * scale[at];
+            total += (double)x * x;
+        }
+        out[j] = total;
+    }
+}
+
+/* out[j] = sum over rows [begin, end); left [examples, positions, rows] and right have unit stride in their last axis.
+   `packed` has room for positions * BAND numbers: those of a band, side by side. */
+void outer_squares(const float *left, const float *right, const float *scale, double *out, int64_t examples,
+                   int64_t positions, int64_t cols, int64_t begin, int64_t end, int64_t left_example,
+                   int64_t left_stride, int64_t right_example, int64_t right_stride, float *packed) {
+    for (int64_t j = 0; j < examples; j++) out[j] = 0;
+    for (int64_t band = begin; band < end; band += BAND) {
+        int64_t stop = band + BAND < end ? band + BAND : end;
+        for (int64_t j = 0; j < examples; j++) {
+            const float *l = left + j * left_example, *r = right + j * right_example;
+            int64_t row = band;
+            for (int64_t t = 0; t < positions; t++)
+                memcpy(packed + t * BAND, l + t * left_stride + band, sizeof(float) * (stop - band));
+            for (; row + HIGH <= stop; row += HIGH)
+                out[j] += high_tiles(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+            for (; row < stop; row++)
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+        }
+    }
+}
+"""
+
+
+@functools.cache
+def _loops() -> ctypes.CDLL | None:
+    loops = library(_SOURCE.replace("BAND_ROWS", str(_BAND)), contract=True)
+    if loops is not None:
+        loops.outer_squares.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 9, ctypes.c_void_p)
+        loops.scaled_squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
+        loops.outer_squares.restype = loops.scaled_squares.restype = None
+    return loops
+
+
+def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
+    on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+    return _loops() if on_cpu else None
+
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    """With the elements of its last axis side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
+    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, float64.
+
+    Products are float32, their squares are summed in float32 within a strip of a few rows and in float64 beyond.
+    """
+    (examples, positions, rows), cols = left.shape, right.shape[2]
+    much = examples * positions * rows * cols >= WORTH_COMPILING
+    loops = _loops_for([left, right, scale]) if much else None
+    if loops is None:
+        return None
+    left, right, scale = _by_rows(left), _by_rows(right), scale.contiguous()
+    strides = (left.stride(0), left.stride(1), right.stride(0), right.stride(1))
+    parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
+
+    def measure(begin: int, end: int) -> None:
+        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND)
+        pointers = (left.data_ptr(), right.data_ptr(), scale.data_ptr(), into.data_ptr())
+        loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, packed.data_ptr())
+
+    in_chunks(measure, rows, chunk=_ROWS_TOGETHER)
+    return parts.sum(0)
+
+
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
+    """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, float64; float32 within a stretch of 4096 elements."""
+    much = sum(grad.numel() for grad in grads) >= WORTH_COMPILING_SQUARES
+    loops = _loops_for([*grads, *scales]) if much else None
+    if loops is None:
+        return None
+    examples = len(grads[0])
+    parts = torch.empty(len(grads), examples, dtype=torch.float64)
+
+    def measure(grad: Tensor, scale: Tensor, into: Tensor) -> None:
+        vectors, factors = _by_rows(grad.reshape(examples, -1)), scale.reshape(-1).contiguous()
+        pointers = (vectors.data_ptr(), factors.data_ptr(), into.data_ptr())
+        loops.scaled_squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
+
+    in_threads([partial(measure, *given) for given in zip(grads, scales, parts, strict=True)])
+    return parts.sum(0)

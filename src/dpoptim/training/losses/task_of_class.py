@@ -1,0 +1,45 @@
+"""Which task a model's class is for, by transformers' own tables of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dpoptim.training.losses.tasks import Task
+from dpoptim.training.support.optional import needed
+
+TABLES = {
+    Task.MASKED_LM: "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    Task.CAUSAL_LM: "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    Task.TEXT_CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    Task.IMAGE_CLASSIFICATION: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+_ENDINGS = {
+    "ForMaskedLM": Task.MASKED_LM,
+    "LMHeadModel": Task.CAUSAL_LM,
+    "ForCausalLM": Task.CAUSAL_LM,
+    "ForSequenceClassification": Task.TEXT_CLASSIFICATION,
+    "ForImageClassification": Task.IMAGE_CLASSIFICATION,
+}
+
+
+def tasks_of_classes(names: Iterable[str]) -> list[Task]:
+    """The tasks that classes of these names are for: by transformers' tables, else by how the names end.
+
+    Edge cases: several where a class does more than one task, none where nothing is known of it.
+
+    >>> tasks_of_classes(["BertForMaskedLM"]), tasks_of_classes(["MyOwnForCausalLM"]), tasks_of_classes(["Thing"])
+    ([<Task.MASKED_LM: 'masked-lm'>], [<Task.CAUSAL_LM: 'causal-lm'>], [])
+    """
+    auto = needed("transformers.models.auto.modeling_auto", "finding the task of a model")
+    asked = set(names)
+    found = [task for task, table in TABLES.items() if asked & _class_names(getattr(auto, table))]
+    by_name = {task for name in asked for ending, task in _ENDINGS.items() if name.endswith(ending)}
+    return found or [task for task in TABLES if task in by_name]
+
+
+def _class_names(table: Mapping[str, Any]) -> set[str]:
+    names: set[str] = set()
+    for value in table.values():
+        names.update([value] if isinstance(value, str) else value)
+    return names

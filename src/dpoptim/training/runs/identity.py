@@ -1,0 +1,99 @@
+"""What a run is, so that it goes on as itself or not at all: its settings, its records, and where it is computed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpoptim.noise import NoiseKey
+from dpoptim.noise.compiled import library
+from dpoptim.privacy import PrivacyPlan, RunIdentity, digest_records
+from dpoptim.privacy.record_digests import digest_values
+from dpoptim.training.data.records import Kind
+from dpoptim.training.models.prepared import Prepared
+from dpoptim.training.runs.setup import Setup
+from dpoptim.version import __version__
+
+_NO_MATTER = ("device", "log_every", "checkpoint_every", "evaluate_every")
+_BY_CONTENT = ("data", "validation_data", "model")  # where they lie is no matter: their content is compared
+_ROUNDING = ("micro_batch_size", "micro_batch_tokens")  # how a batch is cut changes last bits alone
+_NOT_BUILT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")  # set when it is saved
+
+
+def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
+    """Of a run that was set up: the complete recipe, the plan, the model's build, digests of all records.
+
+    It reads every record once: 10 s for a million short texts, and every file of a folder of images.
+    """
+    recipe = setup.recipe.to_dict()
+    left_out = {*_NO_MATTER, *_BY_CONTENT, *_ROUNDING}
+    records = {"training": digest_records(_examples(setup.prepared), key, what="data").whole}
+    if setup.validation is not None:
+        records["held-out"] = digest_records(_examples(setup.validation), key, what="validation_data").whole
+    return RunIdentity(
+        key=key.fingerprint(),
+        settings={
+            **{name: value for name, value in recipe.items() if name not in left_out},
+            "plan": plan_values(setup.plan),
+            "the model's build": build_of(setup.model, key),
+        },
+        records=records,
+        surroundings={**surroundings_of(setup.device), **{name: recipe.get(name) for name in _ROUNDING}},
+    )
+
+
+def plan_values(plan: PrivacyPlan) -> dict[str, Any]:
+    """The plan as it runs, whatever release its optimizer has chosen."""
+    return {name: value for name, value in plan.to_dict().items() if name != "release"}
+
+
+def build_of(model: nn.Module, key: NoiseKey) -> str:
+    """A digest of a model's layers and configuration, dropout rates among them; not of weights."""
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # without peft's wrapper
+        inner = inner.get_base_model()
+    config = inner.config.to_dict() if hasattr(getattr(inner, "config", None), "to_dict") else {}
+    kept = {name: str(value) for name, value in config.items() if name not in _NOT_BUILT}
+    parameters = [[name, str(value.dtype), value.requires_grad] for name, value in model.named_parameters()]
+    return digest_values([repr(model), kept, parameters], key)
+
+
+def surroundings_of(device: torch.device) -> dict[str, Any]:
+    """What changes the last bits of a gradient: device, threads, processor, versions, precision of products."""
+    on_gpu = device.type == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "processor": None if on_gpu else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "compiled loops": not on_gpu and library("int present(void) { return 1; }") is not None,
+        "float32 products": torch.get_float32_matmul_precision(),
+        "dpoptim": __version__,
+        "torch": torch.__version__,
+    }
+    if "transformers" in sys.modules:
+        found["transformers"] = str(sys.modules["transformers"].__version__)
+    return found
+
+
+class _Pictures:
+    """Images as they lie on the disk, with their labels: to be read and not to be opened."""
+
+    def __init__(self, images: Sequence[Any], labels: Any) -> None:
+        self._images, self._labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, place: int) -> tuple[Any, Any]:
+        return self._images[place], None if self._labels is None else int(self._labels[place])
+
+
+def _examples(prepared: Prepared) -> Any:
+    """What is trained on: tokens, so that another tokenizer is noticed, numbers, or the bytes of image files."""
+    records = prepared.records
+    return _Pictures(records.images, records.labels) if records.kind is Kind.IMAGE else prepared.dataset

@@ -1,0 +1,37 @@
+"""Values as JSON writes them, and times as people say them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON knows it: null for numbers that are not finite, text for what JSON has no type for.
+
+    >>> plain({"epsilon": math.inf, "steps": (1, 2.5)})
+    {'epsilon': None, 'steps': [1, 2.5]}
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it, in its two largest units.
+
+    >>> duration(0.04), duration(4.26), duration(50), duration(125), duration(7325)
+    ('0.04 s', '4.3 s', '50 s', '2 min 5 s', '2 h 2 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,63 @@
+"""Torch's fused Adam on a CPU against the slots that it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dpoptim
+from dpoptim.optim import fused
+
+KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+PLAN = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=20, clip_norm=0.8, noise_multiplier=0.5)
+RULES = {
+    "adam": dpoptim.Adam(),
+    "adam with decay": dpoptim.Adam(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3),
+    "adamw": dpoptim.AdamW(weight_decay=0.1),
+}
+
+
+def trained(variant, rule, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
+    optimizer = variant(model, PLAN, 1e-2, rule=rule, key=KEY, run_id="", own_batches=True)
+    start = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for _ in range(8):
+        model(x).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten().double() for p in model.parameters()]), start
+
+
+@pytest.mark.parametrize("variant", [dpoptim.post_processing, dpoptim.scale_then_privatize])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fused_steps_are_those_of_the_slots(variant, rule, dtype, monkeypatch):
+    found, start = trained(variant, RULES[rule], dtype)
+    monkeypatch.setattr(fused, "_runs_on_cpu", lambda bundle: False)
+    expected, _ = trained(variant, RULES[rule], dtype)
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+    assert float((expected - start).norm()) > 0
+    assert float((found - expected).norm()) <= tolerance * float((expected - start).norm())
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "taken"),
+    [
+        (dpoptim.Adam(), torch.float32, True),
+        (dpoptim.Adam(eps=0.0), torch.float32, False),  # 0/0 must be 0
+        (dpoptim.Adam(), torch.bfloat16, False),  # its moments are float32
+    ],
+)
+def test_what_is_taken(rule, dtype, taken, monkeypatch):
+    asked = []
+    step = fused._cpu_adam_step_
+
+    def counted(*given):
+        asked.append(1)
+        step(*given)
+
+    monkeypatch.setattr(fused, "_cpu_adam_step_", counted)
+    trained(dpoptim.post_processing, rule, dtype)
+    assert bool(asked) is taken

@@ -1,0 +1,48 @@
+"""The README: its first program runs as pasted, its commands exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpoptim.cli import command_line
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_program_runs_as_pasted(tmp_path):
+    (program,) = [text for language, text in BLOCKS if language == "python"]
+    program += "hits = (model(inputs).argmax(1) == train.tensors[1]).float().mean()\nprint('accuracy', hits.item())\n"
+    finished = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("Differentially private: epsilon = 3.0000 at delta = 1e-05")
+    assert float(finished.stdout.split()[-1]) > 0.9, "it learns"
+    assert not list(tmp_path.iterdir())
+
+
+def commands(page: Path) -> list[str]:
+    shell = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines = "".join(shell).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("dpoptim ") and "..." not in line]
+
+
+@pytest.mark.parametrize("line", [line for page in PAGES for line in commands(page)])
+def test_commands_are_written_as_the_command_line_has_them(line):
+    parser, _ = command_line()
+    _, unknown = parser.parse_known_args(shlex.split(line, comments=True)[1:])
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not missing
