@@ -120,6 +120,9 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 @torch.no_grad()
 def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
+    found = compiled_outer.quadratic_forms(matrices, factors)
+    if found is not None:
+        return found
     examples, positions, _ = factors.shape
     total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
     # On a CPU one example after another: what is made of it is still in the cache when it is reduced.
