@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -146,10 +145,6 @@ class TestCorpus:
         file.write_text('{"abstract": "a"}\n{"title": "b"}\n')
         with pytest.raises(ValueError, match="line 2 is not a JSON object with an abstract"):
             read_corpus(str(file), model, longest=64, cache=tmp_path)
-
-    def test_nothing_given(self):
-        with pytest.raises(NotHere, match="--data"):
-            read_corpus(None, "", longest=64, cache=Path("."))
 
     def test_packed_files_need_held_out_ones(self, tmp_path):
         (tmp_path / "train-0.u16.xz").write_bytes(b"")
@@ -322,6 +317,18 @@ class TestTable:
         lines = result_files.read(path).lines
         assert [line["cell"]["seed"] for line in lines[-2:]] == [0, 1]
         assert len(scores(lines)["post_processing", "independent_low"].losses) == 2
+
+    def test_figures_adds_to_the_results_and_never_begins_them_afresh(self, made, tmp_path, capsys):
+        path = tmp_path / "tinybert.jsonl"
+        path.write_text((made / "tinybert.jsonl").read_text())
+        arguments = ["reproduce", "figures", "--scale", "smoke", "--out", str(tmp_path)]
+        assert main([*arguments, "--again"]) == 2
+        assert "leave out --again" in capsys.readouterr().err
+        assert path.read_text() == (made / "tinybert.jsonl").read_text()
+        assert main([*arguments, "--only", "column=independent_low"]) == 0
+        lines = result_files.read(path).lines
+        assert [line["cell"]["purpose"] for line in lines[3:]] == ["clip norms"] * 2
+        assert (tmp_path / "images" / "figures-clipping.png").exists()
 
     def test_several_processes_give_the_same(self, made, tmp_path):
         only = ("row=post_processing", "column=independent_low")

@@ -136,8 +136,8 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
 }
 
 /* Sum over columns c, and over t <= u, of coefs[t, u] * factors[t, c] * factors[u, c], in float32 for each lane of a
-   panel of columns. `coefs` are in blocks of four t, [positions / 4][u][4]; positions is a multiple of 4, of which `real`
-   are given. `panel` has room for positions * PANEL numbers. */
+   panel of columns. `coefs` are in blocks of four t, [positions / 4][u][4]; positions is a multiple of 4, of which
+   `real` are given. `panel` has room for positions * PANEL numbers. */
 double quadratic_form(const float *factors, const float *coefs, int64_t positions, int64_t real, int64_t cols,
                       int64_t stride, float *panel) {
     double total = 0;
@@ -211,6 +211,11 @@ def _loops() -> ctypes.CDLL | None:
         loops.quadratic_form.argtypes = (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p)
         loops.quadratic_form.restype = ctypes.c_double
     return loops
+
+
+def has_loops() -> bool:
+    """Whether the loops are there: the machine has a compiler, and may use it."""
+    return _loops() is not None
 
 
 def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:

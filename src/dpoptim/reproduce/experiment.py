@@ -104,6 +104,32 @@ class Experiment:
         return self.results or self.name
 
 
+def open_results(name: str, request: Request, voice: Voice) -> list[Line]:
+    """The lines of this scale in an experiment's file, begun afresh where that is asked for."""
+    path = request.file(name)
+    if request.again and (old := result_files.start_again(path)):
+        voice.say(f"{name}: the old results are now {old}")
+    contents = result_files.read(path)
+    if contents.note:
+        voice.say(contents.note)
+    return [line for line in contents.lines if line["scale"] == request.scale]
+
+
+def line_of(name: str, request: Request, cell: Mapping[str, Any], outcome: Outcome, started: float) -> Line:
+    """A cell that was begun then (by `time.perf_counter`) and came out so, as a line for the file."""
+    return {
+        "experiment": name,
+        "scale": request.scale,
+        "cell": dict(cell),
+        "plan": outcome.plan,
+        "epsilon": outcome.epsilon,
+        "adjacency": outcome.adjacency,
+        "note": outcome.note,
+        "result": outcome.result,
+        "setting": provenance.setting(started, commit=request.commit, device=request.device),
+    }
+
+
 def run_cells(
     name: str,
     cells: Iterable[Mapping[str, Any]],
@@ -117,14 +143,10 @@ def run_cells(
     cell is begun, and a line says how many are left.
     """
     path = request.file(name)
-    if request.again and (old := result_files.start_again(path)):
-        voice.say(f"{name}: the old results are now {old}")
-    if note := result_files.read(path).note:
-        voice.say(note)
+    there = {result_files.cell_key(line["cell"]) for line in open_results(name, request, voice)}
     wanted = [dict(cell) for cell in cells if request.wants(cell)]
     if not wanted and request.only:
         raise NotHere(f"only={','.join(request.only)} leaves no cell of {name}; see the cells in {path}")
-    there = result_files.done(path, scale=request.scale)
     missing = [cell for cell in wanted if result_files.cell_key(cell) not in there]
     voice.begin(name, total=len(wanted), done=len(wanted) - len(missing))
     for count, cell in enumerate(missing):
@@ -133,18 +155,7 @@ def run_cells(
             return count
         started = time.perf_counter()
         voice.doing(short(cell))
-        outcome = compute(cell)
-        line: Line = {
-            "experiment": name,
-            "scale": request.scale,
-            "cell": cell,
-            "plan": outcome.plan,
-            "epsilon": outcome.epsilon,
-            "adjacency": outcome.adjacency,
-            "note": outcome.note,
-            "result": outcome.result,
-            "setting": provenance.setting(started, commit=request.commit, device=request.device),
-        }
+        line = line_of(name, request, cell, compute(cell), started)
         result_files.append(path, line)
         voice.finished(f"{name}: {short(cell)}: {line['setting']['seconds']:.1f} s")
     return len(missing)

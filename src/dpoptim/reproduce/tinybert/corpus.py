@@ -39,17 +39,12 @@ class Corpus:
     source: str
 
 
-def read_corpus(data: str | None, model: str | Path, *, longest: int, cache: Path, files: int | None = None) -> Corpus:
+def read_corpus(data: str, model: str | Path, *, longest: int, cache: Path, files: int | None = None) -> Corpus:
     """The corpus that `data` names: a folder of packed ids, the arXiv metadata file, or any source of texts.
 
-    `files` takes only so many of the packed train files. NotHere where there is nothing, ValueError where it cannot
+    `files` takes only so many of the packed train files. NotHere where a part is missing, ValueError where it cannot
     be read.
     """
-    if data is None:
-        raise NotHere(
-            "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
-            "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
-        )
     path = Path(data)
     if path.is_dir() and list(path.rglob("train*.u16.xz")):
         return _packed(path, files)

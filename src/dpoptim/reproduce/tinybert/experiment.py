@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from dpoptim.reproduce import provenance, result_files
-from dpoptim.reproduce.experiment import NotHere, Request, short
+from dpoptim.reproduce import result_files
+from dpoptim.reproduce.experiment import NotHere, Outcome, Request, line_of, open_results, short
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
@@ -20,7 +20,7 @@ from dpoptim.reproduce.tinybert.sizes import SIZES
 from dpoptim.reproduce.tinybert.table_of_cells import places
 from dpoptim.reproduce.tinybert.texts import laid_out
 from dpoptim.reproduce.tinybert.training_run import Ground
-from dpoptim.reproduce.tinybert.workers import Done, Here, Processes, workers
+from dpoptim.reproduce.tinybert.workers import Here, Processes, workers
 from dpoptim.reproduce.voice import Voice
 
 NAME = "tinybert"
@@ -43,21 +43,17 @@ def run_table(request: Request, voice: Voice) -> None:
 
 def run_sweep(request: Request, voice: Voice) -> None:
     """Runs that only a picture shows: scale-then-privatize against the clip norm, once its table's place is tuned."""
+    if request.again:  # the table's runs, in the same file, are not its own to begin afresh
+        raise ValueError("figures adds to the results of tinybert; leave out --again, or begin those afresh")
     _run(request, voice, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
 
 
 def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> None:
     make_ground = ground_maker(request)
-    path = request.file(NAME)
-    if request.again and (old := result_files.start_again(path)):
-        voice.say(f"{NAME}: the old results are now {old}")
-    contents = result_files.read(path)
-    if contents.note:
-        voice.say(contents.note)
-    lines = [line for line in contents.lines if line["scale"] == request.scale]
+    lines = open_results(NAME, request, voice)
     count = request.workers or (GPU_WORKERS if request.device == "cuda" else 1)
     with workers(make_ground, count) as pool:
-        shared = _start(request, lines, make_ground, pool, voice)
+        shared = _start(request, lines, make_ground, voice)
 
         def wanted() -> list[Job]:
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
@@ -82,7 +78,8 @@ def _work_off(
             if waiting:
                 voice.say(f"{NAME}: time is over, {len(waiting)} cells or more are left; the same command goes on")
             return
-        line = _line(request, pool.take())
+        done, outcome, seconds = pool.take()
+        line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds)
         flying.discard(cell_key(line["cell"]))
         lines.append(line)
         result_files.append(request.file(NAME), line)
@@ -95,24 +92,7 @@ def _work_off(
         )
 
 
-def _line(request: Request, done: Done) -> Line:
-    job, outcome, seconds = done
-    return {
-        "experiment": NAME,
-        "scale": request.scale,
-        "cell": job.cell,
-        "plan": outcome.plan,
-        "epsilon": outcome.epsilon,
-        "adjacency": outcome.adjacency,
-        "note": outcome.note,
-        "result": outcome.result,
-        "setting": provenance.setting(time.perf_counter() - seconds, commit=request.commit, device=request.device),
-    }
-
-
-def _start(
-    request: Request, lines: list[Line], make_ground: Callable[[], Ground], pool: Here | Processes, voice: Voice
-) -> Cell:
+def _start(request: Request, lines: list[Line], make_ground: Callable[[], Ground], voice: Voice) -> Cell:
     """What all cells share, after the loss of the model as it comes is in the file."""
     for line in lines:
         if line["cell"]["purpose"] == "no fine-tuning":
@@ -126,13 +106,8 @@ def _start(
     held_out = mean_losses(
         fresh, ground.validation, ground.precision(), examples=ground.validation_examples, longest=ground.longest
     )
-    first: Line = {
-        "experiment": NAME, "scale": request.scale, "cell": cell, "plan": None, "epsilon": None, "adjacency": None,
-        "note": "no private text was used",
-        "result": {"ended": "finished", "validation": held_out["tokens"], "test": test,
-                   "test_examples": len(ground.test)},
-        "setting": provenance.setting(started, commit=request.commit, device=request.device),
-    }  # fmt: skip
+    result = {"ended": "finished", "validation": held_out["tokens"], "test": test, "test_examples": len(ground.test)}
+    first = line_of(NAME, request, cell, Outcome(result=result, note="no private text was used"), started)
     result_files.append(request.file(NAME), first)
     lines.append(first)
     if request.device == "cuda":
@@ -144,15 +119,18 @@ def _start(
 def ground_maker(request: Request) -> Callable[[], Ground]:
     """A function, fit for other processes, that makes what all cells share; NotHere where data or model are missing."""
     if request.scale == "smoke":
-        return functools.partial(_ground, None, None, Path("."), request.device)
+        return functools.partial(_ground, "", None, Path("."), request.device)
     if request.model is None or request.data is None:
-        read_corpus(None, "", longest=LONGEST, cache=request.out)
+        raise NotHere(
+            "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
+            "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
+        )
     if request.device == "cuda" and not torch.cuda.is_available():
         raise NotHere("tinybert: this PyTorch finds no CUDA device; leave out --device cuda")
     return functools.partial(_ground, request.data, request.model, request.out, request.device)
 
 
-def _ground(data: str | None, model: str | None, cache: Path, device: str) -> Ground:
+def _ground(data: str, model: str | None, cache: Path, device: str) -> Ground:
     if model is None:
         corpus = made_up_corpus(vocabulary=_MADE_UP, examples=60)
         fresh, longest = functools.partial(models.made_up, vocabulary=_MADE_UP), 64

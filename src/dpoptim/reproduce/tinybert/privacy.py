@@ -47,6 +47,17 @@ def guarantee(cell: Cell, plan: PrivacyPlan) -> tuple[float | None, str | None]:
     return plan.epsilon(delta=DELTA), None
 
 
+def described(plan: PrivacyPlan) -> dict[str, Any]:
+    """What a line of results says of a plan."""
+    return {
+        "noise_multiplier": plan.noise_multiplier,
+        "noise": repr(plan.noise),
+        "sampling": repr(plan.sampling),
+        "max_participations": plan.max_participations,
+        "delta": DELTA,
+    }
+
+
 def _sizes(cell: Cell) -> _Sizes:
     return {"num_examples": cell["num_examples"], "batch_size": cell["batch_size"], "steps": cell["steps"]}
 

@@ -26,9 +26,7 @@ class Job:
     beat: list[tuple[int, float]] | None = None
 
 
-def jobs(
-    lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int, *, tuning_only: bool = False
-) -> list[Job]:
+def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int) -> list[Job]:
     """All that can be run now: for each place its next tuning runs, or, once they are done, its final runs.
 
     `shared` are the settings that all cells have (number of examples, fingerprint of the model). Final runs of the
@@ -46,7 +44,7 @@ def jobs(
         if next_settings:
             beat = best_curve(lines, place, size)
             tuning += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
-        elif not tuning_only:
+        else:
             setting = chosen(lines, place, size)
             final += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
     final.sort(key=lambda job: int(job.cell["seed"]))

@@ -19,7 +19,7 @@ from dpoptim.reproduce.experiment import Outcome
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
 from dpoptim.reproduce.tinybert.model import MaskedLM
 from dpoptim.reproduce.tinybert.optimizers import optimizer_of
-from dpoptim.reproduce.tinybert.privacy import guarantee, plan_of
+from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.sights import Sights
 from dpoptim.reproduce.tinybert.texts import Texts, made_part
 
@@ -106,16 +106,8 @@ def run(cell: Mapping[str, Any], ground: Ground, *, beat: Curve | None = None) -
         }
         result["test_examples"] = len(ground.test)
     epsilon, note = guarantee(cell, plan)
-    described = {
-        "noise_multiplier": plan.noise_multiplier,
-        "noise": repr(plan.noise),
-        "sampling": repr(plan.sampling),
-        "max_participations": plan.max_participations,
-        "delta": 1e-7,
-    }
-    return Outcome(
-        result=result, plan=described, epsilon=epsilon, note=note, adjacency=None if note else plan.adjacency.value
-    )
+    adjacency = None if note else plan.adjacency.value
+    return Outcome(result=result, plan=described(plan), epsilon=epsilon, note=note, adjacency=adjacency)
 
 
 def _validation(model: MaskedLM, ground: Ground) -> float:
