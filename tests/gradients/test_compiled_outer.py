@@ -44,6 +44,29 @@ def test_norms(sizes):
     torch.testing.assert_close(found, exactly(left, right, scale), rtol=1e-5, atol=0)
 
 
+def test_wide_rows_of_equal_numbers_lose_nothing():
+    """Sums of a quarter of a million equal squares, which one float32 would round down."""
+    left, right = torch.ones(1, 1, 8), torch.full((1, 1, 250_002), 0.83)
+    found = found_by_loop(left, right, torch.ones(8, 250_002))
+    torch.testing.assert_close(found, 8 * right.double().square().sum((1, 2)), rtol=3e-6, atol=0)
+
+
+def test_shapes_that_do_not_belong_together():
+    left, right, scale = drawn(3, 5, 100, 37)
+    with pytest.raises(ValueError, match="do not belong together"):
+        compiled_outer.outer_squares(left, right[:, :4], scale)
+    with pytest.raises(ValueError, match="do not belong together"):
+        compiled_outer.outer_squares(left, right, scale[:50])
+
+
+@pytest.mark.parametrize("change", [("sum *= scale", "sum *= 0.999f * scale"), ("+= a * a", "+= 0.999f * a * a")])
+def test_loops_that_are_wrong_are_not_used(monkeypatch, change):
+    wrong = compiled_outer._SOURCE.replace(*change)
+    assert wrong != compiled_outer._SOURCE
+    monkeypatch.setattr(compiled_outer, "_SOURCE", wrong)
+    assert compiled_outer._loops.__wrapped__() is None
+
+
 def test_factors_with_padding_and_other_strides():
     left, right, scale = drawn(3, 5, 100, 37)
     padded = torch.full((3, 5, 128), torch.nan)

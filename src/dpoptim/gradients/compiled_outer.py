@@ -49,18 +49,29 @@ _SOURCE = """
 #define ACROSS (2 * WIDTH)
 #define BAND BAND_ROWS
 #define PANEL PANEL_COLUMNS  /* a multiple of 4 * WIDTH */
+#define STRIP 1024    /* a multiple of ACROSS */
 #define STRETCH 4096  /* a multiple of 4 * WIDTH */
 
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* Sum of (scale * product)^2 over HIGH rows and all columns, in float32 for each lane. */
+static double lanes(const vector *four) {
+    double total = 0;
+    for (int k = 0; k < WIDTH; k++) total += (double)four[0][k] + four[1][k] + four[2][k] + four[3][k];
+    return total;
+}
+
+/* Sum of (scale * product)^2 over HIGH rows and all columns, in float32 for each lane of a strip of columns. */
 static double high_tiles(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
                          int64_t left_stride, int64_t right_stride) {
     double total = 0;
     vector squares[4] = {{0}};
     int64_t col = 0;
     for (; col + ACROSS <= cols; col += ACROSS) {
+        if (col % STRIP == 0) {
+            total += lanes(squares);
+            memset(squares, 0, sizeof squares);
+        }
         vector sum[HIGH][2] = {{{0}}};
         for (int64_t t = 0; t < positions; t++) {
             const float *r = right + t * right_stride + col;
@@ -86,7 +97,7 @@ static double high_tiles(const float *left, const float *right, const float *sca
             squares[2 + i % 2] += b * b;
         }
     }
-    for (int k = 0; k < WIDTH; k++) total += (double)squares[0][k] + squares[1][k] + squares[2][k] + squares[3][k];
+    total += lanes(squares);
     for (; col < cols; col++)
         for (int i = 0; i < HIGH; i++) {
             float sum = 0;
@@ -125,7 +136,7 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
                     const vector x = ((const vector *)(g + at))[k] * ((const vector *)(scale + at))[k];
                     sum[k] += x * x;
                 }
-            for (int k = 0; k < WIDTH; k++) total += (double)sum[0][k] + sum[1][k] + sum[2][k] + sum[3][k];
+            total += lanes(sum);
         }
         for (; at < numel; at++) {
             const float x = g[at] * scale[at];
@@ -173,7 +184,7 @@ double quadratic_form(const float *factors, const float *coefs, int64_t position
                     for (int k = 0; k < 4; k++)
                         squares[k] += sum[i][k] * *(const vector *)(panel + (block + i) * PANEL + at + k * WIDTH);
             }
-        for (int k = 0; k < WIDTH; k++) total += (double)squares[0][k] + squares[1][k] + squares[2][k] + squares[3][k];
+        total += lanes(squares);
     }
     return total;
 }
@@ -210,12 +221,33 @@ def _loops() -> ctypes.CDLL | None:
         loops.outer_squares.restype = loops.scaled_squares.restype = None
         loops.quadratic_form.argtypes = (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p)
         loops.quadratic_form.restype = ctypes.c_double
-    return loops
+    return loops if loops is not None and _right(loops) else None
 
 
-def has_loops() -> bool:
-    """Whether the loops are there: the machine has a compiler, and may use it."""
-    return _loops() is not None
+def _right(loops: ctypes.CDLL) -> bool:
+    """Whether the loops give what torch does for one small problem, and NaN where there is one.
+
+    A compiler may have been told elsewhere to take liberties that a norm does not survive.
+    """
+    vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
+    scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
+    for value in (1.0, torch.nan, torch.inf):
+        vectors[1, 2, 3] = value
+        out, wide = torch.empty(2, 3, dtype=torch.float64), vectors.double()
+        first, factors = vectors.view(3, -1), scale.view(-1)[: 5 * 37].contiguous()
+        loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
+        pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
+        loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
+        expected = torch.stack(
+            [
+                (wide.view(3, -1) * factors.double()).square().sum(1),
+                ((wide.mT @ wide) * scale.double()).square().sum((1, 2)),
+            ]
+        )
+        finite = expected.isfinite()
+        if not torch.equal(finite, out.isfinite()) or not torch.allclose(out[finite], expected[finite], rtol=1e-5):
+            return False
+    return True
 
 
 def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
@@ -231,9 +263,13 @@ def _by_rows(tensor: Tensor) -> Tensor:
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
     """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, float64.
 
-    Products are float32, their squares are summed in float32 within a strip of a few rows and in float64 beyond.
+    Products are float32, their squares are summed in float32 within a few rows and 1024 columns, in float64 beyond.
     """
     (examples, positions, rows), cols = left.shape, right.shape[2]
+    if right.shape[:2] != (examples, positions) or scale.shape != (rows, cols):
+        raise ValueError(
+            f"shapes {tuple(left.shape)}, {tuple(right.shape)} and {tuple(scale.shape)} do not belong together"
+        )
     much = examples * positions * rows * cols >= WORTH_COMPILING
     loops = _loops_for([left, right, scale]) if much else None
     if loops is None:
