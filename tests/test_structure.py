@@ -119,6 +119,7 @@ FOR_USERS = {  # what anyone may call: losses, checks, public data
 }
 EXCEPTIONS = {  # each with the reason why it sees nothing private, or says so
     "dpoptim.theory.probe": {"dpoptim.gradients.clipped_sum"},  # PUBLIC examples only
+    "dpoptim.training.runs.identity": {"dpoptim.gradients.compiled_outer"},  # asks whether the loops in C are there
     "dpoptim.training.losses.token_losses": {  # asks which rule a layer has
         "dpoptim.gradients.layers",
         "dpoptim.gradients.layers.choose_rules",

@@ -18,6 +18,7 @@ from dpoptim import PrivacyPlan, theory
 from dpoptim.cli import advise_table, main
 from dpoptim.cli.model_size import ModelSize, model_size, typed_count
 from dpoptim.training import Task
+from tests.cli.arguments import changed
 
 TRAINING = ["--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
 SMALL = ["advise", "10k", *TRAINING]
@@ -129,10 +130,10 @@ def test_why_the_default_is_offered(low, high, likely_high, words):
 
 def test_a_tiny_epsilon_has_every_row(capsys):
     """The accountant may say 0, within its tolerance; that is no reason to stop halfway."""
-    found = printed(capsys, [*SMALL, "--epsilon", "1e-6"])
+    found = printed(capsys, changed(SMALL, ["--epsilon", "1e-6"]))
     assert found.count("BufferedToeplitz(buffers=") >= 3
     assert "- ASSUMED" in found
-    assert printed(capsys, ["plan", *TRAINING, "--epsilon", "1e-6"])
+    assert printed(capsys, changed(["plan", *TRAINING], ["--epsilon", "1e-6"]))
 
 
 def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
@@ -148,7 +149,7 @@ def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
 
 def test_large_epsilon_ends(capsys):
     """Secret sampling is not compared there, and the advice says so."""
-    text = " ".join(printed(capsys, [*SMALL, "--epsilon", "1e6"]).split())
+    text = " ".join(printed(capsys, changed(SMALL, ["--epsilon", "1e6"])).split())
     assert "The other sampling is not compared: epsilon=1e+06" in text
     assert "CyclicPoisson(" not in text
 
@@ -259,9 +260,9 @@ def test_the_help_says_that_the_probe_must_be_public():
     ("change", "words"),
     [
         (["--steps", "0"], "steps must be a whole number ≥ 1"),
-        (["--epsilon", "inf"], "--epsilon inf must be a finite number above 0"),
+        (["--epsilon", "inf"], "epsilon=inf must be a finite number above 0"),
         (["--delta", "2"], "--delta 2 must lie strictly between 0 and 1"),
-        (["--clip-norm", "0"], "clip_norm must be a number > 0"),
+        (["--clip-norm", "0"], "clip_norm=0.0 must be a finite number above 0"),
         (["--clip-norm", "1e-30"], "--clip-norm 1e-30 must lie between 1e-09 and 1e+09"),
         (["--steps", "1e6", "--num-examples", "1e8"], "at most 100,000 steps"),
         (["--text-column", "text"], "--text-column is for --probe, which was not given"),
@@ -275,7 +276,7 @@ def test_the_help_says_that_the_probe_must_be_public():
 )
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
-    told_in_one_line(capsys, [*SMALL, *change], words)
+    told_in_one_line(capsys, changed(SMALL, change), words)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +288,9 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
         ("-5", "is no number of parameters such as 4400000 or 4.4M"),
         ("mlp", "depend on the columns of the data; give their number"),
         ("./missing", "does not exist"),
-        ("empty", "is no folder of a model"),
-        ("broken", "is no folder of a model"),
-        ("nobody/no-such-model", "hub does not give it"),
+        ("empty", "cannot be loaded from its folder"),
+        ("broken", "cannot be loaded from its folder"),
+        ("nobody/no-such-model", "there is no such folder here, and the Hugging Face hub does not give it"),
         ("9/no-such-model", "hub does not give it"),
     ],
 )
@@ -322,7 +323,7 @@ def test_mistakes_of_a_probe_are_told_in_options(capsys, tmp_path, bert, public_
     told_in_one_line(
         capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, and --probe"
     )
-    labels = [*base, str(public_texts), "--task", "text-classification"]
+    labels = changed([*base, str(public_texts)], ["--task", "text-classification"])
     told_in_one_line(capsys, labels, "set --label-column")
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

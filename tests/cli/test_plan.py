@@ -12,6 +12,7 @@ import pytest
 import dpoptim
 from dpoptim import BandedToeplitz, PrivacyPlan
 from dpoptim.cli import main
+from tests.cli.arguments import changed
 
 SMALL = ["plan", "--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
 NUMBERS: Any = {"num_examples": 2000, "batch_size": 100, "steps": 60}
@@ -57,10 +58,10 @@ def test_the_table_has_the_ratio_and_the_choice(capsys):
 def test_what_is_printed_to_be_typed_keeps_the_guarantee(capsys):
     """Neighbours that are not the default, and all digits of epsilon and delta, stand in the line."""
     change = ["--adjacency", "replace", "--epsilon", "4.99999996", "--delta", "1.23456789e-6"]
-    line = printed(capsys, [*SMALL, *change]).strip().splitlines()[-1].strip()
+    line = printed(capsys, changed(SMALL, change)).strip().splitlines()[-1].strip()
     names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given)}
     plan = eval(line.replace("PrivacyPlan(..., ", "PrivacyPlan("), names)
-    found = json.loads(printed(capsys, [*SMALL, *change, "--json"]))
+    found = json.loads(printed(capsys, changed(SMALL, [*change, "--json"])))
     (row,) = [row for row in found["mechanisms"] if row["name"] == found["chosen"]]
     assert plan.noise_multiplier == row["noise_multiplier"]
     assert plan.epsilon() <= 4.99999996
@@ -73,7 +74,7 @@ def test_without_a_proof_for_groups_independent_noise_is_alone(capsys):
 
 
 def test_a_weak_delta_is_noted(capsys):
-    assert main([*SMALL, "--delta", "0.01", "--json"]) == 0
+    assert main(changed(SMALL, ["--delta", "0.01", "--json"])) == 0
     assert "above 1/num-examples" in capsys.readouterr().err
 
 
@@ -117,9 +118,10 @@ def test_the_picture(capsys, tmp_path, suffix):
     [
         (["--steps", "0"], "steps must be a whole number ≥ 1"),
         (["--batch-size", "3000"], "batch_size=3000 exceeds num_examples=2000"),
-        (["--epsilon", "-1"], "--epsilon -1 must be a finite number above 0"),
-        (["--epsilon", "inf"], "--epsilon inf must be a finite number above 0"),
-        (["--epsilon", "nan"], "--epsilon nan must be a finite number above 0"),
+        (["--epsilon", "-1"], "epsilon=-1.0 must be a finite number above 0"),
+        (["--epsilon", "inf"], "epsilon=inf must be a finite number above 0"),
+        (["--epsilon", "nan"], "epsilon=nan must be a finite number above 0"),
+        (["--delta", "-1e-5"], "--delta -1e-05 must lie strictly between 0 and 1"),
         (["--delta", "2"], "--delta 2 must lie strictly between 0 and 1"),
         (["--epsilon", "1e6", "--sampling", "poisson"], "up to epsilon=100"),
         (["--steps", "1e6", "--num-examples", "10000000"], "at most 100,000 steps"),
@@ -132,7 +134,7 @@ def test_the_picture(capsys, tmp_path, suffix):
 )
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, *change]) == 2
+    assert main(changed(SMALL, change)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert words in captured.err
@@ -152,7 +154,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
 )
 def test_what_cannot_be_read_is_quoted(capsys, change):
     with pytest.raises(SystemExit) as stopped:
-        main([*SMALL, *change])
+        main(changed(SMALL, change))
     assert stopped.value.code == 2
     assert change[1] in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpoptim.cli import main
+from tests.cli.arguments import changed
 from tests.training.runs import write_bert, write_rows
 
 FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
@@ -62,7 +63,16 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
     before = set(tmp_path.rglob("*"))
     assert main([*base, "--dry-run"]) == 0
     text = capsys.readouterr().out
-    for told in ("epsilon = 4.0000", "Noise:", "RMSE", "memory   parameters 35.6 kB", "s a step", "variant = "):
+    words = (
+        "epsilon = 4.0000",
+        "Assumptions:",
+        "Noise:",
+        "RMSE",
+        "memory   parameters 35.6 kB",
+        "s a step",
+        "variant = ",
+    )
+    for told in words:
         assert told in text
     assert main([*base, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -79,7 +89,8 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--epsilon", "0"], "epsilon=0.0"),
+        (["--epsilon", "0"], "epsilon=0.0 must be a finite number above 0"),
+        (["--delta", "-1e-5"], "delta=-1e-05 must be a finite number above 0 and below 1"),
         (["--epsilon", "nan"], "epsilon=nan"),
         (["--noise-multiplier", "1"], "give one of the two"),
         (["--data", "absent.csv"], "does not exist"),
@@ -91,6 +102,7 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
         (["--sampling", "odd"], "sampling='odd'"),
         (["--run-dir", "rows.csv"], "is there already"),
         (["--run-dir", "rows.csv/run"], "not a folder"),
+        (["--run-dir", "/proc/run"], "not a folder one may write to"),
         (["--resume", "somewhere"], "--resume goes on with the run's own recipe"),
         (["--quick"], "--quick"),
         (["--model", "./absent"], "does not exist"),
@@ -98,7 +110,7 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
 )
 def test_mistakes_are_one_line_and_exit_status_2(tmp_path, base, capsys, arguments, told):
     before = set(tmp_path.rglob("*"))
-    assert main([*base, *arguments]) == 2
+    assert main(changed(base, arguments)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -112,10 +124,17 @@ def test_mistyped_flags_say_what_was_meant(base, capsys):
         (["--batch_size=3"], "dpoptim train: there is no --batch_size; did you mean --batch-size?\n"),
         (["--quick", "--varant", "dp_sgd"], "dpoptim train: there is no --varant; did you mean --variant?\n"),
         (["recipe.toml", "more.toml"], "dpoptim train: 'more.toml' is one argument too many; dpoptim train --help"),
+        (["--eps", "8"], "dpoptim train: there is no --eps; did you mean --epsilon or --adam-eps?\n"),
+        (["--learn", "8"], "dpoptim train: there is no --learn; did you mean --learning-rate?\n"),
         (["--zzzz"], "dpoptim train: there is no --zzzz; dpoptim train --help lists what there is\n"),
     ):
         assert main([*base, *arguments]) == 2
         assert capsys.readouterr().err.startswith(told)
+    for again in (["--data", "other.csv"], ["--data=other.csv"]):
+        with pytest.raises(SystemExit) as left:
+            main([*base, *again])
+        assert left.value.code == 2
+        assert capsys.readouterr().err.startswith("dpoptim train: --data is given twice; give it once")
     with pytest.raises(SystemExit) as left:
         main([*base, "--epochs", "many"])
     assert left.value.code == 2
@@ -172,10 +191,13 @@ def test_texts_without_a_word_and_columns_for_another_task_are_refused(tmp_path,
     monkeypatch.chdir(tmp_path)
     write_bert(tmp_path / "bert")
     Path("empty.jsonl").write_text('{"text": " "}\n{"text": ""}\n' * 20)
+    some = [{"text": "noise"}, {"text": None}, {"other": 1}, {"text": " "}]
+    Path("some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some * 20))
     Path("few.jsonl").write_text('{"text": "noise"}\n' * 5)
     Path("labelled.jsonl").write_text('{"text": "noise", "kind": 1}\n{"text": "fox", "kind": 0}\n' * 20)
     for arguments, told in (
-        (["--data", "empty.jsonl"], "is empty; there is nothing to learn from"),
+        (["--data", "empty.jsonl"], "empty.jsonl' have no 'text' (first: record 1); remove them"),
+        (["--data", "some.jsonl"], "some.jsonl' have no 'text' (first: record 2); remove them"),
         (["--data", "few.jsonl"], "leaves 5 training records; at least 8 are needed"),
         (["--data", "labelled.jsonl", "--label-column", "kind"], "--task text-classification"),
     ):
@@ -185,6 +207,20 @@ def test_texts_without_a_word_and_columns_for_another_task_are_refused(tmp_path,
         assert told in printed
         assert printed.count("\n") == 1
         assert not Path("out").exists()
+
+
+def test_what_is_read_and_where_it_is_cut_is_said_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_bert(tmp_path / "bert")
+    Path("notes.jsonl").write_text('{"body": "private training adds noise"}\n' * 60)
+    arguments = ["train", "--model", "bert", "--data", "notes.jsonl", "--epsilon", "3", "--max-length", "32"]
+    assert main([*arguments, *FEW, "--run-dir", "out"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    said = lines.index("texts from column 'body', cut at 32 tokens")
+    assert said < next(place for place, line in enumerate(lines) if line.startswith("step 0/"))
+    assert main([*arguments, *FEW, "--task", "causal-lm", "--run-dir", "other"]) == 2
+    assert "reads both directions" in capsys.readouterr().err
+    assert not Path("other").exists()
 
 
 def test_a_hub_that_is_out_of_reach_is_one_line(base):

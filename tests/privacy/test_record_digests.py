@@ -27,6 +27,13 @@ class Point:
     y: float
 
 
+class Slots:
+    __slots__ = ("__dict__", "x")
+
+    def __init__(self, x: int) -> None:
+        self.x, self.y = x, 1
+
+
 Pair = collections.namedtuple("Pair", "tokens label")
 
 DIFFERENT: list[Any] = [
@@ -34,6 +41,10 @@ DIFFERENT: list[Any] = [
     np.zeros(2), np.zeros((2, 1)), np.zeros(2, dtype=np.float32), np.array([0.0, 1.0]), torch.zeros(2),
     torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64), torch.tensor(1), np.int64(7), Point(1.0, 2.0),
     Point(2.0, 1.0), ["a", "b"], ["ab", ""], {"a": ["b"]}, -1, 2**70, [2**70], ["é"], ["e\u0301"], {"ids": [1, 2, 3]},
+    {"a": 1, "b": 2}, {"b": 2, "a": 1}, [1, True], [1, 1], np.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]),
+    np.array([(1, 2)], dtype=[("b", "i4"), ("a", "i4")]), np.ma.array([1, 2], mask=[False, True]),
+    np.ma.array([1, 2], mask=[True, False]), torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(), Slots(1), Slots(2),
+    torch.tensor([1.0, 0.0]).to_sparse(), torch.tensor([2.0, 0.0]).to_sparse(),
 ]  # fmt: skip
 
 
@@ -45,7 +56,7 @@ def test_different_records_have_different_digests():
 
 def test_equal_records_have_equal_digests():
     rows = [{"input_ids": [1, 2, 3], "labels": 0}, {"input_ids": [4], "labels": 1}]
-    again = [collections.UserDict(labels=row["labels"], input_ids=list(row["input_ids"])) for row in rows]  # type: ignore[call-overload]
+    again = [collections.UserDict(input_ids=list(row["input_ids"]), labels=row["labels"]) for row in rows]  # type: ignore[call-overload]
     assert digest_records(rows, KEY).whole == digest_records(again, KEY).whole
     assert (
         digest_records([torch.arange(6).view(2, 3).T], KEY).whole
@@ -82,6 +93,26 @@ def test_images_are_read():
     black, white = pillow.new("L", (2, 2)), pillow.new("L", (2, 2), 255)
     assert digest_records([black], KEY).whole == digest_records([black.copy()], KEY).whole
     assert digest_records([black], KEY).whole != digest_records([white], KEY).whole
+
+
+def test_an_image_is_its_colours():
+    pillow = pytest.importorskip("PIL.Image")
+    red, green = pillow.new("P", (2, 2)), pillow.new("P", (2, 2))
+    red.putpalette([255, 0, 0] + [0] * 765)
+    green.putpalette([0, 255, 0] + [0] * 765)
+    assert red.tobytes() == green.tobytes()
+    assert digest_records([red], KEY).whole != digest_records([green], KEY).whole
+
+
+def test_lazy_views_are_their_values():
+    """A conjugate, a negative and a strided view of one element are read, and are what their copies are."""
+    number = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (number.conj(), number.conj().imag, torch.arange(6.0)[::5][1:]):
+        copy = torch.tensor(view.tolist(), dtype=view.dtype)
+        assert digest_records([view], KEY).whole == digest_records([copy], KEY).whole
+    assert digest_in_memory([torch.eye(2).to_sparse_csr()], KEY) is None
+    with pytest.warns(UserWarning, match="deprecated"), pytest.raises(ValueError, match="quantized tensor"):
+        digest_records([torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8)], KEY)
 
 
 def test_a_dataset_of_hugging_face():

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from dpoptim.noise import NoiseKey
 from dpoptim.privacy import ReleasedSteps, RunIdentity
+
+KEY = NoiseKey.from_bytes(bytes(range(32)))
 
 
 def identity(**changes: Any) -> RunIdentity:
     values: dict[str, Any] = {
-        "key": "k", "settings": {"lr": 0.1, "betas": (0.9, 0.99), "the loss": "abc"},
+        "key": KEY, "settings": {"lr": 0.1, "betas": (0.9, 0.99), "the loss": "abc"},
         "records": {"training": "t", "held-out": "h"}, "surroundings": {"device": "cpu"},
     }  # fmt: skip
     return RunIdentity(**{**values, **changes})
@@ -37,7 +40,7 @@ def test_the_file_counts_ahead_and_is_exact_in_the_end(tmp_path):
     path = tmp_path / "noise.steps"
     released(path, 40)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ValueError, match="counts steps that were released with this noise key"):
         ReleasedSteps.begin(path, identity())
 
 
@@ -78,7 +81,7 @@ def test_repeating_does_not_count_back(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"key": "other"}, "another noise key"),
+        ({"key": NoiseKey.from_bytes(bytes(32))}, "another noise key"),
         ({"records": {"training": "x", "held-out": "h"}}, "the training records are not those"),
         ({"records": {"training": "t", "held-out": "x"}}, "the held-out records are not those"),
         ({"records": {}}, "the training records are not those"),
@@ -142,3 +145,67 @@ def test_one_process_at_a_time(tmp_path):
     opened.close()
     with pytest.raises(ValueError, match="was closed"):
         opened.note(3)
+
+
+def test_an_edited_file_is_refused(tmp_path):
+    path = tmp_path / "n"
+    released(path, 5)
+    ReleasedSteps.resume(path, identity(surroundings={"device": "cuda"}), step=5).close()
+    before = path.read_bytes()
+    lines = before.splitlines(keepends=True)
+    for changed in (
+        b"%020d" % 4 + before[20:],  # fewer steps
+        before.replace(b'"lr": 0.1', b'"lr": 0.2'),
+        before.replace(b'"cuda"', b'"cpu0"'),
+        b"".join(lines[:-1]),  # without the change of device
+        b"".join([lines[0], b"0" * 32 + b"\n", *lines[2:]]),
+    ):
+        assert changed != before
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match="was edited, so nobody knows what was released") as error:
+            ReleasedSteps.resume(path, identity(surroundings={"device": "cuda"}), step=5)
+        assert "\n" not in str(error.value)
+    path.write_bytes(before)
+    ReleasedSteps.resume(path, identity(surroundings={"device": "cuda"}), step=5).close()
+
+
+def test_a_line_whose_digest_did_not_come_is_left_out(tmp_path):
+    """A crash between the two writes: the line had no step behind it."""
+    path = tmp_path / "n"
+    released(path, 5)
+    with path.open("ab") as file:
+        file.write(b'{"from": 5, "surroundings": {"device": "cuda"}}\n')
+    ReleasedSteps.resume(path, identity(), step=3).close()
+    with pytest.raises(ValueError, match="may only be repeated"):
+        ReleasedSteps.resume(path, identity(surroundings={"device": "cuda"}), step=3)
+
+
+def test_a_file_that_was_replaced_meanwhile_is_noticed(tmp_path):
+    path = tmp_path / "n"
+    opened = ReleasedSteps.begin(path, identity())
+    opened.note(0)
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    os.replace(tmp_path / "copy", path)
+    with pytest.raises(ValueError, match="was moved or replaced while it was open"):
+        opened.note(16)
+
+
+def test_a_new_run_replaces_only_a_count_of_nothing(tmp_path):
+    path = tmp_path / "n"
+    ReleasedSteps.begin(path, identity()).close()
+    ReleasedSteps.begin(path, identity()).close()
+    opened = ReleasedSteps.begin(path, identity())
+    opened.note(0)
+    opened.close()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="counts steps that were released"):
+        ReleasedSteps.begin(path, identity())
+    assert path.read_bytes() == before
+
+
+def test_what_cannot_be_compared_is_never_repeated(tmp_path):
+    name = "the collator holds a _thread.lock, which cannot be compared"
+    released(tmp_path / "n", 5, surroundings={name: "one"})
+    with pytest.raises(ValueError, match=f"may only be repeated as it was, and {name}; undo"):
+        ReleasedSteps.resume(tmp_path / "n", identity(surroundings={name: "two"}), step=4)
+    ReleasedSteps.resume(tmp_path / "n", identity(surroundings={name: "two"}), step=5).close()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.privacy.secret_randomness import forget_seed, seed_secretly
+from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 
 ONES: Any = list(torch.ones(12, 3))
 
@@ -36,7 +36,7 @@ def test_nothing_of_the_secret_stays_in_the_generator():
     for number in (1, 2):
         with torch.random.fork_rng():
             drawn(dpoptim.NoiseKey.from_bytes(bytes([number]) * 32))
-            forget_seed(7)
+            seed_generators(7)
             states.append(torch.get_rng_state())
     assert torch.equal(*states)
 

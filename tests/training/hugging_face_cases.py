@@ -52,6 +52,11 @@ def labelled(texts: list[str] = TEXTS) -> list[dict[str, Any]]:
     return [{**WORDS(text), "labels": label} for text, label in zip(texts, LABELS, strict=False)]
 
 
+def unseen(count: int) -> list[dict[str, Any]]:
+    """Examples that are not among the training examples."""
+    return [{**WORDS("the fox " * (number + 2)), "labels": number % 2} for number in range(count)]
+
+
 def masked_trainer(folder: Path, *, model: Any = None, privacy: PrivacyArguments = PRIVACY, **changes: Any) -> Any:
     return PrivateTrainer(
         model=masked_model() if model is None else model,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 
+from dpoptim.noise import NoiseKey
 from dpoptim.training import Recipe, RunDirectory, read_log
 from dpoptim.training.runs.checkpoints import load_checkpoint
 from dpoptim.training.runs.progress import ProgressDisplay
@@ -85,7 +86,8 @@ def log_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def parameters_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_checkpoint(directory / "checkpoints" / f"step-{step:06d}")["model"]
+    path = directory / "checkpoints" / f"step-{step:06d}"
+    found: dict[str, torch.Tensor] = load_checkpoint(path, NoiseKey.load(directory / "noise.key"))["model"]
     return found
 
 

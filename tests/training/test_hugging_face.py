@@ -32,6 +32,7 @@ from tests.training.hugging_face_cases import (
     masked_model,
     masked_trainer,
     training_args,
+    unseen,
     weights,
 )
 
@@ -171,9 +172,7 @@ def test_the_optimizer_has_the_arguments_settings(tmp_path):
 
 def test_every_release_belongs_to_a_step_of_the_plan_over_several_epochs(tmp_path):
     """24 examples in batches of 6: four steps an epoch, and evaluation at the end of each."""
-    trainer = class_trainer(
-        tmp_path, max_steps=-1, num_train_epochs=2.5, eval_strategy="epoch", eval_dataset=labelled()[:4]
-    )
+    trainer = class_trainer(tmp_path, max_steps=-1, num_train_epochs=2.5, eval_strategy="epoch", eval_dataset=unseen(4))
     assert trainer.plan.steps == 10
     steps: list[int] = []
     trainer.create_optimizer().observers.append(lambda released: steps.append(released.step))

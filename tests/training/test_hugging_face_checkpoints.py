@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from dpoptim.noise import NoiseKey
 from dpoptim.training import PrivacyArguments
-from dpoptim.training.hugging_face.secret_folder import LOADER_STATE
 from tests.training.hugging_face_cases import (
     assert_equal_weights,
     class_trainer,
@@ -124,27 +122,6 @@ def test_a_key_file_serves_one_run(tmp_path):
         class_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("place", ["out/noise.key", "out.noise.key"])
-def test_a_key_of_an_earlier_version_is_found_and_moved(tmp_path, place):
-    options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
-    straight = class_trainer(tmp_path, **options)
-    straight.train()
-    key = key_of(tmp_path)
-    key.with_suffix(".steps").unlink()
-    key.rename(tmp_path / place)
-    state = tmp_path / "out" / "checkpoint-2" / LOADER_STATE
-    old = json.loads(state.read_text())
-    state.write_text(json.dumps({name: value for name, value in old.items() if name not in ("run", "records")}))
-    resumed = class_trainer(tmp_path, **options)
-    with pytest.warns(UserWarning, match="moved to|kept no count of released steps") as told:
-        resumed.train(resume_from_checkpoint=str(state.parent))
-    assert len([warning for warning in told if "moved" in str(warning.message)]) == 1
-    assert len([warning for warning in told if "kept no count" in str(warning.message)]) == 1
-    assert key.exists()
-    assert int(key.with_suffix(".steps").read_text().splitlines()[0]) == 4
-    assert_equal_weights(weights(straight.model), weights(resumed.model))
-
-
 class FakeHub:
     """Takes note of what would be uploaded."""
 
@@ -162,24 +139,21 @@ class FakeHub:
 def test_the_key_is_never_uploaded(tmp_path, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    (tmp_path / "out").mkdir()
-    NoiseKey.generate().save(tmp_path / "out" / "noise.key")  # of an earlier version
-    with pytest.warns(UserWarning, match="moved to"):
-        class_trainer(tmp_path, save_strategy="steps", save_steps=2, push_to_hub=True).train()
+    class_trainer(tmp_path, save_strategy="steps", save_steps=2, push_to_hub=True).train()
     assert "model.safetensors" in hub.uploaded
     assert not any(name.endswith((".key", ".steps")) for name in hub.uploaded)
-    assert len(list((tmp_path / "out.secret").glob("*.key"))) == 2
-    # Whoever pushes without having said so in the arguments: an old key is taken out first.
-    trainer = class_trainer(tmp_path / "second")
-    trainer.train()
-    NoiseKey.generate().save(tmp_path / "second" / "out" / "noise.key")
-    with pytest.warns(UserWarning, match="moved to"):
-        trainer.push_to_hub()
-    assert not any(name.endswith((".key", ".steps")) for name in hub.uploaded)
+    assert len(list((tmp_path / "out.secret").glob("*.key"))) == 1
 
 
 def test_a_key_inside_an_uploaded_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.trainer.hf_api", FakeHub)
+    hub = FakeHub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, key_file=str(tmp_path / "out" / "own.key"))
     with pytest.raises(ValueError, match="lies in output_dir"):
         class_trainer(tmp_path, privacy=privacy, push_to_hub=True).train()
+    # Whoever pushes without having said so in the arguments is refused then.
+    trainer = class_trainer(tmp_path, privacy=privacy)
+    trainer.train()
+    with pytest.raises(ValueError, match="lies in output_dir"):
+        trainer.push_to_hub()
+    assert hub.uploaded == []

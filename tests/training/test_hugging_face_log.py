@@ -21,6 +21,7 @@ from tests.training.hugging_face_cases import (
     labelled,
     masked_trainer,
     training_args,
+    unseen,
 )
 
 # -- the log -------------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def accuracy(predictions: Any) -> dict[str, float]:
 
 
 def test_evaluation_is_the_stock_one_and_leaves_training_alone(tmp_path):
-    held_out = labelled()[:7]
+    held_out = unseen(7)
     trainer = class_trainer(tmp_path, eval_dataset=held_out, compute_metrics=accuracy, eval_steps=1, max_steps=3)
     trainer.create_optimizer()
     trainer.model.eval()
@@ -111,7 +112,7 @@ def test_evaluation_is_the_stock_one_and_leaves_training_alone(tmp_path):
 
 def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
     trainer = masked_trainer(tmp_path)
-    trainer.eval_dataset = trainer.train_dataset[:4]
+    trainer.eval_dataset = [WORDS("the fox " * number) for number in (2, 3)]
     before = torch.get_rng_state()
     trainer.evaluate()  # draws masks
     assert torch.equal(torch.get_rng_state(), before)
@@ -120,7 +121,7 @@ def test_evaluation_leaves_the_random_numbers_of_training_alone(tmp_path):
 def test_choosing_by_scores_is_warned_about(tmp_path):
     with pytest.warns(UserWarning, match="the guarantee does not cover"):
         trainer = class_trainer(
-            tmp_path, eval_dataset=labelled()[:4], eval_strategy="steps", eval_steps=2, save_strategy="steps",
+            tmp_path, eval_dataset=unseen(4), eval_strategy="steps", eval_steps=2, save_strategy="steps",
             save_steps=2, load_best_model_at_end=True,
         )  # fmt: skip
     trainer.train()

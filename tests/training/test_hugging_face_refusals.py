@@ -77,6 +77,8 @@ def test_tasks_are_found_by_class():
         losses_for(transformers.BertForTokenClassification(tiny.bert_config(len(WORDS))))
     with pytest.raises(ValueError, match="task='nonsense'"):
         losses_for(masked_model(), "nonsense")
+    with pytest.raises(ValueError, match=r"reads both directions.*use masked-lm"):
+        losses_for(masked_model(), "causal-lm")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def test_calls_that_are_refused(tmp_path):
     refused("without a length", train_dataset=iter(data))
     refused("empty", train_dataset=[])
     refused("declare one", privacy=PrivacyArguments(epsilon=1.0, adjacency="add_remove"))
-    refused("epsilon must be", privacy=PrivacyArguments(epsilon=-1.0))
+    refused("epsilon=-1.0 must be a finite number above 0", privacy=PrivacyArguments(epsilon=-1.0))
     wrong: list[tuple[dict[str, Any], str]]
     wrong = [({"variant": "magic"}, "variant='magic'"), ({"adjacency": "near"}, "adjacency='near'")]
     for changes, message in wrong:
@@ -223,7 +225,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "hugging-face.md"
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [WORDS(text) for text in TEXTS]
-    names: dict[str, Any] = {"model": masked_model(), "tokenizer": WORDS, "dataset": rows, "held_out": rows[:4]}
+    names: dict[str, Any] = {"model": masked_model(), "tokenizer": WORDS, "dataset": rows}
+    names["held_out"] = [WORDS("the fox " * number) for number in (2, 3)]
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     assert len(blocks) == 5
     with warnings.catch_warnings():

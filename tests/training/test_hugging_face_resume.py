@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy.seals import seal_folder
 from dpoptim.training import PrivateTrainer
 from dpoptim.training.hugging_face import identity
 from tests.training.hugging_face_cases import (
-    LABELS,
     PRIVACY,
-    TEXTS,
     WORDS,
     assert_equal_weights,
     class_trainer,
@@ -186,6 +185,8 @@ def test_frozen_parameters_are_compared(tmp_path):
     import safetensors.torch
 
     safetensors.torch.save_file(frozen(0.5).state_dict(), checkpoint / "model.safetensors")
+    (key,) = (tmp_path / "out.secret").glob("*.key")
+    seal_folder(checkpoint, NoiseKey.load(key))
     with pytest.raises(ValueError, match="the frozen weight has changed"):
         go_on(tmp_path, model=frozen(0.5))
 
@@ -229,37 +230,3 @@ def test_the_disk_counts_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     class_trainer(tmp_path).train()
     assert [step for step, _ in counts] == [0, 1, 2, 3]
     assert all(step < on_disk for step, on_disk in counts)
-
-
-# -- held-out examples ---------------------------------------------------------------------------------------------
-
-
-def test_the_training_examples_are_not_evaluated_on(tmp_path):
-    data = labelled()
-    for held_out in (data, {"a": data[:3], "b": data}):
-        trainer = PrivateTrainer(
-            model=classifier(), args=training_args(tmp_path), train_dataset=data, eval_dataset=held_out,
-            processing_class=WORDS, privacy=PRIVACY,
-        )  # fmt: skip
-        with pytest.raises(ValueError, match="eval_dataset is train_dataset itself"):
-            trainer.train()
-    for call in (trainer.evaluate, trainer.predict):
-        with pytest.raises(ValueError, match="eval_dataset is train_dataset itself"):
-            call(data)
-
-
-def test_a_copy_of_the_training_examples_is_refused(tmp_path):
-    trainer = class_trainer(tmp_path, eval_dataset=labelled()[::-1])
-    with pytest.raises(ValueError, match="has the same examples as train_dataset"):
-        trainer.train()
-
-
-def test_examples_in_both_are_counted(tmp_path):
-    texts = list(dict.fromkeys(TEXTS))[:3]
-    new = [{**WORDS("the fox"), "labels": 1}, {**WORDS("noise"), "labels": 0}]
-    mixed = [*({**WORDS(text), "labels": LABELS[TEXTS.index(text)]} for text in texts), *new]
-    with pytest.warns(UserWarning, match="3 of the 5 examples of eval_dataset"):
-        class_trainer(tmp_path, eval_dataset=mixed).train()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*training examples too")
-        class_trainer(tmp_path, eval_dataset=new).train()

@@ -54,8 +54,8 @@ def test_masks_do_not_depend_on_who_makes_the_batches():
 def test_evaluation_masks_do_not_depend_on_the_run():
     first, second = masked_lm(seed=0), masked_lm(seed=9)
     backwards = second.on(second.records.take(range(6, -1, -1)))
-    losses = first.evaluate_losses(first.model.eval(), whole_batch(first))
-    again = backwards.evaluate_losses(first.model, whole_batch(backwards)).flip(0)
+    losses = first.evaluate(first.model.eval(), whole_batch(first)).losses
+    again = backwards.evaluate(first.model, whole_batch(backwards)).losses.flip(0)
     torch.testing.assert_close(losses, again)
 
 

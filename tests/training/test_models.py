@@ -14,7 +14,7 @@ from torch import nn
 
 import dpoptim
 from dpoptim.gradients import clipped_sum
-from dpoptim.training import Kind, Records, Task, load_model, load_tokenizer, prepare
+from dpoptim.training import Kind, Records, Task, add_lora, load_model, load_tokenizer, prepare
 from dpoptim.training.models.builtin import MLP, SmallCNN
 from dpoptim.training.models.loading import load_pixel_scale
 from tests.gradients.one_at_a_time import clipped_sum_one_at_a_time
@@ -150,9 +150,9 @@ def test_lora_of_an_image_model(vit):
 def test_lora_settings(bert):
     with pytest.raises(ValueError, match="lora_rank must be a whole number ≥ 1 or None, got 0"):
         load_model(Task.MASKED_LM, bert, lora_rank=0)
-    with pytest.raises(ValueError, match=r"lora_targets=\['nothing'\] cannot be used"):
-        load_model(Task.MASKED_LM, bert, lora_rank=2, lora_targets=["nothing"])
-    chosen = load_model(Task.MASKED_LM, bert, lora_rank=2, lora_targets=["value"])
+    with pytest.raises(ValueError, match=r"^targets=\['nothing'\] cannot be used"):
+        add_lora(load_model(Task.MASKED_LM, bert), Task.MASKED_LM, rank=2, targets=["nothing"])
+    chosen = add_lora(load_model(Task.MASKED_LM, bert), Task.MASKED_LM, rank=2, targets=["value"])
     assert all("value" in name for name, p in chosen.named_parameters() if p.requires_grad)
 
 
@@ -218,9 +218,9 @@ def test_a_model_of_another_task(vit):
 @pytest.mark.usefixtures("offline")
 def test_a_name_that_the_hub_does_not_give():
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
-        with pytest.raises(ValueError, match="is no folder here, and the Hugging Face hub does not give it") as error:
+        with pytest.raises(ValueError, match="no such folder here, and the Hugging Face hub does not give it") as error:
             load("nobody/no-such-model")
-        assert line(error).endswith("give a local folder")
+        assert line(error).endswith("check the path")
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft"])

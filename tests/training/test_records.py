@@ -127,6 +127,27 @@ def test_null_texts_are_empty_records(tmp_path):
     assert records.empty == 2
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_texts_that_are_missing_are_refused_in_one_line(kind, tmp_path):
+    records = read_records(write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "body": TEXTS}), text_column="body")
+    with pytest.raises(ValueError, match=r"2 of 5 records .* have no 'body' \(first: record 3\); remove them") as error:
+        records.refuse_empty()
+    one_line(error)
+    records.take([0, 1, 3]).refuse_empty()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_a_file_that_this_user_may_not_read(name, tmp_path, monkeypatch):
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).write_text("text\n")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=rf"data '.*{name}' cannot be read by this user") as error:
+        read_records(tmp_path / name)
+    one_line(error)
+
+
 def test_a_long_field_and_the_limit_of_csv(tmp_path):
     before = csv.field_size_limit()
     path = write_csv(tmp_path / "data.csv", {"text": ["x" * 200_000, "y"]})
@@ -203,18 +224,14 @@ def test_a_guessed_label_column_that_holds_no_labels(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
 def test_tables_of_numbers(kind, tmp_path):
     path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 2.0]})
-    records = read_records(path, label_column="kind", feature_scale={"age": (50, 20)})
+    records = read_records(path, label_column="kind")
     assert records.kind is Kind.TABULAR
     assert records.feature_names == ("age", "dose")
-    np.testing.assert_array_equal(records.features, np.array([[-1, 0.5], [0, -1], [1, 2]], np.float32))
+    np.testing.assert_array_equal(records.features, np.array([[30, 0.5], [50, -1], [70, 2]], np.float32))
     assert records.labels is not None
     assert records.labels.tolist() == [0, 1, 0]
     taken = records.take([2, 0])
-    np.testing.assert_array_equal(taken.features, np.array([[1, 2], [-1, 0.5]], np.float32))
-    with pytest.raises(ValueError, match="feature_scale names 'height', which is no feature; there are age, dose"):
-        read_records(path, label_column="kind", feature_scale={"height": (0, 1)})
-    with pytest.raises(ValueError, match="the scale must be positive"):
-        read_records(path, label_column="kind", feature_scale={"age": (0, 0)})
+    np.testing.assert_array_equal(taken.features, np.array([[70, 2], [30, 0.5]], np.float32))
 
 
 def test_tables_of_numbers_that_cannot_be_used(tmp_path):

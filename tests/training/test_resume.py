@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from dpoptim.noise import NoiseKey
 from dpoptim.training import Recipe, resume, train
 from dpoptim.training.runs import run as run_module
 from dpoptim.training.runs.checkpoints import checkpoints, save_checkpoint
@@ -93,10 +94,10 @@ def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, m
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    def full(folder, step, state):
+    def full(folder, step, state, key):
         if step == 20:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save_checkpoint(folder, step, state)
+        return save_checkpoint(folder, step, state, key)
 
     monkeypatch.setattr(run_module, "save_checkpoint", full)
     with pytest.raises(OSError, match="No space left on device; step 10 is saved, continue with") as failed:
@@ -107,7 +108,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, 10, {"step": 10})
+    key = NoiseKey.generate()
+    save_checkpoint(tmp_path, 10, {"step": 10}, key)
 
     def fail(state, path):
         path.write_bytes(b"half of it")
@@ -115,8 +117,22 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypat
 
     monkeypatch.setattr("torch.save", fail)
     with pytest.raises(OSError, match="is the disk full"):
-        save_checkpoint(tmp_path, 20, {"step": 20})
+        save_checkpoint(tmp_path, 20, {"step": 20}, key)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_a_run_whose_first_checkpoint_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(state, path):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 640 vs 534")
+
+    recipe = rows_recipe(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    monkeypatch.setattr("torch.save", fail)
+    with pytest.raises(OSError, match=r"disk full\?\); nothing was released, and .*run is removed") as error:
+        train(recipe, tmp_path / "run")
+    assert "enforce" not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

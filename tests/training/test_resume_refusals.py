@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from dpoptim.gradients import PrivateRelease
+from dpoptim.gradients import PrivateRelease, compiled_outer
+from dpoptim.noise import NoiseKey
+from dpoptim.noise.compiled import compiler_version
 from dpoptim.privacy import RunIdentity
 from dpoptim.training import Recipe, RunDirectory, resume, train
 from dpoptim.training.runs import identity
@@ -176,11 +179,14 @@ def test_steps_are_repeated_only_where_they_were_computed(changes, run, monkeypa
 
 def test_compiled_loops_are_part_of_the_surroundings(monkeypatch):
     """They sum in another order than torch does."""
-    with_them = identity.surroundings_of(torch.device("cpu"))
-    monkeypatch.setattr(identity, "library", lambda source: None)
-    without = identity.surroundings_of(torch.device("cpu"))
-    assert without["compiled loops"] is False
-    assert {**with_them, "compiled loops": False} == without
+    found = {}
+    for loops in (ctypes.CDLL(None), None):
+        monkeypatch.setattr(compiled_outer, "_loops", lambda loops=loops: loops)
+        found[loops is not None] = identity.surroundings_of(torch.device("cpu"))
+    assert found[True]["compiled loops"] is True
+    assert found[True] == {**found[False], "compiled loops": True, "compiler": compiler_version()}
+    assert found[False]["compiler"] is None
+    assert found[False]["compiled loops"] is False
 
 
 def test_steps_are_repeated_only_as_they_were_cut(run):
@@ -246,9 +252,11 @@ def test_a_run_without_its_count_is_refused(tmp_path):
     directory = crashed(tmp_path)
     file = RunDirectory(directory).steps_file
     before = file.read_text()
-    file.write_text(f"{3:020d}" + before[20:])
-    with pytest.raises(ValueError, match=r"of step 5 and .*noise\.steps counts 3 steps"):
-        resume(directory)
+    for changed in (f"{3:020d}" + before[20:], before.replace('"learning_rate": 0.01', '"learning_rate": 0.02')):
+        assert changed != before
+        file.write_text(changed)
+        with pytest.raises(ValueError, match=r"noise\.steps was edited"):
+            resume(directory)
     file.write_text("not a count")
     with pytest.raises(ValueError, match=r"noise\.steps cannot be read"):
         resume(directory)
@@ -262,11 +270,11 @@ def test_nothing_in_a_run_tells_of_its_records(tmp_path):
     digests = []
     for name in ("one", "two"):
         train(rows_recipe(tmp_path, steps=1), tmp_path / name)
-        digests.append(json.loads(RunDirectory(tmp_path / name).steps_file.read_text().splitlines()[1])["records"])
+        digests.append(json.loads(RunDirectory(tmp_path / name).steps_file.read_text().splitlines()[2])["records"])
     assert digests[0].keys() == digests[1].keys() == {"training", "held-out"}
     assert not set(digests[0].values()) & set(digests[1].values())
 
 
 def test_an_identity_is_plain_values():
-    found = RunIdentity(key="k", settings={"betas": (0.9, 0.99)}, records={}, surroundings={"n": torch.__version__})
+    found = RunIdentity(key=NoiseKey.generate(), settings={"betas": (0.9, 0.99)}, records={}, surroundings={})
     assert json.loads(json.dumps(found.settings)) == {"betas": [0.9, 0.99]}

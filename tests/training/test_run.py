@@ -262,7 +262,8 @@ def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
             assert folder == str(tmp_path / "run" / "tensorboard")
             written.clear()
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
+        def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
+            assert walltime == 0.0
             written.append((name, value, step))
 
         def flush(self) -> None:

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from dpoptim.cli import advise_plot, advise_probe, advise_table, mechanism_rows
 from dpoptim.cli.model_size import ModelSize, model_size, typed_count
+from dpoptim.cli.quiet import quieten
 from dpoptim.cli.training_options import (
     add_noise_memory,
     add_output,
     add_training,
     check_parameters,
     check_plot,
-    plan_of,
+    uncalibrated_plan,
 )
 from dpoptim.cli.training_text import note_weak_delta, progress_on
 from dpoptim.noise import NoiseMemory
@@ -71,11 +72,12 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Print the advice as tables or as JSON, and draw it where asked."""
-    plan = plan_of(options, clip_norm=options.clip_norm)
+    plan = uncalibrated_plan(options, clip_norm=options.clip_norm)
     number = typed_count(options.model)
     advise_probe.check_options(options, number=number)
     if options.plot is not None:
         check_plot(options.plot)
+    quieten()
     console, signal = Console(stderr=True), None
     with progress_on(console) as tell:
         if number is not None:

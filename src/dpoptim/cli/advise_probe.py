@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpoptim.cli.model_size import in_options
-from dpoptim.cli.quiet import quiet_loading
 from dpoptim.cli.units import count
 from dpoptim.theory import GradientSignal, measure_signal
 from dpoptim.training import Task, prepare, read_records
@@ -74,7 +73,7 @@ def measured(options: Namespace, *, progress: Callable[[int], None]) -> Gradient
         raise ValueError(
             f"--probe {options.probe} has {len(order)} records; give {_FEWEST} or more, better a few hundred"
         )
-    with in_options(), quiet_loading():
+    with in_options():
         prepared = prepare(
             task=Task(options.task),
             model=options.model,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from dpoptim.cli.quiet import quiet_loading
 from dpoptim.cli.units import count
 from dpoptim.training import Task, load_model
 from dpoptim.training.models.task_of_model import task_of_model
@@ -66,7 +65,7 @@ def model_size(model: str, *, task: Task | None = None) -> ModelSize:
     >>> model_size("small-cnn").counted
     'SmallCNN'
     """
-    with in_options(), quiet_loading():
+    with in_options():
         task = task_of_model(model) if task is None else task
         if task is Task.TABULAR_CLASSIFICATION:
             raise ValueError(f"MODEL {model!r}: its parameters depend on the columns of the data; give their number")

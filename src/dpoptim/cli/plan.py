@@ -16,7 +16,7 @@ from dpoptim.cli.training_options import (
     add_training,
     check_parameters,
     check_plot,
-    plan_of,
+    uncalibrated_plan,
 )
 from dpoptim.cli.training_text import headline, note_weak_delta, plan_line, progress_on, wide_console
 from dpoptim.cli.units import count
@@ -84,7 +84,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Print the comparison as a table or as JSON, and draw it where asked."""
-    plan = plan_of(options)
+    plan = uncalibrated_plan(options)
     check_parameters(options.parameters, "--parameters")
     if options.plot is not None:
         check_plot(options.plot)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 
 def quieten() -> None:
@@ -20,23 +17,3 @@ def quieten() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # where it was imported, and reads no variable now
     if "transformers" in sys.modules:
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
-
-
-@contextlib.contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without bars for weights, and without a line for each attempt to reach the hub: the last error is told, once."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    bars: Any = None
-    with contextlib.suppress(ImportError):
-        bars = importlib.import_module("transformers.utils.logging")
-    shown = bars is not None and bars.is_progress_bar_enabled()
-    if shown:
-        bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if shown:
-            bars.enable_progress_bar()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dpoptim.cli.units import count
+from dpoptim.reproduce.experiment import SCALES, Request
 from dpoptim.reproduce.experiments import NAMES
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from dpoptim.reproduce.experiment import Experiment, Request
+    from dpoptim.reproduce.experiment import Experiment
     from dpoptim.reproduce.voice import Voice
 
 _DESCRIPTION = """\
@@ -53,7 +54,7 @@ def add_to(commands: Any) -> None:
     what = parser.add_argument_group("what is run")
     what.add_argument(
         "--scale",
-        choices=("smoke", "small", "paper"),
+        choices=SCALES,
         default="small",
         help="smoke: seconds; small: minutes on two cores (default); paper: the paper's size",
     )
@@ -76,7 +77,6 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Run the experiments, make tables and pictures, and say where they are."""
-    from dpoptim.reproduce.experiment import Request  # late, so that other commands start fast
     from dpoptim.reproduce.experiments import chosen
     from dpoptim.reproduce.voice import voice_of
 

@@ -13,7 +13,9 @@ from rich.console import Console
 
 from dpoptim.cli.quiet import quieten
 from dpoptim.cli.units import count
+from dpoptim.privacy import Adjacency
 from dpoptim.training.losses.tasks import Task
+from dpoptim.training.recipes.recipe import SCHEDULES, VARIANTS
 from dpoptim.training.support.plain import plain
 
 if TYPE_CHECKING:
@@ -40,15 +42,6 @@ examples:
       the plan, the noise, memory and time; nothing is trained, nothing is written
   dpoptim train --resume runs/eps3
 """
-
-_VARIANTS = (
-    "scale_then_privatize",
-    "post_processing",
-    "bias_correction",
-    "independent_moments",
-    "joint_moments",
-    "dp_sgd",
-)
 
 
 def add_to(commands: Any) -> None:
@@ -96,7 +89,7 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
         "--delta", type=float, metavar="D", help="below 1/records (default: a power of ten, at most 1/(10 records))"
     )
     group.add_argument("--noise-multiplier", type=float, metavar="S", help="in place of --epsilon")
-    group.add_argument("--adjacency", choices=("zero_out", "add_remove", "replace"), help="default: zero_out")
+    group.add_argument("--adjacency", choices=[kind.value for kind in Adjacency], help="default: zero_out")
     group.add_argument("--num-examples", type=count, metavar="N", help="a public size of the data; add_remove needs it")
     group.add_argument(
         "--sampling",
@@ -113,15 +106,15 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--variant", choices=_VARIANTS, help="default: scale_then_privatize")
+    group.add_argument("--variant", choices=VARIANTS, help="default: scale_then_privatize")
     group.add_argument(
         "--learning-rate", type=float, metavar="LR", help="default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 built-in"
     )
-    group.add_argument("--eps", type=float, metavar="E", help="Adam's; a floor in bias_correction")
+    group.add_argument("--adam-eps", dest="eps", type=float, metavar="E", help="Adam's eps; a floor in bias_correction")
     group.add_argument("--eps-scale", type=float, metavar="E", help="of scale_then_privatize")
     group.add_argument("--betas", type=float, nargs=2, metavar=("B1", "B2"), help="default: 0.9 0.999")
     group.add_argument("--weight-decay", type=float, metavar="W", help="decoupled (default: 0)")
-    group.add_argument("--schedule", choices=("linear", "cosine", "constant"), help="default: linear, down to 0")
+    group.add_argument("--schedule", choices=SCHEDULES, help="default: linear, down to 0")
     group.add_argument("--warmup", type=float, metavar="F", help="share of the steps (default: 0.05)")
     group.add_argument("--batch-size", type=count, metavar="N", help="expected (default: up to 2048, by size of data)")
     group.add_argument("--steps", type=count, metavar="N", help="of the optimizer")
@@ -180,7 +173,7 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
 
     strange = sorted(over.keys() - {"device"})
     if options.recipe is not None or options.run_dir is not None or options.dry_run or options.quick or strange:
-        given = f"--{strange[0].replace('_', '-')}" if strange else "anything else"
+        given = _flag(strange[0]) if strange else "anything else"
         raise ValueError(f"--resume goes on with the run's own recipe and takes no {given}; leave it out")
     from dpoptim.training.runs.run_result import is_finished
 
@@ -193,6 +186,10 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
     if done:
         console.print(f"already finished: all {summary['steps']} steps were taken", highlight=False)
     return _report(summary, options, console)
+
+
+def _flag(setting: str) -> str:
+    return "--adam-eps" if setting == "eps" else f"--{setting.replace('_', '-')}"
 
 
 def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> int:
@@ -213,8 +210,8 @@ def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
         setup = set_up(recipe, tell=progress.tell)
         progress.tell("timing a step on random examples")
         found = estimate(setup)
-    for note in setup.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    for line in setup.said:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.json:
         print(json.dumps(plain(train_estimate.as_json(setup, found)), indent=2))
     else:
@@ -235,7 +232,7 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
         return 128 + summary.get("signal", 2)
     from dpoptim.training.runs.progress import scores_line
 
-    say(f"{summary['guarantee']}")
+    say(summary["guarantee"])
     if summary["validation"] is not None:
         first, last = summary["validation"]["first"], summary["validation"]["last"]
         say(f"before: {scores_line(first)}")

@@ -29,11 +29,10 @@ def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:
 
 
 def as_text(setup: Setup, found: Estimate) -> str:
-    """The statement without its assumptions, the settings in a few lines, memory, time, and the whole recipe."""
+    """The whole statement, the settings in a few lines, memory, time, and the whole recipe."""
     recipe, plan = setup.recipe, setup.plan
-    lines = plan.statement().splitlines()
-    shown = lines[: lines.index("Assumptions:")]
-    shown += [
+    shown = [
+        plan.statement(),
         "",
         f"{recipe.task} with {recipe.variant}, learning rate {recipe.learning_rate:g}",
         f"{recipe.noise} noise of multiplier {plan.noise_multiplier:.4f}, {recipe.sampling} sampling; "

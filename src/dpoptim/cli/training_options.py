@@ -60,7 +60,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg or .pdf); needs matplotlib")
 
 
-def plan_of(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
+def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
     """The plan that the options describe, not calibrated; (epsilon, delta) is checked beside it."""
     plan = PrivacyPlan(
         num_examples=options.num_examples,
@@ -71,7 +71,7 @@ def plan_of(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
         adjacency=Adjacency(options.adjacency),
     )
     if not 0 < options.epsilon < math.inf:
-        raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
+        raise ValueError(f"epsilon={options.epsilon!r} must be a finite number above 0")
     if not 0 < options.delta < 1:
         raise ValueError(f"--delta {options.delta:g} must lie strictly between 0 and 1")
     if not _CLIP_NORMS[0] <= clip_norm <= _CLIP_NORMS[1]:

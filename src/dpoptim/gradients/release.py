@@ -226,7 +226,7 @@ class PrivateRelease:
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
-                f"{arrived} examples were differentiated for a batch of {ticket.physical_examples}: each batch of the "
+                "another number of examples was differentiated than the batch has (it is secret): each batch of the "
                 "loader must go through exactly one call of the model, one backward and one optimizer.step(); for "
                 "smaller batches in memory use private_loader(micro_batch_size=...), not gradient accumulation"
             )

@@ -21,6 +21,27 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapp
 
 
 @functools.cache
+def compiler_version() -> str | None:
+    """What the C compiler says of itself, in a line: another one may round or sum otherwise. None where there is none.
+
+    >>> compiler_version() is None or len(compiler_version()) > 0
+    True
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return compiler
+    return (done.stdout.splitlines() or [compiler])[0]
+
+
+def _compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+@functools.cache
 def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
     """The functions of a C source; None where there is no compiler, it fails, or DPOPTIM_COMPILE=0.
 
@@ -32,7 +53,7 @@ def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
     >>> library("no C at all") is None
     True
     """
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = _compiler()
     if compiler is None or os.environ.get("DPOPTIM_COMPILE") == "0" or os.name != "posix":
         return None
     try:

@@ -48,7 +48,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
     True
     """
     if not epsilon > 0.0:
-        raise ValueError(f"epsilon must be positive, got {epsilon!r}")
+        raise ValueError(f"epsilon={epsilon!r} must be a finite number above 0, or inf")
     if not 0.0 < delta < 1.0:
         raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
     if epsilon == math.inf:

@@ -349,9 +349,8 @@ def _check_number(name: str, value: object, *, low: float, low_allowed: bool, in
         and (infinity_allowed or math.isfinite(float(value)))
     )
     if not fits:
-        relation = "≥" if low_allowed else ">"
-        finite = "" if infinity_allowed else "finite "
-        raise ValueError(f"{name} must be a {finite}number {relation} {low:g}, got {value!r}")
+        least = f"{low:g} or more" if low_allowed else f"above {low:g}"
+        raise ValueError(f"{name}={value!r} must be a finite number {least}{', or inf' if infinity_allowed else ''}")
 
 
 def _check_delta(delta: object) -> None:

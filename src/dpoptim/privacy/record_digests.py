@@ -10,7 +10,7 @@ import array
 import contextlib
 import dataclasses
 import struct
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePath
@@ -44,16 +44,19 @@ class RecordDigests:
         return len(self.each) == len(other.each) and bool((np.sort(self.each) == np.sort(other.each)).all())
 
 
-def digest_records(records: Any, key: NoiseKey, *, what: str = "dataset") -> RecordDigests:
+def digest_records(
+    records: Any, key: NoiseKey, *, what: str = "dataset", form: Callable[[Any], Any] = lambda record: record
+) -> RecordDigests:
     """A keyed digest of every record and of all in order.
 
         d_i = BLAKE2b(subkey, record i),  whole = BLAKE2b(subkey, d_0 d_1 …)
 
     `records` is a list, a torch dataset or a `datasets.Dataset` of texts, numbers, arrays, tensors, images, paths
-    (which stand for the bytes of their file), and lists, dicts, tuples and plain objects of these.
+    (which stand for the bytes of their file), and lists, dicts, tuples and plain objects of these. `form` is applied to
+    each record first.
 
     Guarantee: without the key the digests tell nothing of the records. With it, other values, another type or shape of
-    an array, and another order give other digests.
+    an array, and another order, of records or of the keys of a dict, give other digests.
     Edge cases: ValueError for records that are others at each access (random augmentation), and for those of a type
     that cannot be read. It reads every record once: about 5 s for a million short texts, 20 s for a million dicts of 20
     tokens, 2 s for a gigabyte of arrays.
@@ -66,7 +69,7 @@ def digest_records(records: Any, key: NoiseKey, *, what: str = "dataset") -> Rec
     secret = key.subkey("digest", "records")
     size = len(records)
     for place in sorted({*range(min(size, _LOOKED_AT_TWICE)), *range(max(0, size - _LOOKED_AT_TWICE), size)}):
-        if _digest(records[place], secret, what) != _digest(records[place], secret, what):
+        if _digest(form(records[place]), secret, what) != _digest(form(records[place]), secret, what):
             raise ValueError(
                 f"{what}: example {place} is another one each time it is read (random augmentation?), so that a run "
                 "that goes on could not be told from one over other data; keep the dataset fixed and make what is "
@@ -75,7 +78,7 @@ def digest_records(records: Any, key: NoiseKey, *, what: str = "dataset") -> Rec
     whole, each = blake2b(key=secret, digest_size=16), np.empty(size, dtype=np.uint64)
     place = -1
     for place, record in enumerate(_in_order(records)):
-        digest = _digest(record, secret, what)
+        digest = _digest(form(record), secret, what)
         whole.update(digest)
         each[place] = int.from_bytes(digest[:8], "little")
     if place + 1 != size:
@@ -92,7 +95,7 @@ def digest_in_memory(dataset: Any, key: NoiseKey) -> str | None:
         dataset = dataset.tensors
     elif not isinstance(dataset, list | tuple | range | np.ndarray | Tensor):
         return None
-    with contextlib.suppress(ValueError):  # objects that cannot be read
+    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # objects that cannot be read
         return _digest(dataset, key.subkey("digest", "records"), "dataset", files=False).hex()
     return None
 
@@ -136,7 +139,7 @@ def _add(value: Any, to: bytearray, files: bool, what: str) -> None:
         to += b"f" + struct.pack("<d", value)
     elif kind is dict or isinstance(value, Mapping):
         to += b"d%d:" % len(value)
-        for name in sorted(value, key=str):
+        for name in value:  # in their order, which a collator may follow
             _add(name, to, files, what)
             _add(value[name], to, files, what)
     elif kind is list or kind is tuple:
@@ -145,12 +148,13 @@ def _add(value: Any, to: bytearray, files: bool, what: str) -> None:
         to += b"b%d:" % len(value)
         _add_bytes(value, to)
     elif isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        to += f"t{value.dtype}{tuple(value.shape)}:".encode()
-        if flat.numel():
-            _add_bytes(flat.view(torch.uint8).numpy().data, to)
-    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        to += f"a{value.dtype.str}{value.shape}:".encode()
+        _add_tensor(value, to, files, what)
+    elif isinstance(value, np.ma.MaskedArray):
+        to += b"m"
+        for part in (value.data, np.ma.getmaskarray(value), value.fill_value):
+            _add(part, to, files, what)
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        to += f"a{value.dtype.descr if value.dtype.names else value.dtype.str}{value.shape}:".encode()
         _add_bytes(value.tobytes(), to)
     elif isinstance(value, PurePath):
         _add(Path(value).read_bytes() if files else str(value), to, files, what)
@@ -162,14 +166,34 @@ def _add(value: Any, to: bytearray, files: bool, what: str) -> None:
         _add_object(value, to, files, what)
 
 
+def _add_tensor(value: Tensor, to: bytearray, files: bool, what: str) -> None:
+    """Its values, whatever lazy view it is; one of another layout by its parts."""
+    value = value.detach()
+    if value.is_quantized:
+        raise ValueError(f"{what} has a quantized tensor ({value.dtype}), which is not compared; dequantize it")
+    if value.layout != torch.strided:
+        if value.layout != torch.sparse_coo:
+            raise ValueError(f"{what} has a tensor of layout {value.layout}, which is not compared; make it dense")
+        value = value.coalesce()
+        to += f"p{tuple(value.shape)}:".encode()
+        _add([value.indices(), value.values()], to, files, what)
+        return
+    to += f"t{value.dtype}{tuple(value.shape)}:".encode()
+    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel():
+        if flat.stride() != (1,):  # of one element, out of a strided view
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        _add_bytes(flat.view(torch.uint8).numpy().data, to)
+
+
 def _add_bytes(data: Any, to: bytearray) -> None:
     """As they are, or, where there are many, as their own digest: nothing large is copied."""
     to += data if len(data) < 1 << 20 else b"+" + blake2b(data, digest_size=32).digest()
 
 
 def _add_sequence(values: Any, to: bytearray, files: bool, what: str) -> None:
-    if len(values) and type(values[0]) is int:
-        with contextlib.suppress(TypeError, OverflowError):
+    if len(values) and type(values[0]) is int and set(map(type, values)) == {int}:
+        with contextlib.suppress(OverflowError):
             numbers = array.array("q", values)  # lists of tokens, quickly
             to += b"I%d:" % len(numbers)
             _add_bytes(numbers.tobytes(), to)
@@ -179,14 +203,27 @@ def _add_sequence(values: Any, to: bytearray, files: bool, what: str) -> None:
         _add(value, to, files, what)
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in its `__dict__` and its `__slots__`."""
+    slots = [name for part in type(value).__mro__ for name in _names(part.__dict__.get("__slots__", ()))]
+    found = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
 def _add_object(value: Any, to: bytearray, files: bool, what: str) -> None:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields: Any = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
     elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # an image of pillow's
-        name, fields = "image", [value.mode, list(value.size), value.tobytes()]
-    elif getattr(value, "__dict__", None) and not callable(value):
-        fields = vars(value)
+        palette = value.getpalette() if getattr(value, "palette", None) is not None else None
+        shown = [str(getattr(value.palette, "mode", "")), str(value.info.get("transparency"))] if palette else []
+        name, fields = "image", [value.mode, list(value.size), value.tobytes(), palette, shown]
+    elif not callable(value) and (held := attributes_of(value)):
+        fields = held
     else:
         raise ValueError(
             f"{what} has a {name} in its examples, whose content cannot be read; make it of texts, numbers, arrays, "

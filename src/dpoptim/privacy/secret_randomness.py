@@ -75,7 +75,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         while True:
             if opens:
                 put_back()
-                saved.append(_keep_states())
+                saved.append(keep_states())
                 seed_secretly(optimizer)
             if batches is None:
                 batches = iter(loader)
@@ -94,21 +94,21 @@ def seed_secretly(optimizer: Optimizer) -> None:
     """Seed torch, numpy and `random` for the optimizer's present step: a function of (key, run, step) alone."""
     release: Release = optimizer.release
     secret = optimizer.key.for_run(release.run_id).subkey("randomness of the model", str(release.step))
-    _seed(int.from_bytes(secret[:8], "little"))
+    seed_generators(int.from_bytes(secret[:8], "little"))
 
 
-def forget_seed(public: int) -> None:
-    """Put a public seed in its place, so that nothing that saves the generators saves what the step drew from."""
-    _seed(public)
+def seed_generators(seed: int) -> None:
+    """Seed torch, numpy and `random`.
 
-
-def _seed(seed: int) -> None:
+    With a public seed, behind a step that was seeded secretly: nothing that saves the generators then saves what the
+    step drew from.
+    """
     torch.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def _keep_states() -> Callable[[], None]:
+def keep_states() -> Callable[[], None]:
     """The generators as they stand; calling it puts them back."""
     cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -1,4 +1,4 @@
-"""Private data, models and losses for training: from files and names to per-example losses."""
+"""Private training runs: records, models and losses from files and names, recipes, runs and their directories."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.training.data import sources
-
-Scales = Mapping[str, tuple[float, float]]
 
 
 class Kind(enum.Enum):
@@ -32,7 +30,6 @@ class Choice:
     label: str | None
     kind: Kind | None
     names: Sequence[str] | None
-    scales: Scales | None
 
 
 def label_column_of(columns: sources.Columns, asked: Choice) -> str | None:
@@ -145,21 +142,14 @@ def _is_whole(name: str) -> bool:
 
 
 def feature_matrix(columns: sources.Columns, names: list[str], asked: Choice) -> NDArray[np.float32]:
-    """(value − offset) / scale of the named columns, [records, columns]; refuses what is no finite number."""
-    scales = dict(asked.scales or {})
+    """The named columns, [records, columns]; refuses what is no finite number."""
     if not names:
         raise ValueError(f"data {asked.source!r} has no column beside the label; there are no features")
-    unknown = sorted(set(scales) - set(names))
-    if unknown:
-        raise ValueError(f"feature_scale names {unknown[0]!r}, which is no feature; there are {', '.join(names)}")
     found = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
     for place, name in enumerate(names):
-        offset, scale = scales.get(name, (0.0, 1.0))
-        if not scale > 0:
-            raise ValueError(f"feature_scale[{name!r}]={(offset, scale)}: the scale must be positive")
         values = np.array([float(value) if _is_number(value) else np.nan for value in columns[name]])
         with np.errstate(over="ignore"):
-            found[:, place] = (values - offset) / scale
+            found[:, place] = values
         odd = int((~np.isfinite(found[:, place])).sum())
         if odd:
             raise ValueError(

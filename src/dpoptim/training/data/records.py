@@ -24,7 +24,6 @@ from dpoptim.training.data import sources
 from dpoptim.training.data.columns import (
     Choice,
     Kind,
-    Scales,
     as_text,
     count_empty,
     feature_matrix,
@@ -56,6 +55,7 @@ class Records:
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
     empty: int = 0  # texts without any character but blanks
+    text_column: str | None = None  # where the texts stood in a table
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -84,6 +84,21 @@ class Records:
             shown = ", ".join(self.label_names[:8]) + (", …" if len(self.label_names) > 8 else "")
             text += f", {len(self.label_names)} labels (public by declaration): {shown}"
         return text
+
+    def refuse_empty(self) -> None:
+        """One ValueError line where texts are missing: they would count as records, and teach nothing.
+
+        >>> Records(kind=Kind.TEXT, source="notes", texts=["one", " "], empty=1, text_column="text").refuse_empty()
+        Traceback (most recent call last):
+        ValueError: 1 of 2 records of data 'notes' have no 'text' (first: record 2); remove them
+        """
+        if self.empty:
+            first = next(place for place, text in enumerate(self.texts, start=1) if not text.strip())
+            what = "text" if self.text_column is None else repr(self.text_column)
+            raise ValueError(
+                f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: record {first}); "
+                "remove them"
+            )
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
         """The records at these places, in this order; for holding some out before any training.
@@ -117,7 +132,6 @@ def read_records(
     split: str = "train",
     kind: Kind | None = None,
     label_names: Sequence[str] | None = None,
-    feature_scale: Scales | None = None,
 ) -> Records:
     """The records of a file, a folder or an HF dataset.
 
@@ -139,8 +153,7 @@ def read_records(
     Guarantee: every record of the source is there, once, in order. Texts without a character (or null) stay as records
     and are counted in `.empty`.
     Not private: label names that are found in the data. Declare them if they are not known to everyone. Features come
-    as they are or, by `feature_scale={"age": (50, 20)}`, as (value − offset) / scale; choose these without looking at
-    the private values.
+    as they are.
     Edge cases: one ValueError line for a source that is missing, empty or broken, for a column that is not there, and
     for a label or a feature that is missing.
 
@@ -155,9 +168,7 @@ def read_records(
     if not str(source).strip():
         raise ValueError(f"data {str(source)!r} names nothing; give a file, a folder, or a dataset's name")
     path = Path(source).expanduser()
-    chosen = Choice(
-        source=str(source), text=text_column, label=label_column, kind=kind, names=label_names, scales=feature_scale
-    )
+    chosen = Choice(source=str(source), text=text_column, label=label_column, kind=kind, names=label_names)
     if path.is_dir():
         return _from_folder(path, split, chosen)
     if path.is_file():
@@ -234,6 +245,7 @@ def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
             labels=labels,
             label_names=names,
             empty=count_empty(texts),
+            text_column=text,
         )
     if label is None:
         raise ValueError(

@@ -218,6 +218,8 @@ def _read_parquet(path: Path) -> Columns:
     parquet = needed("pyarrow.parquet", f"reading {path.name}")
     try:
         return dict(parquet.read_table(path).to_pydict())
+    except PermissionError as error:
+        raise ValueError(_unreadable(path)) from error
     except Exception as error:
         raise ValueError(f"data {str(path)!r} is no readable parquet file: {one_line(error)}") from error
 
@@ -228,6 +230,12 @@ def _utf8(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it first") from error
+    except PermissionError as error:
+        raise ValueError(_unreadable(path)) from error
+
+
+def _unreadable(path: Path) -> str:
+    return f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import RecordDigests, digest_records
 
@@ -20,15 +23,6 @@ def named_held_out(eval_dataset: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if hasattr(part, "__len__") and len(part)}
 
 
-def check_not_training(dataset: Any, train_dataset: Any, *, debugging: bool) -> None:
-    """Refuse to evaluate on the very training examples, unless one is debugging."""
-    if dataset is not None and dataset is train_dataset and not debugging:
-        raise ValueError(
-            "eval_dataset is train_dataset itself: scores on it are not private; give other examples, or, to debug, "
-            "PrivacyArguments(debug_loss=True)"
-        )
-
-
 def digests_of(train: Any, held_out: Mapping[str, Any], key: NoiseKey) -> dict[str, RecordDigests]:
     """Keyed digests of the training and held-out examples; each is read once.
 
@@ -36,25 +30,97 @@ def digests_of(train: Any, held_out: Mapping[str, Any], key: NoiseKey) -> dict[s
     """
     found = {"training": digest_records(train, key, what="train_dataset")}
     for name, dataset in held_out.items():
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):
             found[name] = digest_records(dataset, key, what="eval_dataset")
     return found
 
 
-def check_overlap(records: Mapping[str, RecordDigests]) -> None:
-    """Refuse held-out examples that are a copy of the training examples; warn where some are among them."""
-    for name, found in records.items():
-        if name == "training":
-            continue
-        shared = found.shared_with(records["training"])
-        if found.same_records(records["training"]):
+class HeldOutCheck:
+    """Whether examples that are to be evaluated on are training examples, whatever type they have.
+
+    Each example is compared in a normal form: numbers, lists, arrays and tensors of the same values are the same, and
+    of a dict those `columns` count that the model is given (None: all). The training examples are read once for it, at
+    the first dataset that is to be compared, and each dataset is compared once.
+    """
+
+    def __init__(self, train_dataset: Any, *, columns: list[str] | None, debugging: bool) -> None:
+        self._train, self._columns, self._debugging = train_dataset, columns, debugging
+        self._key = NoiseKey.generate()
+        self._training: RecordDigests | None = None
+        self._checked: list[Any] = []
+
+    def check(self, eval_dataset: Any) -> None:
+        """Refuse datasets whose examples are training examples, all of them; warn of single ones.
+
+        Edge cases: with `debugging` nothing is refused; random examples, and those of no length, are not compared.
+        """
+        for name, dataset in named_held_out(eval_dataset).items():
+            if any(dataset is other for other in self._checked):
+                continue
+            if dataset is self._train and not self._debugging:
+                raise ValueError(
+                    "eval_dataset is train_dataset itself: scores on it are not private; give other examples, or, to "
+                    "debug, PrivacyArguments(debug_loss=True)"
+                )
+            self._compare(name, dataset)
+            self._checked.append(dataset)
+
+    def _compare(self, name: str, dataset: Any) -> None:
+        if self._train is None or not hasattr(self._train, "__len__") or self._debugging:
+            return
+        try:
+            if self._training is None:
+                self._training = self._digests(self._train)
+            found = self._digests(dataset)
+        except (ValueError, TypeError, RuntimeError):
+            return
+        shared = found.shared_with(self._training)
+        if shared == len(found.each):
             raise ValueError(
-                f"eval_dataset ({name}) has the same examples as train_dataset: scores on them are not private, and no "
-                "guarantee covers them; give other examples, or none"
+                f"eval_dataset ({name}) has the same examples as train_dataset, or some of them and no others: scores "
+                "on them are not private, and no guarantee covers them; give other examples, or none"
             )
         if shared:
             warnings.warn(
                 f"{shared} of the {len(found.each)} examples of eval_dataset ({name}) are training examples too: "
                 "scores on them are not covered by the guarantee",
-                stacklevel=4,
+                stacklevel=5,
             )
+
+    def _digests(self, dataset: Any) -> RecordDigests:
+        return digest_records(dataset, self._key, form=self._form)
+
+    def _form(self, example: Any) -> Any:
+        if isinstance(example, Mapping) and self._columns is not None:
+            example = {name: example[name] for name in example if name in self._columns} or example
+        return normal(example)
+
+
+def normal(value: Any) -> Any:
+    """The same for the same content: dicts sorted, numbers as int64 or float32 arrays, whatever held them.
+
+    >>> one, other = normal({"x": [1, 2], "y": 0.5}), normal({"y": np.float64(0.5), "x": Tensor([1, 2])})
+    >>> list(one) == list(other), one["x"].tolist() == other["x"].tolist(), one["y"].dtype == other["y"].dtype
+    (True, True, True)
+    """
+    if isinstance(value, Mapping):
+        return {str(name): normal(value[name]) for name in sorted(value, key=str)}
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() else value).numpy()
+    if isinstance(value, list | tuple):
+        if not value or not isinstance(value[0], bool | int | float | np.number | np.bool_):
+            return [normal(part) for part in value]
+        with contextlib.suppress(ValueError, OverflowError):
+            value = np.asarray(value)
+    if isinstance(value, bool | int | float):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "biuf":
+        return value
+    if isinstance(value, np.ndarray) and value.ndim > 1:  # as a list of lists
+        return [normal(part) for part in value]
+    if value.dtype.kind == "f":
+        value = value.astype(np.float32)
+        whole = np.isfinite(value).all() and (np.abs(value) < 2**24).all() and (value == np.round(value)).all()
+        return value.astype(np.int64) if whole else np.asarray(value)
+    return np.asarray(value).astype(np.int64)

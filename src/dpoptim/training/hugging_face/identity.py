@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import RecordDigests, RunIdentity
 from dpoptim.privacy.record_digests import digest_values
+from dpoptim.privacy.released_steps import CANNOT_BE_COMPARED
 from dpoptim.training.hugging_face.arguments import PrivacyArguments
+from dpoptim.training.hugging_face.described import Describer, never_twice
+from dpoptim.training.hugging_face.secret_folder import RunSecrets
 from dpoptim.training.runs.identity import build_of, plan_values, surroundings_of
 
 _SETTINGS = (
@@ -27,7 +26,7 @@ _NO_MATTER = ("key_file", "log_norms", "debug_loss")
 
 def identity_for(
     *,
-    key: NoiseKey,
+    secrets: RunSecrets,
     args: Any,
     privacy: PrivacyArguments,
     optimizer: PrivateOptimizer,
@@ -39,9 +38,11 @@ def identity_for(
 ) -> RunIdentity:
     """Of a run whose optimizer and scheduler were just made: settings, code of loss and schedule, frozen weights.
 
-    Frozen parameters (LoRA) are not in a checkpoint, so they are read, a gigabyte a second. Functions are known by
-    their source; what they read from elsewhere is not noticed, nor what callbacks do to the learning rate.
+    Frozen parameters (LoRA) are not in a checkpoint, so they are read, a gigabyte a second. Functions and objects are
+    known by what `Describer` says; where it cannot look into one, no step may be repeated. What callbacks do to the
+    learning rate is not noticed.
     """
+    key = secrets.key
     own = {name: _plain(getattr(args, name, None)) for name in _SETTINGS}
     asked = {name: _plain(value) for name, value in vars(privacy).items() if name not in _NO_MATTER}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -49,58 +50,28 @@ def identity_for(
         **own,
         **asked,
         "plan": plan_values(optimizer.plan),
+        "the run": secrets.name,
         "the model's build": build_of(model, key),
         "the frozen weight": digest_values(frozen, key),
         "the optimizer": digest_values(_optimizer(optimizer), key),
-        "the scheduler": digest_values(_described(scheduler), key),
-        "the loss": digest_values(_described(loss), key),
-        "the collator": digest_values(_described(collator), key),
     }
     surroundings = {**surroundings_of(args.device), **{name: _plain(getattr(args, name, None)) for name in _ROUNDING}}
     if args.dataloader_num_workers:  # workers start anew at each checkpoint, and what they draw with them
         surroundings |= {name: _plain(getattr(args, name)) for name in ("save_strategy", "save_steps")}
+    for name, value in (("scheduler", scheduler), ("loss", loss), ("collator", collator), ("model's code", model)):
+        describer = Describer(trained=model)
+        found = describer.model(value) if value is model else describer.describe(value)
+        settings[f"the {name}"] = digest_values(found, key)
+        for kind in describer.gaps:
+            surroundings[f"the {name} holds a {kind}, {CANNOT_BE_COMPARED}"] = never_twice()
     digests = {name: found.whole for name, found in records.items()}
-    return RunIdentity(key=key.fingerprint(), settings=settings, records=digests, surroundings=surroundings)
+    return RunIdentity(key=key, settings=settings, records=digests, surroundings=surroundings)
 
 
 def _optimizer(optimizer: PrivateOptimizer) -> Any:
     slots = [repr(part) for part in (optimizer.rule, optimizer.geometry, optimizer.second_moment)]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return [type(optimizer).__name__, slots, [_plain(group) for group in groups]]
-
-
-def _described(value: Any, depth: int = 3) -> Any:
-    """Functions by their source and what they hold, objects by class and plain attributes."""
-    if isinstance(value, functools.partial):
-        return ["partial", _described(value.func, depth), _plain(value.args), _plain(value.keywords)]
-    if inspect.ismethod(value):
-        return ["method", _described(value.__func__, depth), _described(value.__self__, depth - 1)]
-    if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-        held = [_described(cell, depth - 1) for cell in cells] if depth else []
-        return ["function", value.__module__, value.__qualname__, _source(value), _plain(value.__defaults__), held]
-    if isinstance(value, torch.optim.lr_scheduler.LambdaLR):
-        return ["schedule", _plain(value.state_dict()), [_described(part, depth - 1) for part in value.lr_lambdas]]
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-        return ["schedule", type(value).__qualname__, _plain(value.state_dict())]
-    if isinstance(value, nn.Module | type):
-        return repr(value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return [kind, _plain(getattr(value, "__dict__", {})) or _plain(value)]
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _source(function: Any) -> Any:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):  # made where there is no file
-        return [function.__code__.co_code, [str(part) for part in function.__code__.co_consts]]
 
 
 def _plain(value: Any) -> Any:

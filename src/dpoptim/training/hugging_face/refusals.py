@@ -8,11 +8,38 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.training.hugging_face.arguments import PrivacyArguments
 from dpoptim.training.recipes.defaults import refuse_weak_delta
+
+_HOOKS = (  # what PrivateTrainer replaces in the stock loop: where one is missing, it would run without it
+    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
+    "_load_optimizer_and_scheduler", "_prepare_for_training", "_push_from_checkpoint", "_run_epoch",
+    "_save_checkpoint", "_save_optimizer_and_scheduler", "compute_loss", "create_optimizer", "evaluation_loop",
+    "floating_point_ops", "get_eval_dataloader", "get_test_dataloader", "get_train_dataloader", "log",
+    "set_initial_training_values", "train", "training_step",
+)  # fmt: skip
+
+
+def check_transformers() -> None:
+    """ImportError where the stock Trainer has not what is replaced."""
+    if missing := [name for name in _HOOKS if not hasattr(transformers.Trainer, name)]:
+        raise ImportError(
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which PrivateTrainer replaces; run: "
+            "pip install 'transformers>=5.22'"
+        )
+
+
+def check_accelerator(trainer: Any) -> None:
+    """Refuse what `accelerate launch` or its environment may have set beside the arguments."""
+    state = trainer.accelerator
+    if state.num_processes > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("private training runs in one process; start it with python, not accelerate launch")
+    if state.scaler is not None:
+        raise ValueError("mixed_precision='fp16' of Accelerate scales the loss, which changes clipping; use bf16")
 
 
 def private_args(args: Any) -> Any:

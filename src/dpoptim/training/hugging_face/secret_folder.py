@@ -9,30 +9,25 @@ Every run has a key of its own; a checkpoint says which run it belongs to.
 
 from __future__ import annotations
 
-import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import ReleasedSteps, RunIdentity
+from dpoptim.privacy.released_steps import released_count
 from dpoptim.training.hugging_face.arguments import PrivacyArguments
-
-LOADER_STATE = "private_loader.json"
-_OLD_NAME = "noise.key"
+from dpoptim.training.hugging_face.checkpoint_files import check_checkpoint, read_loader_state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSecrets:
-    """The key of a run and the file that counts its steps; `is_old` says that it was begun without such a file."""
+    """The key of a run, the file that counts its steps, and the step of the checkpoint that it goes on from."""
 
     name: str
     key: NoiseKey
     steps_file: Path
-    is_old: bool = False
+    step: int | None = None
 
 
 def secret_folder(args: Any) -> Path:
@@ -49,12 +44,11 @@ def new_secrets(privacy: PrivacyArguments, args: Any, *, key: NoiseKey | None, r
     if privacy.key_file is not None and key is None:
         file = Path(privacy.key_file)
         steps_file = _beside(file)
-        if steps_file.exists() and int(steps_file.read_bytes()[:20] or b"0"):
+        if released_count(steps_file):
             raise ValueError(
                 f"key_file={privacy.key_file!r} is the key of an earlier run, and every run has its own; choose "
                 "another name, or go on with that run by train(resume_from_checkpoint=...)"
             )
-        steps_file.unlink(missing_ok=True)
         key = NoiseKey.load_or_create(file)
         return RunSecrets(name=key.fingerprint(), key=key, steps_file=steps_file)
     folder = _made(secret_folder(args))
@@ -67,81 +61,43 @@ def new_secrets(privacy: PrivacyArguments, args: Any, *, key: NoiseKey | None, r
 
 
 def secrets_of(checkpoint: str | Path, privacy: PrivacyArguments, args: Any, *, key: NoiseKey | None) -> RunSecrets:
-    """Of the run that a checkpoint belongs to.
-
-    Edge cases: keys of earlier versions, in output_dir or beside it, are found and moved into the secret folder.
-    """
-    state = _loader_state(checkpoint)
-    name = str(state.get("run", state["key_fingerprint"]))
+    """Of the run that a checkpoint belongs to; refused where the checkpoint is not as the run saved it."""
+    state = read_loader_state(checkpoint)
+    name = str(state["run"])
     folder = secret_folder(args)
-    steps_file = folder / f"{name}.steps"
-    if key is not None:
-        return RunSecrets(name=name, key=key, steps_file=steps_file, is_old="run" not in state)
-    if privacy.key_file is not None:
-        file = Path(privacy.key_file)
-        return RunSecrets(name=name, key=_loaded(file, state), steps_file=_beside(file), is_old="run" not in state)
-    if "run" not in state:
-        take_keys_out(privacy, args)
-    return RunSecrets(
-        name=name, key=_loaded(folder / f"{name}.key", state), steps_file=steps_file, is_old="run" not in state
-    )
-
-
-def open_steps(secrets: RunSecrets, identity: RunIdentity, checkpoint: str | Path | None) -> ReleasedSteps:
-    """The file that counts the steps of a run that begins, or goes on from a checkpoint; refused where it may not."""
-    if checkpoint is None:
-        secrets.steps_file.unlink(missing_ok=True)  # of an attempt that released nothing
-        return ReleasedSteps.begin(secrets.steps_file, identity)
-    state = torch.load(Path(checkpoint) / "optimizer.pt", map_location="cpu", weights_only=True)
-    step = int(state["privacy"]["step"])
-    if secrets.is_old and not secrets.steps_file.exists():
-        warnings.warn(
-            f"checkpoint {str(checkpoint)!r} is of an earlier version, which kept no count of released steps: nothing "
-            "checks that it is the last one, nor that examples and settings are the run's; from here on they are",
-            stacklevel=4,
-        )
-        ReleasedSteps.begin(secrets.steps_file, identity, count=step).close()
-    return ReleasedSteps.resume(secrets.steps_file, identity, step=step)
-
-
-def take_keys_out(privacy: PrivacyArguments, args: Any) -> None:
-    """Move keys that earlier versions left in output_dir into the secret folder, before the folder is uploaded."""
-    output = Path(args.output_dir).resolve()
-    if privacy.key_file is not None and output in Path(privacy.key_file).resolve().parents:
-        raise ValueError(f"key_file={privacy.key_file!r} lies in output_dir, which is uploaded; choose a place outside")
-    for old in (output / _OLD_NAME, output.with_name(f"{output.name}.{_OLD_NAME}")):
-        if old.exists():
-            target = _made(secret_folder(args)) / f"{NoiseKey.load(old).fingerprint()}.key"
-            old.rename(target)
-            warnings.warn(f"the noise key {old} was moved to {target}, so that it is never uploaded", stacklevel=4)
-
-
-def _loader_state(checkpoint: str | Path) -> dict[str, Any]:
-    file = Path(checkpoint) / LOADER_STATE
-    if not file.is_file():
-        missing = "optimizer.pt" if not (Path(checkpoint) / "optimizer.pt").is_file() else LOADER_STATE
-        raise ValueError(
-            f"checkpoint {str(checkpoint)!r} has no {missing}, so the private run cannot go on from it: its noise and "
-            "batches would be drawn anew; choose one that PrivateTrainer saved with save_only_model=False"
-        )
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def _loaded(file: Path, state: dict[str, Any]) -> NoiseKey:
-    try:
-        key = NoiseKey.load(file)
-    except FileNotFoundError:
-        raise ValueError(
-            f"{file} is missing: the checkpoint was made with that noise key, and another noise key cannot go on with "
-            "its run; put it back, or begin a new run"
-        ) from None
+    file = folder / f"{name}.key" if privacy.key_file is None or key is not None else Path(privacy.key_file)
+    steps_file = _beside(file)
+    key = _loaded(file) if key is None else key
     if key.fingerprint() != state["key_fingerprint"]:
         raise ValueError(
             f"{file} has key {key.fingerprint()}, and the checkpoint was made with another noise key, "
             f"{state['key_fingerprint']}; give PrivacyArguments(key_file=) that one"
         )
-    return key
+    return RunSecrets(name=name, key=key, steps_file=steps_file, step=check_checkpoint(checkpoint, key))
+
+
+def open_steps(secrets: RunSecrets, identity: RunIdentity) -> ReleasedSteps:
+    """The file that counts the steps of a run that begins, or goes on from a checkpoint; refused where it may not."""
+    if secrets.step is None:
+        return ReleasedSteps.begin(secrets.steps_file, identity)
+    return ReleasedSteps.resume(secrets.steps_file, identity, step=secrets.step)
+
+
+def check_key_file(privacy: PrivacyArguments, args: Any) -> None:
+    """Refuse a key_file in output_dir, before the folder is uploaded."""
+    output = Path(args.output_dir).resolve()
+    if privacy.key_file is not None and output in Path(privacy.key_file).resolve().parents:
+        raise ValueError(f"key_file={privacy.key_file!r} lies in output_dir, which is uploaded; choose a place outside")
+
+
+def _loaded(file: Path) -> NoiseKey:
+    try:
+        return NoiseKey.load(file)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} is missing: the checkpoint was made with that noise key, and another noise key cannot go on with "
+            "its run; put it back, or begin a new run"
+        ) from None
 
 
 def _beside(key_file: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,43 +10,36 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint
 
 from dpoptim.gradients import Released
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, RecordDigests, ReleasedSteps, private_loader
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
-from dpoptim.privacy.secret_randomness import forget_seed, seed_secretly
+from dpoptim.privacy.seals import seal_folder
+from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 from dpoptim.training.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
-from dpoptim.training.hugging_face.held_out import check_not_training, check_overlap, digests_of, named_held_out
+from dpoptim.training.hugging_face.checkpoint_files import read_loader_state, write_loader_state
+from dpoptim.training.hugging_face.held_out import HeldOutCheck, digests_of, named_held_out
 from dpoptim.training.hugging_face.identity import identity_for
-from dpoptim.training.hugging_face.refusals import check_call, private_args, size_of
-from dpoptim.training.hugging_face.released_norms import released_norms
-from dpoptim.training.hugging_face.secret_folder import (
-    LOADER_STATE,
-    RunSecrets,
-    new_secrets,
-    open_steps,
-    secrets_of,
-    take_keys_out,
+from dpoptim.training.hugging_face.own_generators import check_generators, check_repeats
+from dpoptim.training.hugging_face.refusals import (
+    check_accelerator,
+    check_call,
+    check_transformers,
+    private_args,
+    size_of,
 )
+from dpoptim.training.hugging_face.secret_folder import RunSecrets, check_key_file, new_secrets, open_steps, secrets_of
 from dpoptim.training.hugging_face.step_loader import Step, StepLoader
 from dpoptim.training.losses.batch_losses import losses_for
+from dpoptim.training.runs.released_norms import released_norms
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # of training data, in the stock Trainer's logs
-_HOOKS = (  # what is replaced in the stock loop: where one is missing, it would run without it
-    "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
-    "_load_optimizer_and_scheduler", "_prepare_for_training", "_run_epoch", "_save_optimizer_and_scheduler",
-    "compute_loss", "create_optimizer", "evaluation_loop", "floating_point_ops", "get_eval_dataloader",
-    "get_test_dataloader", "get_train_dataloader", "log", "set_initial_training_values", "train", "training_step",
-)  # fmt: skip
-if _missing := [name for name in _HOOKS if not hasattr(transformers.Trainer, name)]:
-    raise ImportError(
-        f"transformers {transformers.__version__} has no Trainer.{_missing[0]}, which PrivateTrainer replaces; run: "
-        "pip install 'transformers>=5.22'"
-    )
+
+check_transformers()
 
 
 class PrivateTrainer(transformers.Trainer):
@@ -70,9 +62,10 @@ class PrivateTrainer(transformers.Trainer):
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
     Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A run that is resumed goes on as itself: other training or held-out examples, other settings, and, where steps
-    behind the checkpoint were released, another device or other versions, are refused before anything is computed. For
-    that all examples are read once when training begins (20 s for a million short tokenised texts).
+    A run that is resumed goes on as itself: a checkpoint that was edited, other training or held-out examples, other
+    settings or code, and, where steps behind the checkpoint were released, another device or other versions, are
+    refused before anything is computed. For that all examples are read once when training begins (20 s for a million
+    short tokenised texts).
     Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation is
     the stock one, and leaves the random numbers of the training alone. What the plan cannot cover is refused at once.
     """
@@ -99,9 +92,11 @@ class PrivateTrainer(transformers.Trainer):
         self.privacy = PrivacyArguments() if privacy is None else privacy
         check_call(privacy, plan, model, given, optimizers[0], stock)
         super().__init__(model, private_args(given), data_collator, train_dataset, optimizers=optimizers, **stock)
-        self._check_accelerator()
+        check_accelerator(self)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
+        check_generators(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
+        self._held_out: HeldOutCheck | None = None
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
         self._records: dict[str, RecordDigests] = {}
@@ -136,12 +131,11 @@ class PrivateTrainer(transformers.Trainer):
         if not _has_columns(self.train_dataset):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
-        held_out = named_held_out(self.eval_dataset)
-        for part in held_out.values():
-            check_not_training(part, self.train_dataset, debugging=self.privacy.debug_loss)
-        held_out = {name: self._used_columns(part, "evaluation") for name, part in held_out.items()}
+        self._check_held_out(self.eval_dataset)
+        named = named_held_out(self.eval_dataset).items()
+        held_out = {name: self._used_columns(part, "evaluation") for name, part in named}
         self._records = digests_of(dataset, held_out, self._run_secrets().key)
-        check_overlap(self._records)
+        check_repeats(collate, dataset, self._run_secrets().key)
         loader = private_loader(
             dataset,
             plan,
@@ -160,13 +154,22 @@ class PrivateTrainer(transformers.Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The stock one, but not of the training examples."""
-        check_not_training(eval_dataset, self.train_dataset, debugging=self.privacy.debug_loss)
+        by_name = isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict)
+        given = {eval_dataset: self.eval_dataset[eval_dataset]} if by_name else eval_dataset
+        self._check_held_out(self.eval_dataset if given is None else given)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The stock one, but not of the training examples."""
-        check_not_training(test_dataset, self.train_dataset, debugging=self.privacy.debug_loss)
+        self._check_held_out(test_dataset)
         return super().get_test_dataloader(test_dataset)
+
+    def _check_held_out(self, dataset: Any) -> None:
+        if self._held_out is None:
+            self._set_signature_columns_if_needed()
+            columns = self._signature_columns if self.args.remove_unused_columns else None
+            self._held_out = HeldOutCheck(self.train_dataset, columns=columns, debugging=self.privacy.debug_loss)
+        self._held_out.check(dataset)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -206,7 +209,7 @@ class PrivateTrainer(transformers.Trainer):
                 shown, examples = shown + losses.detach().sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
                 self.optimizer.step()  # sums up the part; the last one is left to the loop
-        forget_seed(self.args.seed)
+        seed_generators(self.args.seed)  # forget the secret one
         return shown / max(1, examples)
 
     def compute_loss(
@@ -258,7 +261,8 @@ class PrivateTrainer(transformers.Trainer):
     def _note_released(self, released: Released) -> None:
         """Norms of the noisy gradient and of the noise expected in it; read when they are logged."""
         assert self.private_optimizer is not None
-        self._released = released_norms(released, self.private_optimizer.release.scale)
+        gradient, noise = released_norms(released, self.private_optimizer.release.scale)
+        self._released = {"released_gradient_norm": gradient, "expected_noise_norm": noise}
 
     def _clip_grad_norm(self, model: Any) -> None:
         """Nothing: each example is clipped by the plan, and parameters carry no gradient of their own."""
@@ -328,12 +332,12 @@ class PrivateTrainer(transformers.Trainer):
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
         """The key of the run and the file that counts its steps: a checkpoint's, or new ones."""
         optimizer = self.private_optimizer
+        if self.args.push_to_hub:
+            check_key_file(self.privacy, self.args)
         if checkpoint is not None:
             key = None if optimizer is None else optimizer.key
             self._secrets = secrets_of(checkpoint, self.privacy, self.args, key=key)
         elif self._secrets is None:
-            if self.args.push_to_hub:
-                take_keys_out(self.privacy, self.args)
             given = (None, "") if optimizer is None else (optimizer.key, optimizer.release.run_id)
             self._secrets = new_secrets(self.privacy, self.args, key=given[0], run_id=given[1])
         return self._secrets
@@ -341,15 +345,15 @@ class PrivateTrainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is None:
-            self._count_steps(None)
+            self._count_steps()
         return prepared
 
-    def _count_steps(self, checkpoint: str | None) -> None:
+    def _count_steps(self) -> None:
         """From here on the disk counts a step before it is released; a run that may not go on is refused."""
         assert self.private_optimizer is not None
         secrets = self._run_secrets()
         identity = identity_for(
-            key=secrets.key,
+            secrets=secrets,
             args=self.args,
             privacy=self.privacy,
             optimizer=self.private_optimizer,
@@ -359,39 +363,36 @@ class PrivateTrainer(transformers.Trainer):
             collator=self.data_collator,
             records=self._records,
         )
-        self._released_steps = open_steps(secrets, identity, checkpoint)
+        self._released_steps = open_steps(secrets, identity)
         self.private_optimizer.release.before_release = self._released_steps.note
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._steps is not None:
-            state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
-            (Path(output_dir) / LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
+            write_loader_state(output_dir, {**self._steps.loader.state_dict(), "run": self._run_secrets().name})
             self._steps.pause()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The stock one, and last of all the seal, without which nothing goes on from it."""
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        seal_folder(folder, self._run_secrets().key)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        seal_folder(checkpoint_folder, self._run_secrets().key)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        for name in ("optimizer.pt", "scheduler.pt"):
-            if not (Path(checkpoint) / name).is_file():
-                raise ValueError(f"checkpoint {checkpoint!r} has no {name}, so the private run cannot go on from it")
-        self._count_steps(checkpoint)
+        self._count_steps()
         super()._load_optimizer_and_scheduler(checkpoint)
-        state = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
-        self._steps.loader.load_state_dict(state)
+        self._steps.loader.load_state_dict(read_loader_state(checkpoint))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock upload of output_dir, after keys of earlier versions are moved out of it."""
-        take_keys_out(self.privacy, self.args)
+        """The stock upload of output_dir, where no key may lie."""
+        check_key_file(self.privacy, self.args)
         return super().push_to_hub(*args, **kwargs)
-
-    def _check_accelerator(self) -> None:
-        """What `accelerate launch` or its environment may have set beside the arguments."""
-        state = self.accelerator
-        if state.num_processes > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ValueError("private training runs in one process; start it with python, not accelerate launch")
-        if state.scaler is not None:
-            raise ValueError("mixed_precision='fp16' of Accelerate scales the loss, which changes clipping; use bf16")
 
 
 def _has_columns(dataset: Any) -> bool:

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.losses.causal_check import check_one_direction
 from dpoptim.training.losses.class_losses import class_losses
 from dpoptim.training.losses.task_of_class import TABLES, tasks_of_classes
 from dpoptim.training.losses.tasks import Task
 from dpoptim.training.losses.token_losses import can_read_targets, logits_of, token_losses
+from dpoptim.training.support.modes import without_peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +61,19 @@ class BatchLosses:
 def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     """The losses of a model by its class, or for a task by name.
 
-    Edge cases: one ValueError line where the class says nothing, or where it does more than one task. Of a model that
+    Edge cases: one ValueError line where the class says nothing, where it does more than one task, and for causal-lm
+    with a model that reads later tokens. Of a model that
     a private optimizer watches already, all logits are made: ask before the optimizer is made to decode targets alone.
     """
     found = _task_of(model) if task is None else _named(task)
+    if found is Task.CAUSAL_LM:
+        check_one_direction(model)
     return BatchLosses(task=found, targets_only=not found.is_classification and _can_read_targets(model))
 
 
 def _can_read_targets(model: nn.Module) -> bool:
     try:
-        return can_read_targets(model, int(_inner(model).get_input_embeddings().weight.shape[0]))
+        return can_read_targets(model, int(without_peft(model).get_input_embeddings().weight.shape[0]))
     except ValueError:  # its layers run through an optimizer's engine and cannot be looked at
         return False
 
@@ -84,7 +89,7 @@ def _named(task: str) -> Task:
 
 
 def _task_of(model: nn.Module) -> Task:
-    inner = _inner(model)
+    inner = without_peft(model)
     found = tasks_of_classes(kind.__name__ for kind in type(inner).__mro__)
     if len(found) != 1:
         known = ", ".join(kind.value for kind in TABLES)
@@ -96,13 +101,8 @@ def _task_of(model: nn.Module) -> Task:
     return found[0]
 
 
-def _inner(model: Any) -> Any:
-    """The model without peft's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _config(model: nn.Module) -> Any:
-    return getattr(_inner(model), "config", None)
+    return getattr(without_peft(model), "config", None)
 
 
 def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from dpoptim.gradients import linear_cross_entropy
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.generic import generic
 from dpoptim.training.data.masking import IGNORED
+from dpoptim.training.support.modes import in_eval_mode, without_peft
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,23 +77,16 @@ def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
     layers = choose_rules(model)
     if any(layer.rule is generic and reader.decoder in module.modules() for module, layer in layers.items()):
         return False
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with in_eval_mode(model), torch.random.fork_rng(devices=[]):
             return _reads_exactly(model, reader, vocabulary)
     except Exception:  # a model that does not take such inputs is not of this build
         return False
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _reader(model: nn.Module) -> _Reader | None:
     """Encoder and linear map of the model by transformers' names for them; looked up anew, since models are copied."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):  # without peft's wrapper
-        inner = inner.get_base_model()
+    inner = without_peft(model)
     encoder = getattr(inner, "base_model", None)
     decoder = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if not isinstance(encoder, nn.Module) or encoder is inner or type(decoder) is not nn.Linear:

@@ -6,8 +6,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-MLP_WIDTHS = (128, 64)
-CNN_CHANNELS = (32, 64, 128)
+_WIDTHS = (128, 64)
+_CHANNELS = (32, 64, 128)
 CNN_IMAGE_SIZE = 32
 
 
@@ -18,11 +18,11 @@ class MLP(nn.Sequential):
     9091
     """
 
-    def __init__(self, *, columns: int, num_labels: int, widths: tuple[int, ...] = MLP_WIDTHS) -> None:
+    def __init__(self, *, columns: int, num_labels: int) -> None:
         layers: list[nn.Module] = []
-        for entering, leaving in zip((columns, *widths), widths, strict=False):
+        for entering, leaving in zip((columns, *_WIDTHS), _WIDTHS, strict=False):
             layers += [nn.Linear(entering, leaving), nn.ReLU()]
-        super().__init__(*layers, nn.Linear((columns, *widths)[-1], num_labels))
+        super().__init__(*layers, nn.Linear(_WIDTHS[-1], num_labels))
 
 
 class SmallCNN(nn.Module):
@@ -36,10 +36,10 @@ class SmallCNN(nn.Module):
     torch.Size([2, 10])
     """
 
-    def __init__(self, *, num_labels: int, channels: tuple[int, ...] = CNN_CHANNELS) -> None:
+    def __init__(self, *, num_labels: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for entering, leaving in zip((3, *channels), channels, strict=False):
+        for entering, leaving in zip((3, *_CHANNELS), _CHANNELS, strict=False):
             layers += [
                 nn.Conv2d(entering, leaving, 3, padding=1),
                 nn.GroupNorm(8, leaving),
@@ -47,7 +47,7 @@ class SmallCNN(nn.Module):
                 nn.MaxPool2d(2),
             ]
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels[-1], num_labels)
+        self.classifier = nn.Linear(_CHANNELS[-1], num_labels)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(self.features(pixel_values).mean((2, 3))))

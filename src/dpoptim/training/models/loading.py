@@ -38,7 +38,6 @@ def load_model(
     label_names: Sequence[str] | None = None,
     columns: int | None = None,
     lora_rank: int | None = None,
-    lora_targets: Sequence[str] | str | None = None,
     from_scratch: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -47,8 +46,8 @@ def load_model(
 
     Built in are "mlp" (tabular; `columns` features) and "small-cnn" (images): see `builtin`. With `from_scratch` only
     the configuration is read and all weights are new. `lora_rank` freezes the model and adds LoRA factors of that rank
-    (scaled by 2) to `lora_targets`, else to the layers that peft names for the architecture, else to all linear
-    layers; a classification head stays trainable. A folder of LoRA factors is its base model with them added.
+    (scaled by 2) to the layers that peft names for the architecture, else to all linear layers; a classification head
+    stays trainable. A folder of LoRA factors is its base model with them added.
 
     Guarantee: the same arguments give the same weights; the global random numbers stay as they were.
     Edge cases: one ValueError line for a package that is not installed, a name that is not found, a folder without
@@ -67,7 +66,7 @@ def load_model(
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} starts from random weights")
             return model.to(dtype)
         model = _from_transformers(task, name, num_labels, label_names, from_scratch, dtype)
-        return model if lora_rank is None else add_lora(model, task, rank=lora_rank, targets=lora_targets)
+        return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
@@ -105,7 +104,10 @@ def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple
 
 
 def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str | None = None) -> nn.Module:
-    """`model` frozen, with trainable LoRA factors of this rank beside its layers, and a trainable head."""
+    """`model` frozen, with trainable LoRA factors of this rank beside its layers, and a trainable head.
+
+    `targets` are names of layers; by default those that peft names for the architecture, else all linear ones.
+    """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
     peft = needed("peft", f"lora_rank={rank}")
@@ -129,7 +131,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     try:
         return peft.get_peft_model(model, config(targets))
     except ValueError as error:
-        raise ValueError(f"lora_targets={targets!r} cannot be used: {one_line(error)}") from error
+        raise ValueError(f"targets={targets!r} cannot be used: {one_line(error)}") from error
 
 
 def base_of_adapter(name: str) -> str | None:
@@ -229,8 +231,8 @@ def _not_found(what: str, name: str, error: Exception) -> str:
     if Path(name).is_dir():
         return f"{what}={name!r} cannot be loaded from its folder: {one_line(error)}"
     return (
-        f"{what}={name!r} is no folder here, and the Hugging Face hub does not give it ({one_line(error)}); "
-        "give a local folder"
+        f"{what}={name!r}: there is no such folder here, and the Hugging Face hub does not give it "
+        f"({one_line(error)}); check the path"
     )
 
 

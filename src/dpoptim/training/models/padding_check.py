@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dpoptim.training.data.inputs import TextExample
+from dpoptim.training.support.modes import in_eval_mode
 
 _SHORT = 5
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; 16-bit models round at each width otherwise
@@ -29,17 +30,11 @@ def check_padding(prepared: Any) -> None:
         for length in (min(_SHORT, prepared.max_length), prepared.max_length)
     ]
     weight = next(model.parameters())
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            alone, beside = (
-                float(prepared.evaluate_losses(model, {n: t.to(weight.device) for n, t in batch.items()})[0])
-                for batch in (prepared.collate(examples[:1]), prepared.collate(examples))
-            )
-    finally:
-        for module, training in modes:
-            module.training = training
+    with in_eval_mode(model):
+        alone, beside = (
+            float(prepared.evaluate(model, {n: t.to(weight.device) for n, t in batch.items()}).losses[0])
+            for batch in (prepared.collate(examples[:1]), prepared.collate(examples))
+        )
     if abs(alone - beside) > _CLOSE.get(weight.dtype, _CLOSE_IN_16_BITS) * max(abs(alone), abs(beside), 1e-3):
         raise ValueError(
             f"{type(model).__name__} gives a text of {len(examples[0].tokens)} tokens a loss of {alone:.5g} alone and "

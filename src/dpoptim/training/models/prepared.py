@@ -28,6 +28,7 @@ from dpoptim.training.data.inputs import (
 )
 from dpoptim.training.data.masking import evaluation_key, masked, training_key
 from dpoptim.training.data.records import Kind, Records
+from dpoptim.training.losses.causal_check import check_one_direction
 from dpoptim.training.losses.tasks import Outcome, Task, outcome
 from dpoptim.training.losses.token_losses import can_read_targets
 from dpoptim.training.models import builtin
@@ -95,10 +96,6 @@ class Prepared:
         """
         return outcome(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
 
-    def evaluate_losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of each example, [examples], as `evaluate` has it."""
-        return self.evaluate(model, batch).losses
-
     def on(self, records: Records) -> Prepared:
         """The same model and settings for other records, held-out ones say; labels must be declared the same.
 
@@ -161,7 +158,7 @@ def prepare(
 
     Guarantee: record i is example i. Nothing but the label names is taken from all records: no vocabulary, no mean.
     Edge cases: a text without tokens is one token of padding without a target, its loss is 0. One ValueError line where
-    records, task and model do not fit, or where padding changes the model's losses.
+    records, task and model do not fit, where padding changes the model's losses, or where a causal one looks ahead.
 
     >>> records = Records(
     ...     kind=Kind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32), feature_names=("a", "b", "c"),
@@ -225,6 +222,8 @@ def prepare(
         seed=seed,
         make_dataset=make_dataset,
     )
+    if task is Task.CAUSAL_LM:
+        check_one_direction(module)
     if task.reads_text:
         check_padding(prepared)
     return prepared

@@ -37,8 +37,10 @@ def task_of_model(name: str) -> Task:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
         raise ValueError(
-            f"model={name!r} is no folder of a model, and the Hugging Face hub does not give it ({one_line(error)}); "
-            "give a local folder"
+            f"model={name!r} cannot be loaded from its folder: {one_line(error)}"
+            if path.is_dir()
+            else f"model={name!r}: there is no such folder here, and the Hugging Face hub does not give it "
+            f"({one_line(error)}); check the path"
         ) from error
     found = tasks_of_classes(config.architectures or ())
     if len(found) == 1:

@@ -54,7 +54,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         validation_fraction=validation_fraction(recipe),
         delta=recipe.delta or default_delta(num_examples),
         clip_norm=recipe.clip_norm or CLIP_NORM,
-        learning_rate=recipe.learning_rate if recipe.learning_rate is not None else default_learning_rate(recipe, task),
+        learning_rate=recipe.learning_rate if recipe.learning_rate is not None else default_learning_rate(recipe),
         batch_size=batch_size,
         steps=steps,
         epochs=None,
@@ -143,7 +143,7 @@ def default_batch_size(num_examples: int) -> int:
     return min(MOST_BATCH, 2 ** max(0, int(math.log2(max(1, num_examples / 8)))))
 
 
-def default_learning_rate(recipe: Recipe, task: Task) -> float:
+def default_learning_rate(recipe: Recipe) -> float:
     """5e-4 for pretrained texts and images (what private fine-tuning was found to like), 1e-3 for LoRA and new
     weights, 1e-2 for the small built-in ones; dp_sgd, whose step has the length of the gradient, 1.
     """

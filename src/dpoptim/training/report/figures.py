@@ -42,7 +42,8 @@ class Curve:
 
     `absent` is the line that stands in its place where no run logged it; without one, nothing does. `no_such` is that
     line where the log says null throughout: the number does not exist for the runs' variants. `gap` says, after a
-    number, why single values are missing.
+    number, why single values are missing; a null is no such value where a number `may_be_absent`, and otherwise one
+    that JSON could not write.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Curve:
     caption: str
     absent: str = ""
     no_such: str = ""
+    may_be_absent: bool = False
     gap: str = "logged value(s) are no finite number, and are not drawn"
     of_evaluations: bool = False
     zero: bool = False
@@ -150,6 +152,7 @@ COSTS = (
         title="Time per step",
         y_label="seconds per step",
         path="seconds",
+        may_be_absent=True,  # before steps enough for a mean
         mark=Mark.TIMING,
         log=True,
         zero=True,
@@ -161,6 +164,7 @@ COSTS = (
         title="Throughput",
         y_label="examples per second",
         path="examples_per_second",
+        may_be_absent=True,
         mark=Mark.TIMING,
         zero=True,
         caption="Higher is cheaper.",
@@ -225,7 +229,8 @@ def _remarks(curve: Curve, runs: Sequence[LoggedRun], found: Sequence[Series], *
         records = run.evaluations if curve.of_evaluations else run.steps
         parent, _, key = curve.path.rpartition(".")
         holders = [value_at(record, parent) if parent else record for record in records]
-        missing = sum(isinstance(one, dict) and key in one for one in holders) - len(values)
+        logged = [one[key] for one in holders if isinstance(one, dict) and key in one]
+        missing = sum(value is not None or not curve.may_be_absent for value in logged) - len(values)
         if missing and values:
             yield f"{whose}{missing} {curve.gap}."
         if not values and curve.absent and len(runs) > 1:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: each a folder that is there whole or not at all, the last two kept."""
+"""Checkpoints of a run: folders that are there whole or not at all, sealed with its key, the last two kept."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy.seals import check_seal, seal_folder
 from dpoptim.training.support.files import make_folder, remove_unfinished
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write `folder`/step-000100/state.pt and remove all but the last two checkpoints.
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any], key: NoiseKey) -> Path:
+    """Write `folder`/step-000100/state.pt with its seal, and remove all but the last two checkpoints.
 
     Guarantee: a checkpoint has its name only once it is whole and on the disk, and an older one goes only after that.
     """
@@ -28,7 +30,8 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
         try:
             torch.save(state, temporary / "state.pt")
         except RuntimeError as error:  # how torch's writer says that a disk is full
-            raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]}); is the disk full?") from error
+            raise OSError(f"{path} cannot be written (is the disk full?)") from error
+        seal_folder(temporary, key, name=f"step {step}")
 
     remove_unfinished(folder)
     make_folder(path, fill)
@@ -44,7 +47,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """How many steps a checkpoint has behind it.
+    """How many steps a checkpoint has behind it, by its name.
 
     >>> step_of(Path("checkpoints/step-000120"))
     120
@@ -54,10 +57,24 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint; plain values and tensors alone, nothing in it can run code."""
+def load_checkpoint(path: Path, key: NoiseKey) -> dict[str, Any]:
+    """The state in a checkpoint; plain values and tensors alone, nothing in it can run code.
+
+    Guarantee: one ValueError line, before anything is loaded, where the checkpoint is not as the run saved it under
+    this name: edited, swapped or renamed. Its name, loader and optimizer agree in the step.
+    """
+    check_seal(path, key, name=f"step {step_of(path)}")
     try:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}; remove it") from error
+    steps = {
+        "its name": step_of(path),
+        "its state": state["step"],
+        "its loader": state["loader"]["next_step"],
+        "its optimizer": state["optimizer"]["privacy"]["step"],
+    }
+    if len(set(steps.values())) != 1:
+        said = ", ".join(f"{step} by {what}" for what, step in steps.items())
+        raise ValueError(f"checkpoint {path} is of step {said}: it is not one that the run saved; take another")
     return state

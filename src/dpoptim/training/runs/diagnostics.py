@@ -16,6 +16,7 @@ from torch import Tensor
 from dpoptim.gradients import Released
 from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
 from dpoptim.theory import second_moment_bias
+from dpoptim.training.runs.released_norms import norm_of, released_norms
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MOST_SORTED = 1 << 20
@@ -51,7 +52,7 @@ class Diagnostics:
     def after(self) -> dict[str, Any]:
         """The values of the step that was watched."""
         moved = [parameter.detach() - old for parameter, old in zip(self._parameters, self._old, strict=True)]
-        found = {**self._found, "negative_fraction": self._negative_fraction(), "update_norm": _norm(moved)}
+        found = {**self._found, "negative_fraction": self._negative_fraction(), "update_norm": float(norm_of(moved))}
         self._wanted, self._old, self._found = False, [], {}
         return found
 
@@ -60,9 +61,7 @@ class Diagnostics:
         if not self._wanted:
             return
         scale = self._optimizer.release.scale
-        coordinates = float(sum(parameter.numel() for parameter in self._parameters))
-        spread = coordinates if scale is None else sum(float((1 / s.double().square()).sum()) for s in scale.values())
-        gradient, noise = _norm(list(released.gradient.values())), math.sqrt(released.noise_variance * spread)
+        gradient, noise = map(float, released_norms(released, scale))
         signal = math.sqrt(max(gradient**2 - noise**2, 0.0))
         self._found = {
             "gradient_norm": gradient,
@@ -96,11 +95,6 @@ class Diagnostics:
         plan, beta2 = optimizer.plan, optimizer.param_groups[0]["betas"][1]
         unit = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size
         return unit**2 * second_moment_bias(plan.strategy, beta2=beta2)
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square() for tensor in tensors]
-    return float(torch.stack(squares).sum().sqrt())
 
 
 def _quantiles(tensors: list[Tensor]) -> list[float]:

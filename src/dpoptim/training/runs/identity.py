@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpoptim.gradients import compiled_outer
 from dpoptim.noise import NoiseKey
-from dpoptim.noise.compiled import library
+from dpoptim.noise.compiled import compiler_version
 from dpoptim.privacy import PrivacyPlan, RunIdentity, digest_records
 from dpoptim.privacy.record_digests import digest_values
 from dpoptim.training.data.records import Kind
 from dpoptim.training.models.prepared import Prepared
 from dpoptim.training.runs.setup import Setup
+from dpoptim.training.support.modes import without_peft
 from dpoptim.version import __version__
 
 _NO_MATTER = ("device", "log_every", "checkpoint_every", "evaluate_every")
@@ -36,7 +38,7 @@ def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
     if setup.validation is not None:
         records["held-out"] = digest_records(_examples(setup.validation), key, what="validation_data").whole
     return RunIdentity(
-        key=key.fingerprint(),
+        key=key,
         settings={
             **{name: value for name, value in recipe.items() if name not in left_out},
             "plan": plan_values(setup.plan),
@@ -54,13 +56,11 @@ def plan_values(plan: PrivacyPlan) -> dict[str, Any]:
 
 def build_of(model: nn.Module, key: NoiseKey) -> str:
     """A digest of a model's layers and configuration, dropout rates among them; not of weights."""
-    inner: Any = model
-    if hasattr(inner, "get_base_model"):  # without peft's wrapper
-        inner = inner.get_base_model()
+    inner = without_peft(model)
     config = inner.config.to_dict() if hasattr(getattr(inner, "config", None), "to_dict") else {}
     kept = {name: str(value) for name, value in config.items() if name not in _NOT_BUILT}
     parameters = [[name, str(value.dtype), value.requires_grad] for name, value in model.named_parameters()]
-    return digest_values([repr(model), kept, parameters], key)
+    return digest_values([repr(model), sorted(kept.items()), parameters], key)
 
 
 def surroundings_of(device: torch.device) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def surroundings_of(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "threads": None if on_gpu else torch.get_num_threads(),
         "processor": None if on_gpu else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled loops": not on_gpu and library("int present(void) { return 1; }") is not None,
+        "compiled loops": not on_gpu and compiled_outer.has_loops(),
+        "compiler": compiler_version() if not on_gpu and compiled_outer.has_loops() else None,
         "float32 products": torch.get_float32_matmul_precision(),
         "dpoptim": __version__,
         "torch": torch.__version__,

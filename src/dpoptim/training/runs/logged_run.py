@@ -57,7 +57,6 @@ class LoggedRun:
     recipe_text: str
     plan: dict[str, Any]
     statement: str
-    summary: dict[str, Any]
     starts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -210,7 +209,6 @@ def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
         recipe_text=recipe_text,
         plan=_plan(_parsed(_content(folder / "plan.json", notes), json.loads, "plan.json", notes)),
         statement=(_content(folder / "statement.txt", notes) or "").strip(),
-        summary=_parsed(_content(folder / "summary.json", None), json.loads, "summary.json", notes),
         starts=starts,
         steps=[steps[step] for step in sorted(steps)],
         evaluations=[evaluations[step] for step in sorted(evaluations)],
@@ -272,12 +270,11 @@ def _records(log: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _content(file: Path, notes: list[str] | None) -> str | None:
+def _content(file: Path, notes: list[str]) -> str | None:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        if notes is not None:
-            notes.append(f"{file.name} is missing")
+        notes.append(f"{file.name} is missing")
         return None
 
 
@@ -295,10 +292,10 @@ def _parsed(text: str | None, parse: Callable[[str], Any], file: str, notes: lis
 
 
 def _plan(found: dict[str, Any]) -> dict[str, Any]:
-    """The plan's fields and the accountant's side by side, whether or not the file nests the plan."""
+    """The plan's fields and the accountant's side by side; nothing where the file is none of a run."""
     inner = found.get("plan")
     if not isinstance(inner, dict):
-        return found
+        return {}
     return {**inner, **{key: value for key, value in found.items() if key != "plan" and value is not None}}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, ReleasedSteps, private_loader
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
-from dpoptim.privacy.secret_randomness import forget_seed, seed_secretly
+from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 from dpoptim.training.recipes.plans import learning_rate_at, optimizer_of
 from dpoptim.training.runs.diagnostics import Diagnostics
 from dpoptim.training.runs.setup import Setup
@@ -109,7 +109,7 @@ class Loop:
             optimizer.step()
             opens = loader.step_ends
             if opens:
-                forget_seed(recipe.seed)
+                seed_generators(recipe.seed)  # forget the secret one
                 entry = {"step": number + 1, "learning_rate": rate, **self._epsilon(number + 1)}
                 if self._is_logged(number):
                     entry["released"] = self._diagnostics.after()

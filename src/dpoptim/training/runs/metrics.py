@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import nn
 
 from dpoptim.privacy.lengths import cut_by_length
 from dpoptim.training.models.prepared import Prepared
+from dpoptim.training.support.modes import in_eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Scores:
 
     examples: int
     targets: int
-    loss: float  # mean over examples of the mean over their targets: what training minimises
+    loss: float  # mean over examples with targets of the mean over theirs: what training minimises
     target_loss: float  # mean over all targets
     accuracy: float | None = None  # classification only
 
@@ -40,52 +40,45 @@ def evaluate(
     prepared: Prepared,
     model: nn.Module | None = None,
     *,
-    indices: Sequence[int] | None = None,
     batch_size: int = 64,
     batch_tokens: int = 2**16,
 ) -> Scores:
-    """The scores of `model` (by default the prepared one) on the prepared records, or on those at `indices`.
+    """The scores of `model` (by default the prepared one) on the prepared records.
 
     In eval mode and without gradients; both are put back. Masked-lm uses each record's one evaluation mask, so scores
     of different runs compare. At most `batch_size` examples and about `batch_tokens` tokens run together.
-    Edge cases: an example without targets counts with loss 0 in `loss`, and not at all in `target_loss`.
+    Edge cases: an example without targets counts in neither loss; where none has any, both are 0.
     """
     model = prepared.model if model is None else model
-    chosen = np.arange(len(prepared.records)) if indices is None else np.asarray(indices, dtype=np.int64)
-    if len(chosen) == 0:
-        raise ValueError("indices is empty; there is nothing to evaluate")
     device = next(model.parameters()).device
-    modes = [(module, module.training) for module in model.modules()]
     losses = total = right = 0.0
-    targets = 0
+    targets = with_targets = 0
     has_answers = prepared.task.is_classification
-    model.eval()
-    try:
-        with torch.no_grad():
-            for part in _parts(prepared, chosen, batch_size, batch_tokens):
-                batch = prepared.collate([prepared.dataset[int(i)] for i in part])
-                found = prepared.evaluate(model, {name: values.to(device) for name, values in batch.items()})
-                losses += float(found.losses.double().sum())
-                total += float(found.total.double().sum())
-                targets += int(found.targets.sum())
-                right += float(found.correct.sum()) if found.correct is not None else 0.0
-    finally:
-        for module, training in modes:
-            module.training = training
+    with in_eval_mode(model):
+        for part in _parts(prepared, batch_size, batch_tokens):
+            batch = prepared.collate([prepared.dataset[int(i)] for i in part])
+            found = prepared.evaluate(model, {name: values.to(device) for name, values in batch.items()})
+            losses += float(found.losses.double().sum())
+            total += float(found.total.double().sum())
+            targets += int(found.targets.sum())
+            with_targets += int((found.targets > 0).sum())
+            right += float(found.correct.sum()) if found.correct is not None else 0.0
+    examples = len(prepared.records)
     return Scores(
-        examples=len(chosen),
+        examples=examples,
         targets=targets,
-        loss=losses / len(chosen),
+        loss=losses / max(with_targets, 1),
         target_loss=total / max(targets, 1),
-        accuracy=right / len(chosen) if has_answers else None,
+        accuracy=right / examples if has_answers else None,
     )
 
 
-def _parts(prepared: Prepared, chosen: np.ndarray, batch_size: int, batch_tokens: int) -> Iterator[np.ndarray]:
-    if prepared.lengths is None:
-        yield from (chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size))
+def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[np.ndarray]:
+    lengths = prepared.lengths
+    if lengths is None:
+        places = np.arange(len(prepared.records))
+        yield from (places[start : start + batch_size] for start in range(0, len(places), batch_size))
         return
-    lengths = prepared.lengths[chosen]
     order = np.argsort(lengths, kind="stable")
     block = 64 * batch_size  # the best cut takes time that grows with the square of what is cut
     for start in range(0, len(order), block):
@@ -93,4 +86,4 @@ def _parts(prepared: Prepared, chosen: np.ndarray, batch_size: int, batch_tokens
         cuts = cut_by_length(
             lengths[own], max_tokens=batch_tokens, max_examples=batch_size, bucket=prepared.bucket, price=1024
         )
-        yield from (chosen[own[cut]] for cut in cuts)
+        yield from (own[cut] for cut in cuts)

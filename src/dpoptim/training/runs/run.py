@@ -16,6 +16,7 @@ import torch
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.released_steps import released_count
 from dpoptim.privacy.statement import headline
 from dpoptim.training.recipes.plans import name_of_noise
 from dpoptim.training.recipes.recipe import Recipe
@@ -41,21 +42,28 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | 
 
     Guarantee: what can be wrong with the input is told before the directory is made. The whole run satisfies the
     statement in statement.txt; scores on held-out records, and what `debug` logs, are outside of it.
-    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
+    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted". Where
+    not even the checkpoint before the first step can be written, the directory is removed again.
     """
     progress = progress or ProgressDisplay()
     place = RunDirectory(Path(directory).expanduser())
     place.check_new()
     with progress:
         setup = set_up(recipe, tell=progress.tell)
-        for note in setup.notes:
-            progress.say(f"note: {note}")
+        for line in setup.said:
+            progress.say(line)
         place.check_new(bytes_needed=bytes_on_disk(setup))
         key = NoiseKey.generate()
         progress.tell("taking digests of the records")
         identity = identity_of(setup, key)
         place.create(setup.recipe, setup.plan, key, identity)
-        return _run(setup, place, progress, key, identity, fresh=True)
+        try:
+            return _run(setup, place, progress, key, identity, fresh=True)
+        except OSError as error:
+            if checkpoints(place.checkpoints) or released_count(place.steps_file):
+                raise
+            shutil.rmtree(place.path, ignore_errors=True)
+            raise OSError(f"{error}; nothing was released, and {place.path} is removed") from error
 
 
 def resume(
@@ -92,7 +100,8 @@ def _run(
     found = checkpoints(place.checkpoints)
     if not fresh and not found and read_log(place.log_file):
         raise ValueError(f"{place.checkpoints} has no checkpoint left; the run cannot be taken up again")
-    step = step_of(found[-1]) if found else 0
+    state = load_checkpoint(found[-1], key) if found else None
+    step = 0 if state is None else int(state["step"])
     with RunLog(place.log_file):  # nobody else is at it
         steps = ReleasedSteps.resume(place.steps_file, identity, step=step)
         if found:
@@ -103,22 +112,30 @@ def _run(
         stopping_between_steps() as wish,
         contextlib.closing(Loop(setup, key, steps, digest=identity.records["training"])) as loop,
     ):
-        if found:
-            loop.load_state_dict(load_checkpoint(found[-1]))
+        if state is not None:
+            loop.load_state_dict(state)
+            state = None
         try:
-            run = _Run(setup, place, progress, log, loop, wish)
+            run = _Run(setup, place, progress, log, loop, wish, key)
             return run.train(resumed_from=step if found else None)
         except (OSError, torch.OutOfMemoryError) as error:
-            raise _one_line(error, place) from error
+            raise _told(error, place) from error
 
 
 class _Run:
     """The loop with everything around it: log, evaluations, checkpoints."""
 
     def __init__(
-        self, setup: Setup, place: RunDirectory, progress: ProgressDisplay, log: RunLog, loop: Loop, wish: StopWish
+        self,
+        setup: Setup,
+        place: RunDirectory,
+        progress: ProgressDisplay,
+        log: RunLog,
+        loop: Loop,
+        wish: StopWish,
+        key: NoiseKey,
     ) -> None:
-        self._setup, self._place, self._progress = setup, place, progress
+        self._setup, self._place, self._progress, self._key = setup, place, progress, key
         self._log, self._loop, self._wish = log, loop, wish
         self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
@@ -196,7 +213,7 @@ class _Run:
         self._progress.evaluation(entry)
 
     def _checkpoint(self) -> None:
-        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
+        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict(), self._key)
         self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
 
     def _save_model(self) -> None:
@@ -254,12 +271,12 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
-def _one_line(error: Exception, place: RunDirectory) -> Exception:
+def _told(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
     text = one_line(error)
-    told = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
+    saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
-        return OSError(f"training stopped: {text}{told}")
+        return OSError(f"training stopped: {text}{saved}")
     return ValueError(f"the device has too little memory ({text}); give a smaller --micro-batch-size or -tokens")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
 from dpoptim.training.recipes.recipe import Recipe, read_recipe
-from dpoptim.training.support.files import make_folder, write_text
+from dpoptim.training.support.files import UNFINISHED, make_folder, write_text
 from dpoptim.training.support.plain import plain
 
 
@@ -72,12 +74,12 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def check_new(self, *, bytes_needed: int = 0) -> None:
-        """Refuse, in one line, a place where no run can be written; nothing is made."""
+        """Refuse, in one line, a place where no run can be written; nothing is left there."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             mend = f"continue it with --resume {self.path}, or " if self.recipe_file.exists() else ""
             raise ValueError(f"run directory {self.path} is there already; {mend}choose another name")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        if not _may_write(parent):
             raise ValueError(f"run directory {self.path} cannot be made: {parent} is not a folder one may write to")
         free = shutil.disk_usage(parent).free
         if free < bytes_needed:
@@ -121,3 +123,14 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether a folder can be made there: modes alone say yes to an administrator where the system says no."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        Path(tempfile.mkdtemp(prefix=".", suffix=UNFINISHED, dir=folder)).rmdir()
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # a full disk is told as one
+    return True

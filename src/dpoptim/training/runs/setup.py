@@ -62,6 +62,14 @@ class Setup:
         return notes
 
     @property
+    def said(self) -> list[str]:
+        """What is said before a run: where texts come from and where they are cut, and the notes."""
+        column, cut = self.prepared.records.text_column, self.prepared.max_length
+        read = [f"texts from column {column!r}"] if column is not None else []
+        read += [f"cut at {cut:,} tokens"] if cut is not None else []
+        return [*([", ".join(read)] if read else []), *(f"note: {note}" for note in self.notes)]
+
+    @property
     def trained_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
@@ -154,6 +162,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
         kind=kind,
         label_names=recipe.label_names if task.is_classification else None,
     )
+    found.refuse_empty()
     if recipe.validation_data is not None:
         if same_source(recipe.validation_data, recipe.data):
             raise ValueError(
@@ -168,6 +177,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
             kind=kind,
             label_names=found.label_names if task.is_classification else None,
         )
+        other.refuse_empty()
         return found, other
     out = held_out_places(len(found), validation_fraction(recipe))
     if len(out) == 0:
@@ -181,7 +191,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
 def _unread(recipe: Recipe, task: Task, name: str) -> str:
     """Why a column is not read, and what was probably meant."""
     value = getattr(recipe, name)
-    said = f"{task.value}" if recipe.task is not None else f"{task.value}, which is what model={recipe.model!r} is for"
+    said = task.value if recipe.task is not None else f"{task.value}, which is what model={recipe.model!r} is for"
     mend = "leave it out"
     if name == "label_column":
         mend += ", or say that it is to be predicted: --task text-classification"

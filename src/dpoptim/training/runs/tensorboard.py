@@ -42,5 +42,5 @@ def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
     for group, values in parts.items():
         for name, value in values.items():
             if isinstance(value, int | float):
-                writer.add_scalar(f"{group}/{name}", value, step)
+                writer.add_scalar(f"{group}/{name}", value, step, walltime=0.0)  # when a step ended tells of its batch
     writer.flush()

@@ -1,31 +1,36 @@
 """How long steps take, told so coarsely that it says little of the batches.
 
 A step's time follows the size of its secret batch closely (a correlation of 0.93 was measured). A mean over ten steps
-or more, with two digits, is what people need to see; what it still tells is not covered by the guarantee.
+or more, with two digits, is what people need to see; what it still tells is not covered by the guarantee. The means are
+of blocks that share no step: the difference of two means over a sliding window would be that of two single steps.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 LEAST_STEPS = 10
 
 
 class StepTimes:
-    """The mean over the last steps, at least ten of them.
+    """The mean over the last whole block of `over` steps, at least ten of them.
 
     >>> times = StepTimes(over=10)
-    >>> [times.add(1.0 + step / 100) for step in range(11)][-3:]
-    [None, 1.0, 1.1]
+    >>> found = [times.add(1.0 if step < 10 else 2.0) for step in range(21)]
+    >>> found[8:11], found[18:]
+    ([None, 1.0, 1.0], [1.0, 2.0, 2.0])
     """
 
     def __init__(self, *, over: int) -> None:
-        self._last: deque[float] = deque(maxlen=max(LEAST_STEPS, over))
+        self._over = max(LEAST_STEPS, over)
+        self._block: list[float] = []
+        self._mean: float | None = None
 
     def add(self, seconds: float) -> float | None:
-        """Take in a step; the mean with two digits, None before there are ten steps."""
-        self._last.append(seconds)
-        return two_digits(sum(self._last) / len(self._last)) if len(self._last) >= LEAST_STEPS else None
+        """Take in a step; the mean of the last whole block with two digits, None before there is one."""
+        self._block.append(seconds)
+        if len(self._block) == self._over:
+            self._mean = two_digits(sum(self._block) / self._over)
+            self._block = []
+        return self._mean
 
 
 def two_digits(value: float) -> float:

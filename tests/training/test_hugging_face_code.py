@@ -1,0 +1,242 @@
+"""PrivateTrainer: other code or objects in collator, loss or model are noticed, and generators of one's own refused."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DataCollatorForLanguageModeling
+
+from dpoptim.noise import NoiseKey
+from dpoptim.training import PrivateTrainer
+from dpoptim.training.hugging_face.described import Describer
+from dpoptim.training.hugging_face.own_generators import check_generators, check_repeats
+from tests.training import tiny
+from tests.training.hugging_face_cases import PRIVACY, TEXTS, WORDS, masked_model, training_args
+
+ROWS = [WORDS(text) for text in TEXTS]
+KEY = NoiseKey.from_bytes(bytes(32))
+
+
+def stock(tokenizer: Any = WORDS, **options: Any) -> Any:
+    return DataCollatorForLanguageModeling(tokenizer, **options)
+
+
+def trainer(folder: Path, collator: Any, *, model: Any = None, loss: Any = None, **changes: Any) -> Any:
+    return PrivateTrainer(
+        model=masked_model() if model is None else model,
+        args=training_args(folder, save_strategy="steps", save_steps=2, **changes),
+        train_dataset=ROWS, data_collator=collator, processing_class=WORDS, privacy=PRIVACY, loss_per_example=loss,
+    )  # fmt: skip
+
+
+class Own:
+    """A collator that maps tokens by a table."""
+
+    def __init__(self, table: Any = None, **held: Any) -> None:
+        self.inner, self.table = stock(), table
+        self.__dict__.update(held)
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.inner(rows)
+        if self.table is not None:
+            batch["input_ids"] = self.table[batch["input_ids"]]
+        return batch
+
+
+# -- random numbers of one's own -----------------------------------------------------------------------------------
+
+
+def test_a_seed_of_the_collator_is_refused_at_once(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"seed=42: .* leave out seed=, masks are drawn from the run's secret key"
+    ) as no:
+        trainer(tmp_path, stock(seed=42))
+    assert "\n" not in str(no.value)
+
+
+GENERATORS: dict[str, Any] = {
+    "numpy": lambda: np.random.default_rng(0), "numpy, old": lambda: np.random.RandomState(0),
+    "python": lambda: random.Random(0), "torch": lambda: torch.Generator().manual_seed(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_found_wherever_they_are(kind, tmp_path):
+    generator = GENERATORS[kind]()
+
+    def closed(rows: Any) -> Any:
+        return generator, rows
+
+    with pytest.raises(ValueError, match=r"data_collator\.g is a .*: what it draws comes from a public seed"):
+        trainer(tmp_path, Own(g=generator))
+    module = torch.nn.Dropout()
+    module.own = generator
+    holders = (closed, functools.partial(stock, closed), Own(parts=[{"a": generator}]), Own(inner=Own(g=generator)),
+               torch.nn.Sequential(module), Own(g=generator).__call__)  # fmt: skip
+    for holder in holders:
+        with pytest.raises(ValueError, match="comes from a public seed"):
+            check_generators(data_collator=holder)
+
+
+def test_the_generators_that_are_seeded_are_no_ones_own():
+    def draws(rows: Any) -> Any:
+        return random.random(), np.random.rand(), torch.rand(1), rows
+
+    check_generators(data_collator=draws, loss_per_example=functools.partial(random.random), model=masked_model(0.1))
+    check_generators(data_collator=Own(draw=random.shuffle), loss_per_example=Own(g=torch.default_generator))
+
+
+def test_a_collator_gives_the_same_under_the_same_seeds(tmp_path):
+    calls: list[int] = []
+
+    def counting(rows: Any) -> Any:
+        calls.append(1)
+        batch = stock()(rows)
+        batch["input_ids"][0, 0] = len(calls)
+        return batch
+
+    with pytest.raises(ValueError, match="another batch of the same examples each time") as refused:
+        trainer(tmp_path, counting).train()
+    assert "\n" not in str(refused.value)
+    state = torch.get_rng_state()
+    check_repeats(stock(), ROWS, KEY)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# -- other code ----------------------------------------------------------------------------------------------------
+
+
+def weighted(weight: torch.Tensor) -> Any:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses * weight[batch["labels"].clamp(min=0)]).sum(1)
+
+    return loss
+
+
+def hooked() -> Any:
+    model = masked_model()
+    model.bert.embeddings.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+def rescaled() -> Any:
+    model = masked_model()
+    model.bert.encoder.layer[0].attention.self.scaling = 5.0
+    return model
+
+
+def other_mask() -> Any:
+    words = tiny.wordpiece()
+    words.mask_token = "[UNK]"
+    return words
+
+
+ONES = torch.ones(len(WORDS))
+TABLE = torch.arange(len(WORDS))
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tensor in the collator": ({"collator": Own(TABLE)}, {"collator": Own(TABLE.flip(0))}, "the collator"),
+    "tokenizer": ({"collator": stock()}, {"collator": stock(other_mask())}, "the collator"),
+    "option": ({"collator": stock()}, {"collator": stock(mlm_probability=0.4)}, "the collator"),
+    "closure": ({"loss": weighted(ONES)}, {"loss": weighted(ONES * 2)}, "the loss"),
+    "hook": ({}, {"model": hooked}, "the model's code"),
+    "attribute": ({}, {"model": rescaled}, "the model's code"),
+}
+
+
+def made(folder: Path, parts: dict[str, Any]) -> Any:
+    model = parts["model"]() if "model" in parts else None
+    return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_other_code_is_refused(what, tmp_path):
+    first, second, name = CHANGES[what]
+    made(tmp_path, first).train()
+    with pytest.raises(ValueError, match=f"{name} has changed: a run keeps the settings it was begun with"):
+        made(tmp_path, second).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    made(tmp_path, first).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_a_method_that_was_replaced_is_noticed(monkeypatch):
+    before = str(Describer().describe(Own()))
+    assert before == str(Describer().describe(Own()))
+    monkeypatch.setattr(Own, "__call__", lambda self, rows: None)
+    assert str(Describer().describe(Own())) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(DataCollatorForLanguageModeling, "torch_mask_tokens", lambda self, inputs: inputs)
+    assert str(Describer().describe(Own())) != before, "in a library, from elsewhere"
+
+
+def test_what_functions_hold_is_described():
+    def with_default(rows: Any, *, weight: float = 1.0) -> Any:
+        return rows
+
+    def other_default(rows: Any, *, weight: float = 2.0) -> Any:
+        return rows
+
+    other_default.__qualname__ = with_default.__qualname__
+    pairs = [
+        (with_default, other_default),
+        (functools.partial(stock, torch.ones(1)), functools.partial(stock, torch.zeros(1))),
+        (Own(deep=Own(deep=Own(x=np.ones(2)))), Own(deep=Own(deep=Own(x=np.zeros(2))))),
+        (Own(parts={1, 2}), Own(parts={1, 3})),
+    ]
+    for one, other in pairs:
+        assert str(Describer().describe(one)) == str(Describer().describe(one))
+        assert str(Describer().describe(one)) != str(Describer().describe(other))
+
+
+def test_weights_of_another_model_are_described():
+    """Of a teacher in the loss, say; not those of the model that is trained, which change."""
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert str(Describer().describe(Own(teacher=one))) != str(Describer().describe(Own(teacher=other)))
+    same = [str(Describer(trained=model).describe(Own(model=model))) for model in (one, other)]
+    assert same[0] == same[1]
+
+
+def test_a_collator_may_change_its_examples():
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
+    check_repeats(lambda examples: [example.pop("input_ids") for example in examples], rows, KEY)
+    assert rows == [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
+
+
+def test_buffers_that_no_checkpoint_holds_are_described():
+    found = []
+    for shift in (0.0, 1.0):
+        model = masked_model()
+        model.bert.embeddings.position_ids.add_(int(shift))
+        found.append(str(Describer().model(model)))
+    assert found[0] != found[1]
+
+
+def test_a_model_that_was_loaded_is_the_one_that_was_saved(tmp_path):
+    model = masked_model()
+    model.save_pretrained(tmp_path)
+    describer = Describer()
+    assert str(describer.model(model)) == str(Describer().model(type(model).from_pretrained(tmp_path)))
+    assert describer.gaps == []
+
+
+@pytest.mark.parametrize("collator", [stock(), Own(), Own(TABLE)])
+def test_stock_collators_leave_no_gap(collator):
+    describer = Describer()
+    describer.describe(collator)
+    assert describer.gaps == []
+
+
+def test_what_cannot_be_described_is_never_repeated(tmp_path):
+    trainer(tmp_path, Own(lock=threading.Lock())).train()
+    with pytest.raises(ValueError, match=r"the collator holds a _thread\.lock, which cannot be compared; undo that"):
+        trainer(tmp_path, Own(lock=threading.Lock())).train(
+            resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")
+        )
+    assert trainer(tmp_path, Own(lock=threading.Lock())).train(resume_from_checkpoint=True).global_step == 4
