@@ -9,7 +9,7 @@ from dpoptim.reproduce.tinybert.scores import Score
 
 Losses = Mapping[str, float]
 SAME = 0.005
-"""Losses that differ by less are called the same: about what another seed changes."""
+"""Losses that differ by less are called the same. A judgement: how much another seed changes has not been measured."""
 
 
 @dataclass(frozen=True)
