@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
-import subprocess
 from collections.abc import Iterable
 from datetime import date
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from dpoptim.reproduce import provenance
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
 WAYS = ("plain", "compiled", "off", "flat", "scaled", "opacus", "opacus ghost", "flat twin")
 PEERS = ("opacus", "opacus ghost")
 RATIOS = ("flat/off", "scaled/off", "scaled/plain", "scaled/compiled", "memory scaled/off", "opacus/scaled")
@@ -26,21 +25,11 @@ Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb"} or {
 
 def setting(device: str, commit: str | None = None) -> dict[str, Any]:
     """Date, commit, machine and versions: what a figure means nothing without."""
-
-    def asked(*command: str) -> str:
-        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-        return done.stdout.strip()
-
-    head = asked("rev-parse", "--short", "HEAD") or "unknown"
-    changed = " with changes" if asked("status", "--porcelain", "--untracked-files=no", "--", ":/src") else ""
-    on_cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    installed = {found.name: found.version for found in distributions()}
-    names = [name for name in ("torch", "triton", "transformers", "peft", "opacus") if name in installed]
     return {
         "date": str(date.today()),
-        "commit": commit or head + changed,
-        "machine": torch.cuda.get_device_name() if device == "cuda" else on_cpu,
-        "versions": {"Python": platform.python_version(), **{name: installed[name] for name in names}},
+        "commit": commit or provenance.this_commit(),
+        "machine": provenance.machine(device),
+        "versions": provenance.versions(PACKAGES),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -154,31 +154,27 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     ):
         if given != used:
             raise ValueError(_unread(recipe, task, name))
-    found = read_records(
-        recipe.data,
-        text_column=text_column,
-        label_column=label_column,
-        split=recipe.split,
-        kind=kind,
-        label_names=recipe.label_names if task.is_classification else None,
-    )
-    found.refuse_empty()
+
+    def read(source: str, label_names: Sequence[str] | None) -> Records:
+        found = read_records(
+            source,
+            text_column=text_column,
+            label_column=label_column,
+            split=recipe.split,
+            kind=kind,
+            label_names=label_names if task.is_classification else None,
+        )
+        found.refuse_empty()
+        return found
+
+    found = read(recipe.data, recipe.label_names)
     if recipe.validation_data is not None:
         if same_source(recipe.validation_data, recipe.data):
             raise ValueError(
                 f"validation_data={recipe.validation_data!r} is the training data itself; give other records, or "
                 "validation_fraction"
             )
-        other = read_records(
-            recipe.validation_data,
-            text_column=text_column,
-            label_column=label_column,
-            split=recipe.split,
-            kind=kind,
-            label_names=found.label_names if task.is_classification else None,
-        )
-        other.refuse_empty()
-        return found, other
+        return found, read(recipe.validation_data, found.label_names)
     out = held_out_places(len(found), validation_fraction(recipe))
     if len(out) == 0:
         return found, None
