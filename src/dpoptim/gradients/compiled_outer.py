@@ -250,11 +250,6 @@ def _right(loops: ctypes.CDLL) -> bool:
     return True
 
 
-def has_loops() -> bool:
-    """Whether the loops are there and right, so that what is large enough goes through them."""
-    return _loops() is not None
-
-
 def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
     on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
     return _loops() if on_cpu else None

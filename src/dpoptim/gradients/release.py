@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpoptim.gradients.checksums import checksums
 from dpoptim.gradients.clipping import ClippedSums, ClippingCounts
 from dpoptim.gradients.explanation import Explanation
 from dpoptim.gradients.flat import FlatTensors, end_to_end, kinds_of
@@ -92,7 +93,8 @@ class PrivateRelease:
         )
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
-        self.before_release: Callable[[int], None] | None = None  # called with the step before its noise is made
+        self.before_release: Callable[[int, bytes], None] | None = None
+        """Called before a step's noise is made, with the step and `_content` of what is about to be noised."""
         self._nonfinite_reported = self._batch_is_open = False
         self._own_batches = own_batches
         self.needs_loader = False  # True: a batch that no private_loader drew is refused
@@ -256,9 +258,9 @@ class PrivateRelease:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         self._at_last_release = self._sums.examples
         self._report_nonfinite()
-        if self.before_release is not None:
-            self.before_release(self.step)
         sums, square_sums = self._sums.take()
+        if self.before_release is not None:
+            self.before_release(self.step, self._content(sums, square_sums))
         square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
         for vector in sums.vectors:
@@ -266,6 +268,17 @@ class PrivateRelease:
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+
+    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None) -> bytes:
+        """What is the same if and only if the release is: checksums of sums and scale, the run, the noise's levels.
+
+        NOT private: what receives it must keep nothing of it but a digest with a secret key.
+        """
+        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
+        if (scale := self.scale) is not None:
+            for names, vector in zip(sums.names, sums.vectors, strict=True):
+                vectors.append(end_to_end([scale[name] for name in names], vector.dtype))
+        return f"{self.run_id} {sorted(self._stddevs.items())} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
         """Warn once, where nothing is private anyhow: that such an example exists is itself private.

@@ -20,23 +20,6 @@ from pathlib import Path
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 
 
-@functools.cache
-def compiler_version() -> str | None:
-    """What the C compiler says of itself, in a line: another one may round or sum otherwise. None where there is none.
-
-    >>> compiler_version() is None or len(compiler_version()) > 0
-    True
-    """
-    compiler = _compiler()
-    if compiler is None:
-        return None
-    try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return compiler
-    return (done.stdout.splitlines() or [compiler])[0]
-
-
 def _compiler() -> str | None:
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 

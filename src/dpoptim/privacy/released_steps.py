@@ -1,13 +1,14 @@
-"""How far a run has ever got, in a file beside its key, written before a step is released.
+"""Which steps a run has released, and a keyed digest of each, in a file beside its key, written before the release.
 
-Noise and batches are functions of (key, run, step). A step that was released may be computed again only if everything
-in it is the same, bit for bit: then nothing new is told. With other records, other settings or other rounding, the
-difference of the two releases would have no noise in it.
+Noise and batches are functions of (key, run, step). A step that was released may be computed again only if it comes
+out the same, bit for bit: then nothing new is told. With other records, other code, other settings or other rounding,
+the difference of the two releases would have no noise in it. So each step's un-noised sums leave a digest behind, and
+a step that is repeated is held against it before its noise is made.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import hmac
 import json
 import os
@@ -24,11 +25,8 @@ try:
 except ImportError:  # not a POSIX system: two processes in one run are then not noticed
     fcntl = None  # type: ignore[assignment]
 
-_DIGITS = 20
 _DIGEST_BYTES = 16
-_BEFORE_BODY = _DIGITS + 1 + 2 * _DIGEST_BYTES + 1
-_AHEAD = 16
-CANNOT_BE_COMPARED = "which cannot be compared"
+_LINE = 2 * _DIGEST_BYTES + 1
 _NEW_RUN = "or begin a new run, which has a new key and an epsilon of its own"
 
 
@@ -36,66 +34,66 @@ _NEW_RUN = "or begin a new run, which has a new key and an epsilon of its own"
 class RunIdentity:
     """What must stay the same while a run goes on.
 
-    `settings` are all public values that change a release (rates, schedule, seeds, clip norm, model, plan), `records`
-    keyed digests of the data: "training", and held-out parts, which may be left out or added, but not changed.
-    `surroundings` change a release in its last bits alone: device,
-    versions, how a batch is cut; they may change where no step is repeated. What cannot be compared is there as well,
-    under a name that ends in CANNOT_BE_COMPARED and with a new value each time, so that no step is repeated. Of `key`,
-    the noise key, the file has the fingerprint.
+    `settings` are public values (rates, schedule, seeds, clip norm, model, plan), `records` keyed digests of the data:
+    "training", and held-out parts, which may be left out or added, but not changed. Of `key`, the noise key, the file
+    has the fingerprint.
     """
 
     key: NoiseKey
     settings: Mapping[str, Any]
     records: Mapping[str, str]
-    surroundings: Mapping[str, Any]
 
 
 class ReleasedSteps:
-    """The number of steps that were released, kept in a file of mode 0600.
+    """The steps that were released, kept in a file of mode 0600.
 
         steps = ReleasedSteps.resume(path, identity, step=checkpoint)   # refused unless the run may go on from there
         optimizer.release.before_release = steps.note                   # called before the noise of a step is made
 
-    Guarantee: when a step's noisy values exist, the file on the disk counts it. `resume` refuses other records or
-    settings, and, where steps would be repeated, other surroundings than they had. While the object is open, no other
-    process can open it.
-    Edge cases: a step that is repeated is not written again. The file counts up to 16 steps ahead, so that the disk is
-    waited for (a write of 20 bytes and an fdatasync) once in 16 steps; `close` makes the count exact. After a crash it
-    is too large by less than 16, which allows nothing that should be refused.
+    Guarantee: when a step's noisy values exist, the file on the disk has the digest of its un-noised ones, and a step
+    that is there is released again only with the same digest, whatever has changed since. `resume` refuses other
+    records or settings before anything is computed. While the object is open, no other process can open it.
+    Edge cases: where sums come out otherwise each time (another device or version, operations that are not
+    deterministic), a run goes on from a checkpoint of its last step alone, which repeats nothing.
+    Cost: checksums of the sums, a write of 33 bytes and an fdatasync a step.
 
-    The file: the count, a digest of the rest keyed by the noise key, then a line of JSON for settings and records, then
-    a line wherever the surroundings changed. A file that was edited is refused.
+    The file: a line of JSON with settings and records, its digest keyed by the noise key, a line for each step. Of a
+    file whose last lines somebody took away nobody can tell that they were there.
     """
 
-    def __init__(self, path: Path, handle: int, count: int, *, secret: bytes, body: bytes) -> None:
-        self.path, self.count = path, count
+    def __init__(self, path: Path, handle: int, header: bytes, digests: list[bytes], *, secret: bytes) -> None:
+        self.path, self._start = path, len(header) + 1
         self._handle: int | None = handle
-        self._on_disk = count
-        self._secret, self._body = secret, body
+        self._digests, self._secret = digests, secret
+
+    @property
+    def count(self) -> int:
+        """How many steps were released."""
+        return len(self._digests)
 
     @classmethod
     def begin(cls, path: str | os.PathLike[str], identity: RunIdentity) -> Self:
         """A new file for a run that has released nothing.
 
-        Edge cases: one that is there is replaced if it counts no step (it is of an attempt that released nothing), and
-        is one ValueError line otherwise.
+        Edge cases: one that is there is replaced if it has no step (it is of an attempt that released nothing), and is
+        one ValueError line otherwise.
         """
         path = Path(path)
         if released_count(path):
             raise ValueError(
-                f"{path} counts steps that were released with this noise key and run_id, and a new run would release "
+                f"{path} has steps that were released with this noise key and run_id, and a new run would release "
                 "them again over the same noise; go on from the run's checkpoint, or begin a run with a new key"
             )
         path.unlink(missing_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         _lock(handle, path)
-        header = {"key": identity.key.fingerprint(), "settings": identity.settings, "records": identity.records}
-        lines = [_json(header), _json({"from": 0, "surroundings": identity.surroundings})]
-        body = "".join(line + "\n" for line in lines).encode()
-        made = cls(path, handle, 0, secret=_secret(identity), body=body)
-        os.write(handle, made._head(0) + body)
+        values = {"key": identity.key.fingerprint(), "settings": identity.settings, "records": identity.records}
+        header = json.dumps(values, sort_keys=True).encode()
+        secret = _secret(identity.key)
+        header += b"\n" + _digest(header, secret)
+        os.write(handle, header + b"\n")
         os.fsync(handle)
-        return made
+        return cls(path, handle, header, [], secret=secret)
 
     @classmethod
     def resume(cls, path: str | os.PathLike[str], identity: RunIdentity, *, step: int) -> Self:
@@ -110,155 +108,98 @@ class ReleasedSteps:
             ) from None
         try:
             _lock(handle, path)
-            found = _read(handle, path, identity)
-            _check(found, identity, step=step, path=path)
-            made = cls(path, handle, found.count, secret=_secret(identity), body=found.body)
-            if dict(found.segments[-1][1]) != _plain(identity.surroundings):
-                made._add({"from": step, "surroundings": identity.surroundings})
+            header, digests = _read(path)
+            _check(header, identity, path)
+            if step > len(digests):
+                raise ValueError(
+                    f"the checkpoint is of step {step} and {path} has {len(digests)} steps: it is not the run's own, "
+                    f"or an old copy; put the run's own back, {_NEW_RUN}"
+                )
         except BaseException:
             os.close(handle)
             raise
-        return made
+        return cls(path, handle, header, digests, secret=_secret(identity.key))
 
-    def note(self, step: int) -> None:
-        """Step `step` (from 0) is about to be released: the disk counts it first."""
+    def note(self, step: int, content: bytes) -> None:
+        """Step `step` (from 0) is about to be released: its digest is on the disk first, or is the one there.
+
+        `content` stands for what is released, without its noise; it is not kept.
+        """
         if self._handle is None:
             raise ValueError(f"{self.path} was closed, and step {step} cannot be counted; take the run up again")
-        if step >= self._on_disk:
-            self._write(step + _AHEAD)
-        self.count = max(self.count, step + 1)
-
-    def _add(self, segment: Mapping[str, Any]) -> None:
-        """One more line; until the digest follows, it counts as one that a crash cut off."""
-        assert self._handle is not None
-        start = _BEFORE_BODY + len(self._body)
-        line = (_json(segment) + "\n").encode()
-        os.ftruncate(self._handle, start)
-        os.lseek(self._handle, start, os.SEEK_SET)
-        os.write(self._handle, line)
-        os.fsync(self._handle)
-        self._body += line
-        self._write(self._on_disk)
-
-    def _write(self, count: int) -> None:
-        assert self._handle is not None
         _check_is_in_place(self._handle, self.path)
-        os.lseek(self._handle, 0, os.SEEK_SET)
-        os.write(self._handle, self._head(count))
+        digest = _digest(b"%d " % step + content, self._secret)
+        if step < self.count:
+            if not hmac.compare_digest(digest, self._digests[step]):
+                raise ValueError(
+                    f"step {step + 1} was released before, and its gradients come out otherwise now, so that its noise "
+                    "would cancel out; records, code, versions, micro-batches or the device are not what they were, "
+                    f"or operations are not deterministic: undo the change, go on from a checkpoint of step "
+                    f"{self.count}, {_NEW_RUN}"
+                )
+            return
+        if step > self.count:
+            raise ValueError(f"step {step + 1} comes after step {self.count}; steps are released one after the other")
+        os.lseek(self._handle, self._start + step * _LINE, os.SEEK_SET)  # over a line that a crash cut off
+        if os.write(self._handle, digest + b"\n") < _LINE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         getattr(os, "fdatasync", os.fsync)(self._handle)
-        self._on_disk = count
-
-    def _head(self, count: int) -> bytes:
-        first = f"{count:0{_DIGITS}d}"
-        return f"{first}\n{_digest(first, self._body, self._secret)}\n".encode()
+        self._digests.append(digest)
 
     def close(self) -> None:
-        """Make the count exact, and let others open the file."""
-        if self._handle is None:
-            return
-        try:
-            if self._on_disk != self.count:
-                self._write(self.count)
-        finally:
+        """Let others open the file."""
+        if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    count: int
-    key: str
-    settings: dict[str, Any]
-    records: dict[str, str]
-    segments: list[tuple[int, dict[str, Any]]]  # from which step on, in which surroundings
-    body: bytes  # all behind the digest, in whole lines
-
-
 def released_count(path: Path) -> int:
-    """How many steps a file counts; 0 where there is none, or where a crash came before its first line was whole."""
+    """How many steps a file has; 0 where there is none, or where a crash came before its header was whole."""
     try:
-        first = path.read_bytes()[:_DIGITS]
+        return len(_read(path)[1]) if path.read_bytes().count(b"\n") > 2 else 0
     except FileNotFoundError:
         return 0
-    try:
-        return int(first or b"0")
-    except ValueError:
-        raise ValueError(f"{path} cannot be read; put the run's own back, {_NEW_RUN}") from None
 
 
-def _read(handle: int, path: Path, identity: RunIdentity) -> _Found:
-    data = b""
-    while part := os.read(handle, 1 << 20):
-        data += part
-    whole = data[: data.rfind(b"\n") + 1]  # a line that a crash cut off had no step behind it
+def _read(path: Path) -> tuple[bytes, list[bytes]]:
+    """The header with its digest, and the digests of the steps."""
+    whole = path.read_bytes()
+    lines = whole[: whole.rfind(b"\n") + 1].splitlines()
+    if len(lines) < 2 or any(len(line) != _LINE - 1 for line in lines[1:]):
+        raise ValueError(f"{path} cannot be read; put the run's own back, {_NEW_RUN}")
+    return b"\n".join(lines[:2]), lines[2:]
+
+
+def _check(header: bytes, identity: RunIdentity, path: Path) -> None:
+    text, digest = header.split(b"\n")
     try:
-        first, digest, second, *rest = whole.decode("utf-8").splitlines()
-        header, segments = json.loads(second), [json.loads(line) for line in rest]
-        found = _Found(
-            count=int(first),
-            key=header["key"],
-            settings=header["settings"],
-            records=header["records"],
-            segments=[(part["from"], part["surroundings"]) for part in segments],
-            body=whole[_BEFORE_BODY:],
-        )
+        found = json.loads(text)
+        key, settings, records = found["key"], found["settings"], found["records"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}); put the run's own back, {_NEW_RUN}"
         ) from error
-    if found.key != identity.key.fingerprint():
+    if key != identity.key.fingerprint():
         raise ValueError(
-            f"{path} is of a run with another noise key ({found.key}, and this one is {identity.key.fingerprint()}); "
+            f"{path} is of a run with another noise key ({key}, and this one is {identity.key.fingerprint()}); "
             f"put the run's own back, {_NEW_RUN}"
         )
-    secret = _secret(identity)
-    if hmac.compare_digest(_digest(first, found.body, secret), digest):
-        return found
-    shorter = found.body[: found.body[:-1].rfind(b"\n") + 1]  # the last line came, and its digest did not
-    if len(found.segments) > 1 and hmac.compare_digest(_digest(first, shorter, secret), digest):
-        return dataclasses.replace(found, segments=found.segments[:-1], body=shorter)
-    raise ValueError(f"{path} was edited, so nobody knows what was released; put the run's own back, {_NEW_RUN}")
-
-
-def _secret(identity: RunIdentity) -> bytes:
-    return identity.key.subkey("digest", "released steps")
-
-
-def _digest(first: str, body: bytes, secret: bytes) -> str:
-    return blake2b(f"{first}\n".encode() + body, key=secret, digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def _check(found: _Found, identity: RunIdentity, *, step: int, path: Path) -> None:
+    if not hmac.compare_digest(_digest(text, _secret(identity.key)), digest):
+        raise ValueError(f"{path} was edited, so nobody knows what was released; put the run's own back, {_NEW_RUN}")
     for name in ("training", *(name for name in identity.records if name != "training")):
-        if found.records.get(name) != identity.records.get(name) and (name == "training" or name in found.records):
+        if records.get(name) != identity.records.get(name) and (name == "training" or name in records):
             raise ValueError(
                 f"the {name} records are not those that the run was begun with (edited, moved, replaced or tokenised "
                 f"otherwise), and over others its noise would cancel out; put them back, {_NEW_RUN}"
             )
-    if changed := _difference(found.settings, _plain(identity.settings)):
+    if changed := _difference(settings, json.loads(json.dumps(dict(identity.settings)))):
         raise ValueError(f"{changed}: a run keeps the settings it was begun with; undo the change, {_NEW_RUN}")
-    if step > found.count:
-        raise ValueError(
-            f"the checkpoint is of step {step} and {path} counts {found.count} steps: it is not the run's own, or an "
-            f"old copy; put the run's own back, {_NEW_RUN}"
-        )
-    ends = [start for start, _ in found.segments[1:]] + [found.count]
-    for (_, surroundings), end in zip(found.segments, ends, strict=True):
-        changed = _difference(surroundings, _plain(identity.surroundings))
-        if step < end and changed:
-            raise ValueError(
-                f"the checkpoint is of step {step} and the run has released {found.count}: what lies between may only "
-                f"be repeated as it was, and {changed}; undo that, go on from a checkpoint of step {found.count}, "
-                f"{_NEW_RUN}"
-            )
 
 
 def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first value that changed, in words, those of digests ("the …") last; nothing where none did."""
     for name in sorted({*then, *now}, key=lambda name: (name.startswith("the "), name == "plan", name)):
         if then.get(name) != now.get(name):
-            if name.endswith(CANNOT_BE_COMPARED):
-                return name
             old, new = (_short(values.get(name)) for values in (then, now))
             told = not name.startswith("the ") and old != new
             return f"{name} was {old} and is {new}" if told else f"{name} has changed"
@@ -270,14 +211,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else "…"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+def _secret(key: NoiseKey) -> bytes:
+    return key.subkey("digest", "released steps")
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As the file gives them back."""
-    found: dict[str, Any] = json.loads(_json(dict(values)))
-    return found
+def _digest(content: bytes, secret: bytes) -> bytes:
+    return blake2b(content, key=secret, digest_size=_DIGEST_BYTES).hexdigest().encode()
 
 
 def _lock(handle: int, path: Path) -> None:

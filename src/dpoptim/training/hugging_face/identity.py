@@ -10,17 +10,14 @@ from torch import nn
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import RecordDigests, RunIdentity
 from dpoptim.privacy.record_digests import digest_values
-from dpoptim.privacy.released_steps import CANNOT_BE_COMPARED
 from dpoptim.training.hugging_face.arguments import PrivacyArguments
-from dpoptim.training.hugging_face.described import Describer, never_twice
 from dpoptim.training.hugging_face.secret_folder import RunSecrets
-from dpoptim.training.runs.identity import build_of, plan_values, surroundings_of
+from dpoptim.training.runs.identity import build_of, plan_values
 
 _SETTINGS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
     "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "bf16",
 )  # fmt: skip
-_ROUNDING = ("per_device_train_batch_size", "dataloader_num_workers", "gradient_checkpointing", "tf32")
 _NO_MATTER = ("key_file", "log_norms", "debug_loss")
 
 
@@ -30,17 +27,13 @@ def identity_for(
     args: Any,
     privacy: PrivacyArguments,
     optimizer: PrivateOptimizer,
-    scheduler: Any,
     model: nn.Module,
-    loss: Any,
-    collator: Any,
     records: Mapping[str, RecordDigests],
 ) -> RunIdentity:
-    """Of a run whose optimizer and scheduler were just made: settings, code of loss and schedule, frozen weights.
+    """Of a run whose optimizer was just made: settings, the model's build, frozen weights.
 
-    Frozen parameters (LoRA) are not in a checkpoint, so they are read, a gigabyte a second. Functions and objects are
-    known by what `Describer` says; where it cannot look into one, no step may be repeated. What callbacks do to the
-    learning rate is not noticed.
+    Frozen parameters (LoRA) are not in a checkpoint, so they are read, a gigabyte a second. Code (loss, collator,
+    schedule, callbacks) is not compared: what it changes shows in the gradients of a step that is repeated.
     """
     key = secrets.key
     own = {name: _plain(getattr(args, name, None)) for name in _SETTINGS}
@@ -55,17 +48,7 @@ def identity_for(
         "the frozen weight": digest_values(frozen, key),
         "the optimizer": digest_values(_optimizer(optimizer), key),
     }
-    surroundings = {**surroundings_of(args.device), **{name: _plain(getattr(args, name, None)) for name in _ROUNDING}}
-    if args.dataloader_num_workers:  # workers start anew at each checkpoint, and what they draw with them
-        surroundings |= {name: _plain(getattr(args, name)) for name in ("save_strategy", "save_steps")}
-    for name, value in (("scheduler", scheduler), ("loss", loss), ("collator", collator), ("model's code", model)):
-        describer = Describer(trained=model)
-        found = describer.model(value) if value is model else describer.describe(value)
-        settings[f"the {name}"] = digest_values(found, key)
-        for kind in describer.gaps:
-            surroundings[f"the {name} holds a {kind}, {CANNOT_BE_COMPARED}"] = never_twice()
-    digests = {name: found.whole for name, found in records.items()}
-    return RunIdentity(key=key, settings=settings, records=digests, surroundings=surroundings)
+    return RunIdentity(key=key, settings=settings, records={name: found.whole for name, found in records.items()})
 
 
 def _optimizer(optimizer: PrivateOptimizer) -> Any:

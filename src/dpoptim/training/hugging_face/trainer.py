@@ -357,10 +357,7 @@ class PrivateTrainer(transformers.Trainer):
             args=self.args,
             privacy=self.privacy,
             optimizer=self.private_optimizer,
-            scheduler=self.lr_scheduler,
             model=self.model,
-            loss=self.loss_per_example,
-            collator=self.data_collator,
             records=self._records,
         )
         self._released_steps = open_steps(secrets, identity)

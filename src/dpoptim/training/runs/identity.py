@@ -1,29 +1,24 @@
-"""What a run is, so that it goes on as itself or not at all: its settings, its records, and where it is computed."""
+"""What a run is, so that it goes on as itself or not at all: its settings and its records."""
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-from dpoptim.gradients import compiled_outer
 from dpoptim.noise import NoiseKey
-from dpoptim.noise.compiled import compiler_version
 from dpoptim.privacy import PrivacyPlan, RunIdentity, digest_records
 from dpoptim.privacy.record_digests import digest_values
 from dpoptim.training.data.records import Kind
 from dpoptim.training.models.prepared import Prepared
 from dpoptim.training.runs.setup import Setup
 from dpoptim.training.support.modes import without_peft
-from dpoptim.version import __version__
 
-_NO_MATTER = ("device", "log_every", "checkpoint_every", "evaluate_every")
+_NO_MATTER = (
+    "device", "log_every", "checkpoint_every", "evaluate_every", "micro_batch_size", "micro_batch_tokens",
+)  # fmt: skip
 _BY_CONTENT = ("data", "validation_data", "model")  # where they lie is no matter: their content is compared
-_ROUNDING = ("micro_batch_size", "micro_batch_tokens")  # how a batch is cut changes last bits alone
 _NOT_BUILT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")  # set when it is saved
 
 
@@ -33,7 +28,7 @@ def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
     It reads every record once: 10 s for a million short texts, and every file of a folder of images.
     """
     recipe = setup.recipe.to_dict()
-    left_out = {*_NO_MATTER, *_BY_CONTENT, *_ROUNDING}
+    left_out = {*_NO_MATTER, *_BY_CONTENT}
     records = {"training": digest_records(_examples(setup.prepared), key, what="data").whole}
     if setup.validation is not None:
         records["held-out"] = digest_records(_examples(setup.validation), key, what="validation_data").whole
@@ -45,7 +40,6 @@ def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
             "the model's build": build_of(setup.model, key),
         },
         records=records,
-        surroundings={**surroundings_of(setup.device), **{name: recipe.get(name) for name in _ROUNDING}},
     )
 
 
@@ -61,24 +55,6 @@ def build_of(model: nn.Module, key: NoiseKey) -> str:
     kept = {name: str(value) for name, value in config.items() if name not in _NOT_BUILT}
     parameters = [[name, str(value.dtype), value.requires_grad] for name, value in model.named_parameters()]
     return digest_values([repr(model), sorted(kept.items()), parameters], key)
-
-
-def surroundings_of(device: torch.device) -> dict[str, Any]:
-    """What changes the last bits of a gradient: device, threads, processor, versions, precision of products."""
-    on_gpu = device.type == "cuda"
-    found = {
-        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
-        "threads": None if on_gpu else torch.get_num_threads(),
-        "processor": None if on_gpu else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "compiled loops": not on_gpu and compiled_outer.has_loops(),
-        "compiler": compiler_version() if not on_gpu and compiled_outer.has_loops() else None,
-        "float32 products": torch.get_float32_matmul_precision(),
-        "dpoptim": __version__,
-        "torch": torch.__version__,
-    }
-    if "transformers" in sys.modules:
-        found["transformers"] = str(sys.modules["transformers"].__version__)
-    return found
 
 
 class _Pictures:

@@ -72,8 +72,8 @@ def resume(
     """Go on with a run where its last checkpoint stands; bit for bit on the same machine.
 
     Guarantee: no step is released twice but for exactly the same values. One ValueError line, before anything is
-    computed, where records or settings are not those that the run was begun with, and, where steps behind the
-    checkpoint were released, where device, versions or micro-batches are not those that they had.
+    computed, where records or settings are not those that the run was begun with; and one before a step is released
+    again that comes out otherwise (another device, other versions, other micro-batches).
     Edge cases: a run that is finished returns its summary, and needs no key for that; one ValueError line where the
     directory is no run.
     """
