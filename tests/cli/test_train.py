@@ -99,6 +99,8 @@ def test_a_dry_run_tells_everything_and_writes_nothing(tmp_path, base, capsys):
         (["--delta", "2"], "delta=2.0"),
         (["--delta", "0.1"], "delta=0.1 is not below 1/114"),
         (["--noise", "pink"], "noise='pink'"),
+        (["--device", "mps"], "device='mps' is not supported"),
+        (["--device", "nonsense"], "device='nonsense' is no device"),
         (["--sampling", "odd"], "sampling='odd'"),
         (["--run-dir", "rows.csv"], "is there already"),
         (["--run-dir", "rows.csv/run"], "not a folder"),
@@ -116,6 +118,13 @@ def test_mistakes_are_one_line_and_exit_status_2(tmp_path, base, capsys, argumen
     assert printed.err.count("\n") == 1
     assert told in printed.err
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_gpu_that_is_not_there_is_one_line(base, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(changed(base, ["--device", "cuda:7"])) == 2
+    assert capsys.readouterr().err == ("dpoptim: device='cuda:7': there is no such GPU here; there is cuda:0 alone\n")
 
 
 def test_mistyped_flags_say_what_was_meant(base, capsys):

@@ -210,6 +210,18 @@ def test_an_older_checkpoint_repeats_the_same_run(tmp_path):
     assert released(tmp_path / "run") == 9
 
 
+def test_a_run_without_its_checkpoints_does_not_begin_again(tmp_path):
+    """Under a new run_id the steps would have other noise, and nobody would count those that were released."""
+    directory = crashed(tmp_path)
+    shutil.rmtree(directory / "checkpoints")
+    (directory / "checkpoints").mkdir()
+    (directory / "log.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no checkpoint left, and beginning again would release") as error:
+        resume(directory)
+    assert "\n" not in str(error.value)
+    assert released(directory) == 7
+
+
 def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     counts: list[tuple[int, int]] = []
     add_noise = PrivateRelease._add_noise

@@ -14,6 +14,9 @@ import transformers
 
 import dpoptim
 from dpoptim.training import Recipe, RunDirectory, Task, prepare, read_recipe, read_records, resume, set_up, train
+from dpoptim.training.recipes.defaults import chosen_device
+from dpoptim.training.report.page import page
+from dpoptim.training.runs.logged_run import read_runs
 from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.setup import held_out_places
 from tests.training.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
@@ -161,6 +164,7 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows)
     (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")
+    (tmp_path / "part.csv").write_text("\n".join([header, *lines[:60]]) + "\n")
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "rows.csv").write_text((tmp_path / "rows.csv").read_text())
@@ -169,6 +173,7 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
         (rows, tmp_path / "link.csv", "is the training data itself"),
         (rows, tmp_path / "copy.csv", "has the training records in it"),
         (folder / "rows.csv", folder, "has the training records in it"),
+        (rows, tmp_path / "part.csv", r"has the training records in it \(60 of 60\)"),
     ):
         with pytest.raises(ValueError, match=why):
             set_up(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
@@ -186,6 +191,36 @@ def test_records_in_both_are_counted(tmp_path):
     assert any(
         note.startswith("2 of the 3 records of validation_data are training records too") for note in setup.notes
     )
+    summary = train(setup.recipe.replace(steps=2), tmp_path / "run")
+    assert summary["shared_records"] == log_of(tmp_path / "run")[0]["shared_records"] == 2
+    assert "<th>Of them training examples too</th><td>2</td>" in page(read_runs([tmp_path / "run"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "why"),
+    [
+        ("cuda:7", 1, "device='cuda:7': there is no such GPU here; there is cuda:0 alone"),
+        ("cuda:2", 2, "device='cuda:2': there is no such GPU here; there is cuda:0 to cuda:1"),
+        ("cuda", 0, "device='cuda': there is no usable GPU here; use cpu or auto"),
+        ("cuda:0", 0, "device='cuda:0': there is no usable GPU here; use cpu or auto"),
+        ("mps", 0, "device='mps' is not supported; use auto, cpu or cuda"),
+        ("meta", 1, "device='meta' is not supported; use auto, cpu or cuda"),
+        ("nonsense", 1, "device='nonsense' is no device; use auto, cpu or cuda"),
+        ("cuda:-1", 1, "device='cuda:-1' is no device; use auto, cpu or cuda"),
+    ],
+)
+def test_a_device_that_is_not_here(name, count, why, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    refused(rows_recipe(tmp_path, device=name), tmp_path, f"^{why}$")
+
+
+def test_a_device_that_is_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("cuda", "cuda:0", "cuda:1", "cpu"):
+        assert chosen_device(name) == torch.device(name)
+    assert chosen_device("auto") == torch.device("cuda")
 
 
 class Never(ProgressDisplay):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from dpoptim.gradients.buffers import BufferWatch
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.forms import Form, kept_as
 from dpoptim.gradients.kernels import wide_dtype
@@ -77,6 +78,7 @@ class Engine:
         self._calls = 0
         self.inside_generic = False
         self.probe = BatchAxisProbe()
+        self.buffers = BufferWatch(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
 
@@ -145,6 +147,7 @@ class Engine:
         return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
 
     def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.buffers.begin(anew=not self.batch.gradients)
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
@@ -172,6 +175,7 @@ class Engine:
         """The tensor with the batch as its first axis: an axis of 1 is expanded, any other disagreement is refused."""
         if self.batch.gradients and torch._C._current_graph_task_id() == -1:
             self.flush()
+        self.buffers.begin(anew=False)  # where layers are called by themselves
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
         if self.examples is None:
@@ -223,6 +227,7 @@ class Engine:
                     "use checkpoint(..., use_reentrant=False)"
                 )
             self.flush()
+            self.buffers.begin(anew=True)
             batch = self.batch
         batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
         if use.call is not None:
@@ -236,6 +241,7 @@ class Engine:
     def flush(self) -> None:
         """Close the physical batch: what was kept goes to `on_batch`."""
         batch, self.batch = self.batch, self._new_batch()
+        self.buffers.check()
         if batch.gradients:
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
@@ -252,6 +258,7 @@ class Engine:
         """Forget what was kept of the open physical batch."""
         self.batch = self._new_batch()
         self.examples = None
+        self.buffers.forget()
 
 
 @contextlib.contextmanager

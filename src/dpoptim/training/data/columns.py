@@ -130,9 +130,12 @@ def labels_among(
         names = tuple(str(name) for name in declared)
         if len(set(names)) < len(names):
             raise ValueError(f"label_names={list(names)} has a name twice; give each once")
-        strange = sorted(set(found) - set(names))
-        if strange:
-            raise ValueError(f"{where} holds {strange[0]!r}, which label_names={list(names)} does not declare")
+        strange = [number for number, name in enumerate(found, start=1) if name not in names]
+        if strange:  # what they say is private
+            raise ValueError(
+                f"{where} has {len(strange)} labels (first: record {strange[0]}) that are not among the "
+                f"{len(names)} declared label_names; add their names, or remove the records"
+            )
     place = {name: number for number, name in enumerate(names)}
     return np.array([place[name] for name in found], dtype=np.int64), names
 

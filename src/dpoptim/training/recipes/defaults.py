@@ -155,7 +155,7 @@ def default_learning_rate(recipe: Recipe) -> float:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of a recipe: "auto" is the GPU where there is one.
+    """The device of a recipe: "auto" is the GPU where there is one; ValueError for one that is not here.
 
     >>> chosen_device("cpu")
     device(type='cpu')
@@ -166,6 +166,11 @@ def chosen_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name!r} is no device; use auto, cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not supported; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}: there is no usable GPU here; use cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        there = "cuda:0 alone" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(f"device={name!r}: there is no such GPU here; there is {there}")
     return device

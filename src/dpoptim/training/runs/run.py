@@ -98,8 +98,11 @@ def _run(
     setup: Setup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey, identity: RunIdentity, *, fresh: bool
 ) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
-    if not fresh and not found and read_log(place.log_file):
-        raise ValueError(f"{place.checkpoints} has no checkpoint left; the run cannot be taken up again")
+    if not fresh and not found and (released_count(place.steps_file) or read_log(place.log_file)):
+        raise ValueError(
+            f"{place.checkpoints} has no checkpoint left, and beginning again would release steps twice; put one back, "
+            "or train anew in another directory (its privacy loss adds to this one's)"
+        )
     state = load_checkpoint(found[-1], key) if found else None
     step = 0 if state is None else int(state["step"])
     with RunLog(place.log_file):  # nobody else is at it
@@ -181,6 +184,7 @@ class _Run:
             "trained_parameters": setup.trained_parameters,
             "examples": plan.num_examples,
             "validation_examples": 0 if setup.validation is None else len(setup.validation.records),
+            "shared_records": setup.shared_records,
             "steps": plan.steps,
             "batch_size": plan.batch_size,
             "epsilon": plan.epsilon(),
@@ -266,6 +270,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
         **{name: start[name] for name in kept},
         "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
         "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
+        "shared_records": start.get("shared_records", 0),  # held-out records that are training records too
         "model": str(place.model) if end["reason"] == "finished" else None,
         "guarantee": headline(plan, math.inf if start["epsilon"] is None else start["epsilon"], plan.delta),
     }

@@ -32,11 +32,11 @@ def shared_count(records: Records, *others: Records) -> int:
 
 
 def check_held_out_is_other(training: Records, held_out: Records, *, data: str, validation_data: str) -> int:
-    """How many held-out records are training records too; ValueError where the one source is a copy of the other."""
+    """How many held-out records are training records too; ValueError where all are, or one source holds the other."""
     key = NoiseKey.generate()
     one, other = _digests(training, key), _digests(held_out, key)
     shared = other.shared_with(one)
-    if one.same_records(other) or (shared and one_holds_the_other(data, validation_data)):
+    if shared == len(held_out) or (shared and one_holds_the_other(data, validation_data)):
         raise ValueError(
             f"validation_data={validation_data!r} has the training records in it ({shared} of {len(held_out)}), so "
             "scores on it are not outside of training; give other records, or validation_fraction"
