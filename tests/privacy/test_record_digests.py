@@ -74,8 +74,6 @@ def test_order_and_key_matter():
     one = digest_records(rows, KEY)
     assert one.whole != digest_records(rows[1:] + rows[:1], KEY).whole
     assert one.whole != digest_records(rows, NoiseKey.from_bytes(bytes(32))).whole
-    assert one.same_records(digest_records(rows[::-1], KEY))
-    assert not one.same_records(digest_records(["one", "two", "three", "three"], KEY))
     assert digest_records(["two", "four", "two"], KEY).shared_with(one) == 2
 
 
