@@ -167,3 +167,19 @@ def test_a_selection_goes_into_a_subset():
     private = of_linear(data_loader=lambda d: DataLoader(Subset(d, range(10)), batch_size=5))
     one_epoch(*private)
     assert private.steps_taken == 2
+
+
+def test_a_collator_that_draws_from_a_public_seed_is_refused():
+    draws = torch.Generator().manual_seed(0)
+
+    def collate(rows: Any) -> Any:
+        return torch.rand(len(rows), 3, generator=draws), torch.zeros(len(rows), dtype=torch.long)
+
+    model = nn.Linear(3, 2)
+    rows: Any = [(torch.zeros(3), 0)] * 8
+    with pytest.raises(ValueError, match=r"collate_fn's draws is a torch.* public seed") as no:
+        PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+            data_loader=DataLoader(rows, batch_size=4, collate_fn=collate), max_grad_norm=1.0,
+        )  # fmt: skip
+    assert "\n" not in str(no.value)

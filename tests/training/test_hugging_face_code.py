@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from numpy.random import default_rng
 from transformers import DataCollatorForLanguageModeling
 
 from dpoptim.noise import NoiseKey
+from dpoptim.privacy.own_generators import check_generators
 from dpoptim.training import PrivateTrainer
-from dpoptim.training.hugging_face.own_generators import check_generators, check_repeats
+from dpoptim.training.hugging_face.own_generators import check_repeats
 from tests.training import tiny
 from tests.training.hugging_face_cases import PRIVACY, TEXTS, WORDS, masked_model, training_args
 
@@ -108,6 +111,82 @@ def test_a_collator_gives_the_same_under_the_same_seeds(tmp_path):
     assert torch.equal(state, torch.get_rng_state())
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drops(x: Any) -> Any:
+    return x * torch.rand(x.shape, generator=GENERATOR)
+
+
+class ReadsGlobal(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return drops(x)
+
+
+class OfItsClass(torch.nn.Module):
+    own = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("layer", [ReadsGlobal, OfItsClass])
+def test_generators_of_a_layers_code_are_found(layer, tmp_path):
+    model = masked_model()
+    model.bert.embeddings.dropout = layer()
+    with pytest.raises(ValueError, match=rf"model\.bert\.embeddings\.dropout\.{layer.__name__}.* public seed"):
+        trainer(tmp_path, stock(), model=model)
+    with pytest.raises(ValueError, match="public seed"):
+        check_generators(data_collator=Own(inner=layer))
+
+
+def seeds_and_puts_back(rows: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return stock()(rows)
+
+
+def seeds_numpy(rows: Any) -> Any:
+    transformers.set_seed(0)
+    return stock()(rows)
+
+
+def sets_a_state(rows: Any) -> Any:
+    random.setstate(STATE)
+    return stock()(rows)
+
+
+def fresh(rows: Any) -> Any:
+    return {**stock()(rows), "u": torch.from_numpy(default_rng(0).random(2))}
+
+
+def fresh_of_torch(rows: Any) -> Any:
+    return {**stock()(rows), "u": torch.rand(2, generator=torch.Generator())}
+
+
+def fresh_of_python(rows: Any) -> Any:
+    return {**stock()(rows), "u": torch.tensor(random.Random(0).random())}
+
+
+STATE = random.getstate()
+SEEDS = {
+    "torch.manual_seed": seeds_and_puts_back, "random.seed": seeds_numpy, "random": sets_a_state,
+    "numpy.random.default_rng": fresh, "torch.Generator": fresh_of_torch, "random.Random": fresh_of_python,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_public_seeds_inside_a_call_are_refused(name):
+    state = random.getstate(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"data_collator makes or seeds a generator .* \({name}\)") as no:
+        check_repeats(SEEDS[name], ROWS, KEY)
+    assert "\n" not in str(no.value)
+    assert state[0] == random.getstate()
+    assert torch.equal(state[1], torch.get_rng_state())
+    assert isinstance(np.random.default_rng(0), np.random.Generator)
+    assert default_rng is np.random.default_rng, "put back where it was imported"
+
+
 # -- other code ----------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +233,6 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokenizer": ({"collator": stock()}, {"collator": stock(other_mask())}),
     "option": ({"collator": stock()}, {"collator": stock(mlm_probability=0.4)}),
     "closure": ({"loss": weighted(ONES)}, {"loss": weighted(ONES * 1.001)}),
-    "count of calls": ({"loss": annealed}, {"loss": annealed}),
     "hook": ({}, {"model": hooked}),
     "attribute": ({}, {"model": rescaled}),
 }
@@ -163,6 +241,12 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def made(folder: Path, parts: dict[str, Any]) -> Any:
     model = parts["model"]() if "model" in parts else None
     return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"))
+
+
+def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="gives other losses each time for the same batch, and draws nothing") as no:
+        trainer(tmp_path, stock(), loss=annealed).train()
+    assert "\n" not in str(no.value)
 
 
 @pytest.mark.parametrize("what", CHANGES)

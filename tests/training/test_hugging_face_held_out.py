@@ -67,6 +67,16 @@ COPIES: dict[str, Any] = {
     "as floats": lambda rows: [{**row, "labels": float(row["labels"])} for row in rows],
     "with a column more": lambda rows: [{**row, "special": number} for number, row in enumerate(rows)],
     "with columns moved": lambda rows: [dict(reversed(list(row.items()))) for row in rows],
+    "without labels": lambda rows: [{name: row[name] for name in row if name != "labels"} for row in rows],
+    "with other labels": lambda rows: [{**row, "labels": 1 - row["labels"]} for row in rows],
+    "with other names": lambda rows: [
+        {**{name: row[name] for name in row if name != "labels"}, "label": row["labels"]} for row in rows
+    ],
+    "padded": lambda rows: [
+        {**WORDS(text, padding="max_length", max_length=50), "labels": row["labels"]}
+        for text, row in zip(TEXTS, rows, strict=True)
+    ],
+    "without token types": lambda rows: [{name: row[name] for name in row if name != "token_type_ids"} for row in rows],
     "one less": lambda rows: rows[1:],
     "twice": lambda rows: [*rows, *rows],
 }

@@ -97,6 +97,7 @@ def test_tasks_are_found_by_class():
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"skip_memory_metrics": False}, "skip_memory_metrics"),
         ({"include_num_input_tokens_seen": "all"}, "private tokens"),
         ({"optim": "adafactor"}, "variant="),
         ({"optim_args": "a=1"}, "optim_args"),

@@ -10,6 +10,7 @@ import torch.utils.data
 
 from dpoptim.opacus_compat.optimizers import DPOptimizer
 from dpoptim.privacy import PrivateLoader, secret_randomness
+from dpoptim.privacy.own_generators import check_generators
 
 _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
     "timeout": (0,),
@@ -132,7 +133,9 @@ class BatchMemoryManager:
 
 
 def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
-    """The DataLoader to take dataset, batch size and workers from; refuses one whose draws would be lost in silence."""
+    """The DataLoader to take dataset, batch size and workers from; refuses one whose draws would be lost in silence,
+    or whose collate_fn draws from a public seed.
+    """
     if isinstance(data_loader, DPDataLoader):
         return data_loader.original
     if not isinstance(data_loader, torch.utils.data.DataLoader):
@@ -162,6 +165,7 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
             "data_loader has a generator, and private batches are drawn with a secret key; leave it out, and pass key= "
             "to make_private to draw the same again"
         )
+    check_generators(collate_fn=data_loader.collate_fn)
     left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
     if left:
         warnings.warn(

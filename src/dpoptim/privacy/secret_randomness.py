@@ -16,6 +16,7 @@ import torch
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.loader import PrivateLoader
+from dpoptim.privacy.own_generators import check_generators
 
 
 class Release(Protocol):
@@ -47,6 +48,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
     dropout. They are set before the step's first batch is fetched. As the step is released the generators get back the
     state that they had before it, so a checkpoint of them, made after `optimizer.step()`, tells nothing.
     Edge cases: micro-batches of one step go on in its stream. Workers of the loader are seeded from it when they start.
+    A collate_fn with a generator or a seed of its own is refused, in one line: what it draws would be public.
 
     >>> import dpoptim
     >>> plan = dpoptim.PrivacyPlan(num_examples=4, batch_size=2, steps=2, noise_multiplier=1.0)
@@ -62,6 +64,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
     """
     if not hasattr(optimizer, "release"):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
+    check_generators(collate_fn=loader._loader_options["collate_fn"])
     saved: list[Callable[[], None]] = []
 
     def put_back(released: Any = None) -> None:
@@ -106,6 +109,23 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def generator_states() -> dict[str, bytes]:
+    """The states of the generators that are seeded, by name: to see whether one was drawn from, or seeded.
+
+    >>> before = generator_states()
+    >>> drawn = random.random()
+    >>> [name for name, state in generator_states().items() if state != before[name]]
+    ['random']
+    """
+    of_numpy: Any = np.random.get_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {
+        "torch": b"".join(state.numpy().tobytes() for state in (torch.get_rng_state(), *gpus)),
+        "numpy.random": of_numpy[1].tobytes() + repr(of_numpy[2:]).encode(),
+        "random": repr(random.getstate()).encode(),
+    }
 
 
 def keep_states() -> Callable[[], None]:

@@ -13,6 +13,10 @@ from torch import Tensor
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import RecordDigests, digest_records
 
+_LABELS = ("label", "labels", "label_ids")
+_OF_TOKENS = ("attention_mask", "token_type_ids", "special_tokens_mask", "position_ids", "length")  # made of them
+_ROWS = (list, tuple, np.ndarray, Tensor)
+
 
 def named_held_out(eval_dataset: Any) -> dict[str, Any]:
     """The datasets in Trainer's `eval_dataset` (one, several by name, or none) that have a length."""
@@ -39,8 +43,9 @@ class HeldOutCheck:
     """Whether examples that are to be evaluated on are training examples, whatever type they have.
 
     Each example is compared in a normal form: numbers, lists, arrays and tensors of the same values are the same, and
-    of a dict those `columns` count that the model is given (None: all). The training examples are read once for it, at
-    the first dataset that is to be compared, and each dataset is compared once.
+    of a dict those `columns` count that the model is given (None: all), without labels, padding, and what is made of
+    the tokens. The training examples are read once for it, at the first dataset that is to be compared, and each
+    dataset is compared once.
     """
 
     def __init__(self, train_dataset: Any, *, columns: list[str] | None, debugging: bool) -> None:
@@ -93,7 +98,39 @@ class HeldOutCheck:
     def _form(self, example: Any) -> Any:
         if isinstance(example, Mapping) and self._columns is not None:
             example = {name: example[name] for name in example if name in self._columns} or example
-        return normal(example)
+        return normal(_inputs(example))
+
+
+def _inputs(example: Any) -> Any:
+    """An example without labels and padding: the same text, labelled, masked or padded otherwise, is the same.
+
+    >>> one = {"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0], "labels": 1}
+    >>> _inputs(one), _inputs({"input_ids": [5, 6], "label": 0})
+    ({'input_ids': [5, 6]}, {'input_ids': [5, 6]})
+    """
+    if not isinstance(example, Mapping):
+        return example
+    left_out = (*_LABELS, *_OF_TOKENS) if "input_ids" in example else _LABELS
+    inputs = {name: value for name, value in example.items() if name not in left_out}
+    mask = example.get("attention_mask")
+    if isinstance(mask, _ROWS) and len(mask) and np.ndim(mask[0]) == 0:
+        inputs = at_places(inputs, np.flatnonzero(np.asarray(mask)).tolist(), of=len(mask))
+    return inputs or example
+
+
+def at_places(example: Mapping[str, Any], places: list[int], *, of: int) -> dict[str, Any]:
+    """The example with its rows of length `of`, one entry a token, at these places alone.
+
+    >>> at_places({"input_ids": [5, 6, 0], "labels": 1}, [0, 1], of=3)
+    {'input_ids': [5, 6], 'labels': 1}
+    """
+
+    def at(value: Any) -> Any:
+        if not isinstance(value, _ROWS) or getattr(value, "ndim", 1) == 0 or len(value) != of:
+            return value
+        return [value[place] for place in places] if isinstance(value, list | tuple) else value[places]
+
+    return {name: at(value) for name, value in example.items()}
 
 
 def normal(value: Any) -> Any:

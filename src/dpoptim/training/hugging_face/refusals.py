@@ -98,6 +98,11 @@ def _refusals(args: Any) -> list[tuple[Any, str]]:
             " leave it out",
         ),
         (
+            not args.skip_memory_metrics,
+            "skip_memory_metrics=False would put peaks of memory into the metrics, which follow the secret sizes of "
+            "batches; leave it out",
+        ),
+        (
             str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
             f"optim={getattr(args.optim, 'value', args.optim)!r}: leave it out and choose PrivacyArguments(variant=), "
             "or make the optimizer by a function of dpoptim and pass optimizers=(optimizer, None) with its plan=",

@@ -16,13 +16,15 @@ from dpoptim.gradients import Released
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, RecordDigests, ReleasedSteps, private_loader
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.own_generators import check_generators
 from dpoptim.privacy.seals import seal_folder
 from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 from dpoptim.training.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
+from dpoptim.training.hugging_face.batch_check import check_batches
 from dpoptim.training.hugging_face.checkpoint_files import read_loader_state, write_loader_state
 from dpoptim.training.hugging_face.held_out import HeldOutCheck, digests_of, named_held_out
 from dpoptim.training.hugging_face.identity import identity_for
-from dpoptim.training.hugging_face.own_generators import check_generators, check_repeats
+from dpoptim.training.hugging_face.own_generators import check_repeats
 from dpoptim.training.hugging_face.refusals import (
     check_accelerator,
     check_call,
@@ -62,10 +64,10 @@ class PrivateTrainer(transformers.Trainer):
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
     Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A run that is resumed goes on as itself: a checkpoint that was edited, other training or held-out examples, other
-    settings or code, and, where steps behind the checkpoint were released, another device or other versions, are
-    refused before anything is computed. For that all examples are read once when training begins (20 s for a million
-    short tokenised texts).
+    A run that is resumed goes on as itself: a checkpoint that was edited, other training or held-out examples and
+    other settings are refused before anything is computed, and a step that was released before and comes out otherwise
+    (other code, another device) before its noise is made. For that all examples are read once when training begins
+    (20 s for a million short tokenised texts).
     Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation is
     the stock one, and leaves the random numbers of the training alone. What the plan cannot cover is refused at once.
     """
@@ -136,6 +138,7 @@ class PrivateTrainer(transformers.Trainer):
         held_out = {name: self._used_columns(part, "evaluation") for name, part in named}
         self._records = digests_of(dataset, held_out, self._run_secrets().key)
         check_repeats(collate, dataset, self._run_secrets().key)
+        check_batches(self, self._losses, collate, dataset)
         loader = private_loader(
             dataset,
             plan,
