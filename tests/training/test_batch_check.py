@@ -310,3 +310,29 @@ def test_buffers_are_put_back(tmp_path):
     refused("buffer", tmp_path, model, ROWS, lambda rows: table(rows, centred=False), loss_per_example=of_rows,
             remove_unused_columns=False, words=None)  # fmt: skip
     assert torch.equal(counts.seen, torch.zeros(3))
+
+
+class Remembers(nn.Module):
+    """Subtracts a mean of all that came before, in training, and keeps it in no buffer."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.mean = inner, 0.0
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **rest: Any) -> Any:
+        output = self.inner(input_ids=input_ids, attention_mask=attention_mask)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * float(input_ids.float().mean())
+            output.logits = output.logits * (1 + self.mean)
+        return output
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_what_a_model_remembers_is_refused(size, tmp_path):
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(**batch).logits, batch["labels"], reduction="none")
+
+    more: dict[str, Any] = {"loss_per_example": loss, "remove_unused_columns": False}
+    match = "gives other losses each time for the same batch under the same seeds"
+    refused(match, tmp_path, Remembers(classifier()), LABELLED, per_device_train_batch_size=size, **more)
+    checked(tmp_path, classifier(dropout=0.3), LABELLED, per_device_train_batch_size=size)

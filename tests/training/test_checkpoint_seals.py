@@ -186,6 +186,6 @@ def test_a_run_id_is_begun_once(tmp_path):
         ).train()  # fmt: skip
 
     trained(labelled(), "one")
-    with pytest.raises(ValueError, match="counts steps that were released with this noise key and run_id"):
+    with pytest.raises(ValueError, match="has steps that were released with this noise key and run_id"):
         trained([{**row, "labels": 1 - row["labels"]} for row in labelled()], "one")
     trained(labelled(), "two")

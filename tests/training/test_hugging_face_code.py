@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.own_generators import check_generators
 from dpoptim.training import PrivateTrainer
-from dpoptim.training.hugging_face.own_generators import check_repeats
+from dpoptim.training.hugging_face.collator_check import check_repeats
 from tests.training import tiny
 from tests.training.hugging_face_cases import PRIVACY, TEXTS, WORDS, masked_model, training_args
 
@@ -243,9 +243,10 @@ def made(folder: Path, parts: dict[str, Any]) -> Any:
     return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"))
 
 
-def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="gives other losses each time for the same batch, and draws nothing") as no:
-        trainer(tmp_path, stock(), loss=annealed).train()
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_loss_that_counts_its_calls_is_refused(size, tmp_path):
+    with pytest.raises(ValueError, match="gives other losses each time for the same batch under the same seeds") as no:
+        trainer(tmp_path, stock(), loss=annealed, per_device_train_batch_size=size).train()
     assert "\n" not in str(no.value)
 
 
@@ -253,7 +254,7 @@ def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
 def test_other_code_does_not_repeat_a_step(what, tmp_path):
     first, second = CHANGES[what]
     made(tmp_path, first).train()
-    with pytest.raises(ValueError, match="step 3 was released before, and its gradients come out otherwise now") as no:
+    with pytest.raises(ValueError, match=r"step [34] was released before, and its gradients come out otherwise") as no:
         made(tmp_path, second).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert "\n" not in str(no.value)
     if first != second:

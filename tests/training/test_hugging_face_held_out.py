@@ -113,3 +113,15 @@ def test_each_dataset_is_compared_once_and_debugging_is_let_be(tmp_path):
         warnings.simplefilter("error")
         check.check(mixed)
         HeldOutCheck(rows, columns=None, debugging=True).check(rows)
+
+
+def test_rows_of_a_few_numbers_may_be_alike():
+    """Three binary features: other people have the same ones."""
+    generator = np.random.default_rng(0)
+    rows = [{"x": generator.integers(0, 2, 3).tolist(), "labels": int(generator.integers(2))} for _ in range(140)]
+    check = HeldOutCheck(rows[:100], columns=None, debugging=False)
+    with pytest.warns(UserWarning, match="40 of the 40 examples"):
+        check.check(rows[100:])
+    distinct = [{"x": generator.normal(size=3).tolist(), "labels": 0} for _ in range(100)]
+    with pytest.raises(ValueError, match="the same examples as train_dataset"):
+        HeldOutCheck(distinct, columns=None, debugging=False).check(distinct[:40])

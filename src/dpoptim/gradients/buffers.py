@@ -1,7 +1,7 @@
-"""Buffers may not change while a model runs on private data: nothing clips or noises what a forward writes into them.
+"""Buffers and parameters may not change while a model runs on private data: nothing clips or noises what is written.
 
-A running mean, an observer's minimum, a count of tokens: such a buffer holds exact numbers of the private batch, is
-saved with the model where it is persistent, and is met by later examples either way.
+A running mean, an observer's minimum, a count of tokens, a codebook: such a tensor holds exact numbers of the private
+batch, is saved with the model where it is persistent, and is met by later examples either way.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+Name = tuple[str, str, str]  # what it is, its module's name in the model, and its own in the module
+
 
 class _Mark(NamedTuple):
     tensor: Tensor
@@ -20,63 +22,69 @@ class _Mark(NamedTuple):
 
 
 class BufferWatch:
-    """Refuses buffers of `model` that change between `begin`, before a private call of it, and `check`.
+    """Refuses buffers and parameters of `model` that change while it runs on private data.
 
-    Another content, a write, a new buffer and one that is gone count as changes; writes that torch does not see
-    (`.data`, `.numpy()`) are looked for in the first batch, where buffers are copied. What happens
-    outside of private calls (`load_state_dict`, `to`, evaluation) is free. Where a loop calls parts of the model by
-    themselves, what happens before the first layer with parameters is not seen. Once refused, always refused.
-    Cost: a glance at each buffer for a batch; after the first no copy, and no waiting but for tables that the model
-    makes anew each time.
+        begin, before a call of the model    look, when the call ends    check, before anything of it is released
+
+    Another content, a write, a new tensor and one that is gone count as changes; writes that torch does not see
+    (`.data`, `.numpy()`) are looked for in buffers of the first batch, which are copied. What happens between calls
+    (`load_state_dict`, `to`, evaluation) is free, unless a backward waits for its step. Where a loop calls parts of the
+    model by themselves, what happens before the first layer with parameters is not seen. Once refused, always refused.
+    Cost: a glance at each tensor, three times a batch; after the first no copy, and no waiting but for tables that the
+    model makes anew each time.
 
     >>> model = nn.BatchNorm1d(2)
     >>> watch = BufferWatch(model)
     >>> watch.begin(anew=True)
     >>> _ = model(torch.ones(3, 2))
-    >>> watch.check()
+    >>> watch.check(waiting=True)
     Traceback (most recent call last):
     ValueError: buffer 'running_mean' changes when the model runs in training: ...
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
-        self._marks: dict[tuple[str, str], _Mark] | None = None
+        self._marks: dict[Name, _Mark] | None = None
         self._is_first = True
-        self._refused: tuple[str, str] | None = None
+        self._refused: Name | None = None
 
     def begin(self, *, anew: bool) -> None:
-        """Note the buffers as they are, again where that was done before and `anew`."""
+        """Note the tensors as they are, again where that was done before and `anew`."""
         if anew or self._marks is None:
-            self._marks = {
-                name: _Mark(tensor, _version(tensor), tensor.detach().clone() if self._is_first else None)
-                for name, tensor in self._buffers()
-            }
+            self._marks = {name: self._mark(name, tensor) for name, tensor in self._tensors()}
 
-    def forget(self) -> None:
-        """Leave out the open batch, of which nothing will be released."""
-        self._marks = None
+    def look(self) -> None:
+        """Note whether one has changed since `begin`."""
+        if self._marks is not None and self._refused is None:
+            now = dict(self._tensors())
+            changed = [name for name, tensor in now.items() if _has_changed(tensor, self._marks.get(name))]
+            self._refused = next(iter([*changed, *(self._marks.keys() - now.keys())]), None)
 
-    def check(self) -> None:
-        """Close the batch; one ValueError line where a buffer is not what it was."""
-        marks, self._marks = self._marks, None
-        if marks is not None and self._refused is None:
-            now = dict(self._buffers())
+    def check(self, *, waiting: bool) -> None:
+        """Close the batch; one ValueError line where a tensor has changed, in its backward too if one is `waiting`."""
+        if waiting:
+            self.look()
             self._is_first = False
-            changed = [name for name, tensor in now.items() if _has_changed(tensor, marks.get(name))]
-            self._refused = next(iter([*changed, *(marks.keys() - now.keys())]), None)
+        self._marks = None
         if self._refused is not None:
+            kind, *place = self._refused
             raise ValueError(
-                f"buffer '{'.'.join(filter(None, self._refused))}' changes when the model runs in training: what it "
-                "takes in (a running statistic, an observer, a count) is neither clipped nor noised, and nothing of "
-                "this step is released. Put its module in eval mode, or take the update out; a table that grows with "
-                "the longest input can be made before, by one run of that length without gradients"
+                f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it takes in "
+                "(a running statistic, an observer, a count) is neither clipped nor noised, and nothing of this step "
+                "is released. Put its module in eval mode, or take the update out; a table that grows with the "
+                "longest input can be made before, by one run of that length without gradients"
             )
 
-    def _buffers(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def _mark(self, name: Name, tensor: Tensor) -> _Mark:
+        is_copied = self._is_first and name[0] == "buffer" and tensor.layout == torch.strided
+        return _Mark(tensor, _version(tensor), tensor.detach().clone() if is_copied else None)
+
+    def _tensors(self) -> Iterator[tuple[Name, Tensor]]:
         for prefix, module in self._modules:
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    yield (prefix, name), tensor
+            for kind, held in (("buffer", module._buffers), ("parameter", module._parameters)):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        yield (kind, prefix, name), tensor
 
 
 def _has_changed(tensor: Tensor, mark: _Mark | None) -> bool:
@@ -85,7 +93,8 @@ def _has_changed(tensor: Tensor, mark: _Mark | None) -> bool:
     before = mark.copy if mark.copy is not None else mark.tensor
     if before is tensor:
         return False
-    return before.device != tensor.device or not torch.equal(_bits(before), _bits(tensor))
+    alike = before.device == tensor.device and before.layout == tensor.layout == torch.strided
+    return not alike or not torch.equal(_bits(before), _bits(tensor))
 
 
 def _bits(tensor: Tensor) -> Tensor:

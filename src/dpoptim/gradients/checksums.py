@@ -1,4 +1,4 @@
-"""A few thousand numbers that tell whether two vectors are the same, bit for bit.
+"""A two-thousandth of a vector's numbers that tell whether two vectors are the same, bit for bit.
 
 Whole numbers are summed, modulo 2^64, so the order of summation is no matter: on any device and with any number of
 threads equal bits have equal checksums, and one bit that differs changes them for sure.
@@ -33,6 +33,9 @@ def checksums(vectors: Iterable[Tensor]) -> bytes:
 
 def _of(vector: Tensor) -> list[Tensor]:
     halves = vector.contiguous().view(torch.int32)
+    if halves.storage_offset() % 2:
+        halves = halves.clone()
     whole = len(halves) // (2 * _WIDTH) * (2 * _WIDTH)
     words = halves[:whole].view(torch.int64).view(-1, _WIDTH)
-    return [words.sum(0), words.sum(1), halves[whole:].to(torch.int64)]
+    down = torch.from_numpy(words.numpy().sum(0)) if words.device.type == "cpu" else words.sum(0)  # in a tenth of time
+    return [down, words.sum(1), halves[whole:].to(torch.int64)]

@@ -162,6 +162,7 @@ class Engine:
             self.probe.run(self.model, self.examples, args, kwargs)
 
     def end_call(self, output: Any) -> None:
+        self.buffers.look()
         self.call = None
         for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
             if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
@@ -241,7 +242,7 @@ class Engine:
     def flush(self) -> None:
         """Close the physical batch: what was kept goes to `on_batch`."""
         batch, self.batch = self.batch, self._new_batch()
-        self.buffers.check()
+        self.buffers.check(waiting=bool(batch.gradients))
         if batch.gradients:
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
@@ -258,7 +259,6 @@ class Engine:
         """Forget what was kept of the open physical batch."""
         self.batch = self._new_batch()
         self.examples = None
-        self.buffers.forget()
 
 
 @contextlib.contextmanager

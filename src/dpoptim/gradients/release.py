@@ -270,7 +270,8 @@ class PrivateRelease:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None) -> bytes:
-        """What is the same if and only if the release is: checksums of sums and scale, the run, the noise's levels.
+        """What is the same where the release is, and another where it is not: checksums of sums and scale, the run, the
+        noise's levels, and by what the squares of an average are bounded.
 
         NOT private: what receives it must keep nothing of it but a digest with a secret key.
         """
@@ -278,7 +279,9 @@ class PrivateRelease:
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
                 vectors.append(end_to_end([scale[name] for name in names], vector.dtype))
-        return f"{self.run_id} {sorted(self._stddevs.items())} ".encode() + checksums(vectors)
+        squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
+        bound = self._bounding_factor(sums) if squares_sums else None
+        return f"{self.run_id} {sorted(self._stddevs.items())} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
         """Warn once, where nothing is private anyhow: that such an example exists is itself private.

@@ -12,6 +12,7 @@ import functools
 import inspect
 import random
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ _SEEDED = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _MAKE_OR_SEED: tuple[tuple[Any, str], ...] = (
     (random, "Random"), (random, "seed"), (np.random, "default_rng"), (np.random, "Generator"),
     (np.random, "RandomState"), (np.random, "seed"), (torch, "Generator"), (torch.random, "manual_seed"),
-    (torch, "manual_seed"),
+    (torch, "manual_seed"), (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all"),
 )  # fmt: skip
 _LIBRARIES = sys.stdlib_module_names | {
     "PIL", "accelerate", "datasets", "dpoptim", "numpy", "pandas", "peft", "scipy", "sklearn", "tokenizers", "torch",
@@ -65,7 +66,8 @@ when the run is resumed; leave it out: masks and dropout are drawn from the run'
 def noted_generators() -> Iterator[list[str]]:
     """A list of what is called inside to make a generator, or to seed torch, numpy or `random`.
 
-    Functions that were imported by name are seen in modules of one's own; those that a library does hold are not.
+    Functions that were imported by name are seen in modules of one's own; those that a library does hold are not. What
+    other threads call meanwhile is not noted.
 
     >>> with noted_generators() as noted:
     ...     draws = np.random.default_rng(0).random(2)
@@ -87,20 +89,35 @@ def noted_generators() -> Iterator[list[str]]:
             setattr(module, name, original)
 
 
+def refuse_noted(who: str, noted: list[str]) -> None:
+    """ValueError where generators were made or seeded."""
+    if noted:
+        raise ValueError(
+            f"{who} makes or seeds a generator when it is called ({noted[0]}): what is drawn then, dropout included, "
+            f"comes from a public seed; {MEND}, from torch, numpy or random as they stand"
+        )
+
+
 def _noting(original: Any, name: str, noted: list[str]) -> Any:
     """Does what `original` does, and notes that it was called; of a class isinstance holds as before."""
+    thread = threading.get_ident()
+
+    def note() -> None:
+        if threading.get_ident() == thread:
+            noted.append(name)
+
     if not isinstance(original, type):
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            noted.append(name)
+            note()
             return original(*args, **kwargs)
 
         return call
 
     class Noting(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            noted.append(name)
+            note()
             return original(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:

@@ -39,6 +39,11 @@ class RecordDigests:
         """How many records occur in `other` too; both must have been taken with one key."""
         return int(np.isin(self.each, other.each).sum())
 
+    @property
+    def tell_records_apart(self) -> bool:
+        """Whether at least half are distinct: of a few binary features, equal records may be of different people."""
+        return 2 * len(np.unique(self.each)) >= len(self.each)
+
 
 def digest_records(
     records: Any, key: NoiseKey, *, what: str = "dataset", form: Callable[[Any], Any] = lambda record: record

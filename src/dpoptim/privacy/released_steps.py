@@ -27,6 +27,7 @@ except ImportError:  # not a POSIX system: two processes in one run are then not
 
 _DIGEST_BYTES = 16
 _LINE = 2 * _DIGEST_BYTES + 1
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write two characters for the end of a line
 _NEW_RUN = "or begin a new run, which has a new key and an epsilon of its own"
 
 
@@ -85,13 +86,13 @@ class ReleasedSteps:
                 "them again over the same noise; go on from the run's checkpoint, or begin a run with a new key"
             )
         path.unlink(missing_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
         _lock(handle, path)
         values = {"key": identity.key.fingerprint(), "settings": identity.settings, "records": identity.records}
         header = json.dumps(values, sort_keys=True).encode()
         secret = _secret(identity.key)
         header += b"\n" + _digest(header, secret)
-        os.write(handle, header + b"\n")
+        _write(handle, header + b"\n", path)
         os.fsync(handle)
         return cls(path, handle, header, [], secret=secret)
 
@@ -100,7 +101,7 @@ class ReleasedSteps:
         """The file of a run that goes on after `step` steps; one ValueError line where it may not."""
         path = Path(path)
         try:
-            handle = os.open(path, os.O_RDWR)
+            handle = os.open(path, os.O_RDWR | _BINARY)
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is missing, so nobody knows which steps of the run were released, and over what; put it back, "
@@ -141,8 +142,7 @@ class ReleasedSteps:
         if step > self.count:
             raise ValueError(f"step {step + 1} comes after step {self.count}; steps are released one after the other")
         os.lseek(self._handle, self._start + step * _LINE, os.SEEK_SET)  # over a line that a crash cut off
-        if os.write(self._handle, digest + b"\n") < _LINE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        _write(self._handle, digest + b"\n", self.path)
         getattr(os, "fdatasync", os.fsync)(self._handle)
         self._digests.append(digest)
 
@@ -151,6 +151,11 @@ class ReleasedSteps:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _write(handle: int, line: bytes, path: Path) -> None:
+    if os.write(handle, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def released_count(path: Path) -> int:

@@ -122,7 +122,8 @@ def generator_states() -> dict[str, bytes]:
     of_numpy: Any = np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {
-        "torch": b"".join(state.numpy().tobytes() for state in (torch.get_rng_state(), *gpus)),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        **{f"torch.cuda {number}": state.numpy().tobytes() for number, state in enumerate(gpus)},
         "numpy.random": of_numpy[1].tobytes() + repr(of_numpy[2:]).encode(),
         "random": repr(random.getstate()).encode(),
     }

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpoptim.gradients import check_examples_do_not_mix
-from dpoptim.privacy.own_generators import noted_generators
+from dpoptim.privacy.own_generators import noted_generators, refuse_noted
 from dpoptim.privacy.secret_randomness import generator_states, keep_states, seed_generators
 from dpoptim.training.hugging_face.held_out import at_places
-from dpoptim.training.hugging_face.own_generators import refuse_noted
 from dpoptim.training.models.padding_check import full_precision, same_losses
 from dpoptim.training.support.modes import in_eval_mode
 
@@ -48,22 +47,26 @@ def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], A
 
     Guarantee: nothing is left changed: modes, buffers, gradients, generators and an optimizer's count of batches.
     Edge cases: a loss that draws random numbers in eval mode is held to (a) alone, since it draws others for a row
-    alone; one that counts its calls is refused. With per_device_train_batch_size=1 no two records meet in a batch, and
-    nothing is tried. Padding that is in the examples already, with a collator that adds none, is the same for all and
+    alone; one that keeps a count or a mean from call to call is refused. With per_device_train_batch_size=1 no two
+    records meet in a batch, and
+    that is not tried. Padding that is in the examples already, with a collator that adds none, is the same for all and
     is not looked at. What a collator that draws mixes of the examples (mixup) is not found.
     Cost: a dozen forwards of one to four examples and one backward.
     """
     size = min(_ROWS, trainer.args.per_device_train_batch_size, len(dataset))
-    if size < 2:
-        return
     put_back = keep_states()
     try:
         trial = _Trial(trainer=trainer, collate=collate)
+        if size < 2:
+            with _unchanged(trainer.model):
+                check_repeated(trainer.model, losses, trial.batch([dataset[0]], 0)[0])
+            return
         examples = trial.chosen([dataset[place] for place in range(min(_LOOKED_AT, len(dataset)))], size)
         with _unchanged(trainer.model), full_precision():
             model, precise, dtype = _most_precise(trainer, losses, trial.batch(examples, 0)[0])
             evaluated = functools.partial(_evaluated, model, precise)
             seed = trial.seed_with_targets(examples, evaluated)
+            check_repeated(trainer.model, losses, trial.batch(examples, seed)[0])
             check_gradients(trainer.model, losses, trial.batch(examples, seed)[0], len(examples))
             trial.check_losses(examples, seed, evaluated, dtype)
     finally:
@@ -98,6 +101,21 @@ def check_gradients(model: nn.Module, losses: Losses, batch: Any, examples: int)
     with torch.no_grad():
         other = tried(1, lambda: counted(model, None))
     refuse_noted(_RUNS, [name for name in one if one[name] == other[name]])
+
+
+def check_repeated(model: nn.Module, losses: Losses, batch: Any) -> None:
+    """Refuse a model or loss that remembers: in training mode the same batch has the same losses under one seed."""
+    model.train()
+    found = []
+    for _ in range(2):
+        seed_generators(0)
+        with torch.no_grad():
+            found.append(losses(model, copy.deepcopy(batch)).float())
+    if not same_losses(found[0], found[1], torch.bfloat16 if found[0].is_cuda else torch.float32):
+        raise ValueError(
+            f"{_RUNS} gives other losses each time for the same batch under the same seeds: it keeps a count or a mean "
+            "of its own, so that the records before would change them; make it a function of model and batch"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +170,6 @@ class _Trial:
         def same(row: int, other: Any) -> bool:
             return other is None or same_losses(together[row], evaluated(other)[0], dtype)
 
-        if not same_losses(together, evaluated(batch), dtype):
-            raise ValueError(
-                f"{_RUNS} gives other losses each time for the same batch, and draws nothing: it keeps a count of its "
-                "own, so that how many batches came before would change them; make it a function of model and batch"
-            )
         mask = _mask_of(batch, rows)
         for row, example in enumerate(examples):
             if not same(row, _row(batch, row, rows)):

@@ -22,7 +22,7 @@ from dpoptim.training.hugging_face.checkpoint_files import check_checkpoint, rea
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSecrets:
-    """The key of a run, the file that counts its steps, and the step of the checkpoint that it goes on from."""
+    """The key of a run, the file of its released steps, and the step of the checkpoint that it goes on from."""
 
     name: str
     key: NoiseKey
@@ -77,7 +77,7 @@ def secrets_of(checkpoint: str | Path, privacy: PrivacyArguments, args: Any, *, 
 
 
 def open_steps(secrets: RunSecrets, identity: RunIdentity) -> ReleasedSteps:
-    """The file that counts the steps of a run that begins, or goes on from a checkpoint; refused where it may not."""
+    """The released steps of a run that begins, or goes on from a checkpoint; refused where it may not."""
     if secrets.step is None:
         return ReleasedSteps.begin(secrets.steps_file, identity)
     return ReleasedSteps.resume(secrets.steps_file, identity, step=secrets.step)

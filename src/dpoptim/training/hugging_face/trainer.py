@@ -22,9 +22,9 @@ from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 from dpoptim.training.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.training.hugging_face.batch_check import check_batches
 from dpoptim.training.hugging_face.checkpoint_files import read_loader_state, write_loader_state
+from dpoptim.training.hugging_face.collator_check import check_repeats
 from dpoptim.training.hugging_face.held_out import HeldOutCheck, digests_of, named_held_out
 from dpoptim.training.hugging_face.identity import identity_for
-from dpoptim.training.hugging_face.own_generators import check_repeats
 from dpoptim.training.hugging_face.refusals import (
     check_accelerator,
     check_call,
@@ -333,7 +333,7 @@ class PrivateTrainer(transformers.Trainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
-        """The key of the run and the file that counts its steps: a checkpoint's, or new ones."""
+        """The key of the run and the file of its released steps: a checkpoint's, or new ones."""
         optimizer = self.private_optimizer
         if self.args.push_to_hub:
             check_key_file(self.privacy, self.args)
@@ -348,11 +348,11 @@ class PrivateTrainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is None:
-            self._count_steps()
+            self._open_steps()
         return prepared
 
-    def _count_steps(self) -> None:
-        """From here on the disk counts a step before it is released; a run that may not go on is refused."""
+    def _open_steps(self) -> None:
+        """From here on the disk has a step before it is released; a run that may not go on is refused."""
         assert self.private_optimizer is not None
         secrets = self._run_secrets()
         identity = identity_for(
@@ -385,7 +385,7 @@ class PrivateTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        self._count_steps()
+        self._open_steps()
         super()._load_optimizer_and_scheduler(checkpoint)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
 

@@ -312,7 +312,6 @@ def _course(run: LoggedRun, found: dict[str, Any], *, several: bool) -> str:
         "Trained parameters": _number(found["trained_parameters"]),
         "Examples covered by the guarantee": _number(declared if declared is not None else found["examples"]),
         "Validation examples": _number(found["validation_examples"]),
-        "Of them training examples too": _number(start.get("shared_records") or None),
         "Expected batch size": _number(found["batch_size"]),
         "Noise": found["mechanism"],
         "Noise multiplier": _number(found["noise_multiplier"]),

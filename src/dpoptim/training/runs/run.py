@@ -184,7 +184,6 @@ class _Run:
             "trained_parameters": setup.trained_parameters,
             "examples": plan.num_examples,
             "validation_examples": 0 if setup.validation is None else len(setup.validation.records),
-            "shared_records": setup.shared_records,
             "steps": plan.steps,
             "batch_size": plan.batch_size,
             "epsilon": plan.epsilon(),
@@ -270,7 +269,6 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
         **{name: start[name] for name in kept},
         "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
         "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
-        "shared_records": start.get("shared_records", 0),  # held-out records that are training records too
         "model": str(place.model) if end["reason"] == "finished" else None,
         "guarantee": headline(plan, math.inf if start["epsilon"] is None else start["epsilon"], plan.delta),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy.own_generators import MEND, check_generators, noted_generators
+from dpoptim.privacy.own_generators import MEND, check_generators, noted_generators, refuse_noted
 from dpoptim.privacy.record_digests import digest_values
 from dpoptim.privacy.secret_randomness import generator_states, keep_states, seed_generators
 
@@ -42,15 +42,6 @@ def check_repeats(collate: Callable[[list[Any]], Any], dataset: Any, key: NoiseK
         raise ValueError(
             "data_collator makes another batch of the same examples each time, though torch, numpy and random are "
             f"seeded alike: it has random numbers or a count of its own; {MEND}, from torch, numpy or random"
-        )
-
-
-def refuse_noted(who: str, noted: list[str]) -> None:
-    """ValueError where generators were made or seeded."""
-    if noted:
-        raise ValueError(
-            f"{who} makes or seeds a generator when it is called ({noted[0]}): what is drawn then, dropout included, "
-            f"comes from a public seed; {MEND}, from torch, numpy or random as they stand"
         )
 
 
