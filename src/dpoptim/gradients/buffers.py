@@ -7,18 +7,12 @@ batch, is saved with the model where it is persistent, and is met by later examp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Name = tuple[str, str, str]  # what it is, its module's name in the model, and its own in the module
-
-
-class _Mark(NamedTuple):
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
 
 
 class BufferWatch:
@@ -43,28 +37,52 @@ class BufferWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.named_modules())
-        self._marks: dict[Name, _Mark] | None = None
+        self._held: list[tuple[str, str, dict[str, Tensor | None]]] = []
+        for prefix, module in model.named_modules():
+            parameters: dict[str, Any] = module._parameters
+            self._held += [("buffer", prefix, module._buffers), ("parameter", prefix, parameters)]
+        self._marks: list[Tensor] | None = None
+        self._state: list[int] = []  # what the marks were, and how often each had been written to
+        self._names: list[Name] = []
+        self._copies: dict[Name, Tensor] = {}  # of the first batch's buffers
         self._is_first = True
         self._refused: Name | None = None
 
     def begin(self, *, anew: bool) -> None:
         """Note the tensors as they are, again where that was done before and `anew`."""
-        if anew or self._marks is None:
-            self._marks = {name: self._mark(name, tensor) for name, tensor in self._tensors()}
+        if not anew and self._marks is not None:
+            return
+        self._marks = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
+        self._state = _state(self._marks)
+        if self._is_first or len(self._names) != len(self._marks):
+            self._names = [name for name, _ in self._tensors()]
+        if self._is_first:
+            named = zip(self._names, self._marks, strict=True)
+            self._copies = {n: t.detach().clone() for n, t in named if n[0] == "buffer" and t.layout == torch.strided}
 
     def look(self) -> None:
         """Note whether one has changed since `begin`."""
-        if self._marks is not None and self._refused is None:
-            now = dict(self._tensors())
-            changed = [name for name, tensor in now.items() if _has_changed(tensor, self._marks.get(name))]
-            self._refused = next(iter([*changed, *(self._marks.keys() - now.keys())]), None)
+        if self._marks is None or self._refused is not None:
+            return
+        now = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
+        if self._is_first or _state(now) != self._state:
+            versions = dict(zip(self._names, self._state[1::2], strict=True))
+            before = dict(zip(self._names, self._marks, strict=True))
+            after = dict(self._tensors())
+            changed = [
+                name
+                for name, tensor in after.items()
+                if name not in before
+                or _version(before[name]) != versions[name]
+                or not _same(self._copies.get(name, before[name]), tensor)
+            ]
+            self._refused = next(iter([*changed, *(before.keys() - after.keys())]), None)
 
     def check(self, *, waiting: bool) -> None:
         """Close the batch; one ValueError line where a tensor has changed, in its backward too if one is `waiting`."""
         if waiting:
             self.look()
-            self._is_first = False
+            self._is_first, self._copies = False, {}
         self._marks = None
         if self._refused is not None:
             kind, *place = self._refused
@@ -75,26 +93,26 @@ class BufferWatch:
                 "longest input can be made before, by one run of that length without gradients"
             )
 
-    def _mark(self, name: Name, tensor: Tensor) -> _Mark:
-        is_copied = self._is_first and name[0] == "buffer" and tensor.layout == torch.strided
-        return _Mark(tensor, _version(tensor), tensor.detach().clone() if is_copied else None)
-
     def _tensors(self) -> Iterator[tuple[Name, Tensor]]:
-        for prefix, module in self._modules:
-            for kind, held in (("buffer", module._buffers), ("parameter", module._parameters)):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        yield (kind, prefix, name), tensor
+        for kind, prefix, held in self._held:
+            for name, tensor in held.items():
+                if tensor is not None:
+                    yield (kind, prefix, name), tensor
 
 
-def _has_changed(tensor: Tensor, mark: _Mark | None) -> bool:
-    if mark is None or mark.version != _version(mark.tensor):
+def _state(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [number for tensor in tensors for number in (id(tensor), tensor._version)]
+    except RuntimeError:  # one of them was made in inference mode
+        return [number for tensor in tensors for number in (id(tensor), _version(tensor))]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or hold the same bits."""
+    if one is other:
         return True
-    before = mark.copy if mark.copy is not None else mark.tensor
-    if before is tensor:
-        return False
-    alike = before.device == tensor.device and before.layout == tensor.layout == torch.strided
-    return not alike or not torch.equal(_bits(before), _bits(tensor))
+    alike = one.device == other.device and one.layout == other.layout == torch.strided
+    return alike and torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: Tensor) -> Tensor:
