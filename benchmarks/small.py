@@ -10,16 +10,23 @@ may cost 1.2 times the one without privacy (flat) or 1.35 times (scaled), and Op
 1.3 times as long as ours of the same geometry. Exits with 1 where one is missed. With --apart every way is timed once
 more in a process of its own, where a step meets the memory that it left itself and not that of the other ways; limits
 do not apply to these ratios.
+
+Torch's allocator on ARM gives freed memory back to the system after 10 ms, and the next step pays for new pages; with
+ways in turns that falls on one or the other by chance. So it is asked to keep it, for all ways alike, unless
+MIMALLOC_PURGE_DELAY says otherwise; elsewhere that changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import warnings
 from typing import Any
+
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # before torch is loaded
 
 import torch
 from options import absent, add_files, need_packages, say, told_in_one_line, whole
@@ -81,6 +88,8 @@ def titles_of(record: dict[str, Any]) -> list[str]:
 
 def notes(record: dict[str, Any]) -> list[str]:
     case, lines = record["cases"][0], []
+    if "purge_delay" in record:
+        lines.append(f"MIMALLOC_PURGE_DELAY={record['purge_delay']} for all ways: freed memory stays with the process.")
     if "apart" in case:
         lines.append("The ways took turns in one process; apart: each in a process of its own, where no limit applies.")
     if fastest_peer(case["ways"]):
@@ -99,7 +108,8 @@ def measure(repeats: int, commit: str | None, apart: bool) -> dict[str, Any]:
     done = {**about, "ways": found, "ratios": ratios(found)}
     if apart:
         done["apart"] = {way: in_new_process(way, repeats) for way in ways}
-    return setting("cpu", commit) | {"repeats": repeats, "cases": [done]}
+    kept = {"purge_delay": os.environ["MIMALLOC_PURGE_DELAY"]}
+    return setting("cpu", commit) | {"repeats": repeats, **kept, "cases": [done]}
 
 
 def markdown(record: dict[str, Any]) -> str:
