@@ -235,3 +235,18 @@ class TestKernels:
         close(found[1], expected[1], 1e-5)
         close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
         assert not logits[:, classes:].any()
+
+
+def test_ids_that_all_examples_share():
+    """Positions: they are summed over the examples first. An example of weight 0 adds nothing, whatever it holds."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (1, 12), generator=generator).expand(5, 12)
+    values = torch.randn(5, 12, 3, dtype=torch.float64, generator=generator)
+    weights = torch.rand(5, dtype=torch.float64, generator=generator)
+    close(
+        kernels.row_weighted_sum(ids, values, weights, 9),
+        kernels.row_weighted_sum(ids.clone(), values, weights, 9),
+        1e-12,
+    )
+    values[2], weights[2] = torch.inf, 0
+    assert bool(kernels.row_weighted_sum(ids, values, weights, 9).isfinite().all())

@@ -222,7 +222,10 @@ def row_weighted_sum(
     It is added to `into` where that is given.
     """
     weighted = values * weights[:, None, None]
-    weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype).flatten(0, 1)
+    weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
+    if ids.stride(0) == 0:  # the same for every example, as positions are
+        ids, weighted = ids[:1], weighted.sum(0, keepdim=True)
+    weighted = weighted.flatten(0, 1)
     if values.is_cuda:
         found = _summed_rows(ids.flatten(), weighted, num_rows)
         return found if into is None else into.add_(found)
