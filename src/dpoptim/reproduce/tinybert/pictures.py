@@ -126,7 +126,7 @@ def second_moments(lines: Sequence[Line]) -> Any:
         phi = np.log10((sigma / lines[0]["cell"]["standing_for"]) ** 2)
         panel.axvline(phi, color=style.GREY, linestyle=dashes, label=f"φ at σ = {sigma:g}")
     style.label(panel, "second moments without noise, NOT private", "log10 ν̂", "share of the coordinates")
-    panel.legend(frameon=False)
+    style.legend_below(figure, panel, columns=3)
     return figure
 
 
