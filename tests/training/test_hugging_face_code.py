@@ -240,7 +240,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def made(folder: Path, parts: dict[str, Any]) -> Any:
     model = parts["model"]() if "model" in parts else None
-    return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"))
+    return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"), max_steps=8)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -254,7 +254,7 @@ def test_a_loss_that_counts_its_calls_is_refused(size, tmp_path):
 def test_other_code_does_not_repeat_a_step(what, tmp_path):
     first, second = CHANGES[what]
     made(tmp_path, first).train()
-    with pytest.raises(ValueError, match=r"step [34] was released before, and its gradients come out otherwise") as no:
+    with pytest.raises(ValueError, match=r"step [3-8] was released before, and its gradients come out otherwise") as no:
         made(tmp_path, second).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     assert "\n" not in str(no.value)
     if first != second:
