@@ -209,6 +209,19 @@ def _gpt2() -> Case:
     return _language_model(model)
 
 
+def _gemma() -> Case:
+    """A tied table, whose rows are multiplied by a number where they are looked up."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    model = GemmaForCausalLM(
+        GemmaConfig(
+            vocab_size=61, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=4, max_position_embeddings=16, use_cache=False,
+        )
+    )  # fmt: skip
+    return _language_model(model)
+
+
 def _lora() -> Case:
     from peft import LoraConfig, get_peft_model
 
@@ -300,6 +313,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ViTForImageClassification": _vit,
     "ViT, positions interpolated": lambda: _vit(interpolate_pos_encoding=True),
     "GPT2LMHeadModel": _gpt2,
+    "GemmaForCausalLM": _gemma,
     "LoRA on GPT-2": _lora,
 }
 

@@ -426,3 +426,20 @@ def test_an_old_engine_that_is_detached_leaves_the_new_one():
     assert second.take()[0]["weight"].any()
     second.engine.detach()
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("module", "scale"), [("gemma", 3.0), ("gemma2", 3.0), ("gemma3", 3.0), ("bart", 3.0), ("mbart", 3.0)]
+)
+def test_tables_of_transformers_whose_rows_are_multiplied(module, scale):
+    """Every copy of that class does what our rule does."""
+    transformers = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    (kind,) = {value for name, value in vars(transformers).items() if name.endswith("ScaledWordEmbedding")}
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(7, 4, padding_idx=None, embed_scale=scale), nn.Linear(4, 2))
+    ids = torch.randint(0, 7, (5, 3))
+    losses = model(ids).square().sum((1, 2))
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    sums, _ = clipped_sum(model, lambda model, ids: model(ids).square().sum((1, 2)), ids, clip_norm=1e6)
+    for number, total in enumerate(sums.values()):
+        torch.testing.assert_close(total, torch.stack([each[number] for each in expected]).sum(0))

@@ -18,7 +18,7 @@ from dpoptim.gradients.layers.affine import (
 )
 from dpoptim.gradients.layers.attention import attention
 from dpoptim.gradients.layers.convolution import convolution
-from dpoptim.gradients.layers.embedding import embedding
+from dpoptim.gradients.layers.embedding import embedding, scaled_embedding
 from dpoptim.gradients.layers.generic import generic
 from dpoptim.gradients.layers.linear import conv1d_of_transformers, linear
 from dpoptim.gradients.layers.recurrent import recurrent
@@ -54,7 +54,16 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
         return conv1d_of_transformers
     if vit is not None and forward is vit.ViTEmbeddings.forward:
         return vit_embeddings
+    if isinstance(module, nn.Embedding) and _is_scaled(forward):
+        return scaled_embedding
     return None
+
+
+def _is_scaled(forward: Any) -> bool:
+    """Whether it is one of transformers' embeddings times `embed_scale`, of which many models have a copy."""
+    return forward.__module__.startswith("transformers.") and forward.__qualname__.endswith(
+        "ScaledWordEmbedding.forward"
+    )
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:

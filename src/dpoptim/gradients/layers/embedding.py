@@ -38,3 +38,11 @@ def embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
     """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
     ids = keeper.agree_on_batch(only_input(args, kwargs), name)
     return _Embedding.apply(ids, module.weight, module.padding_idx, keeper, keeper.use())
+
+
+def scaled_embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The rule of transformers' tables whose rows are multiplied by a number, as Gemma's and BART's are."""
+    scale = module.embed_scale
+    if isinstance(scale, Tensor):
+        scale = scale.to(module.weight.dtype)
+    return embedding(keeper, name, module, args, kwargs) * scale
