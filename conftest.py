@@ -12,6 +12,8 @@ import pytest
 # Kernels can be imported only where Triton is.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/dpoptim/**/triton_*.py"]
 
+pytest_plugins = ["tests.chance"]
+
 # Set while this file is imported: test files search strategies while they are collected, before any fixture runs.
 # Workers of pytest-xdist import it too, so each has a directory of its own.
 _CACHE = tempfile.TemporaryDirectory(prefix="dpoptim-tests-")

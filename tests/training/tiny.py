@@ -23,12 +23,14 @@ LABELS = ["animal", "privacy", "animal", "privacy", "privacy", "animal", "animal
 
 
 def wordpiece() -> Any:
-    """A WordPiece tokenizer as BERT has it."""
+    """A WordPiece tokenizer as BERT has it, of all letters and words: a trained one is another in each process."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words = sorted({word for text in TEXTS for word in text.split()})
+    letters = sorted(set("".join(words)))
+    pieces = dict.fromkeys([*special, *letters, *(f"##{letter}" for letter in letters), *words])
+    tokenizer = Tokenizer(models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=90, special_tokens=special))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )

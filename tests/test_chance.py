@@ -1,0 +1,67 @@
+"""What tests draw is the same in every run, whatever ran before; what others and other processes draw is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = """
+import os, random, multiprocessing
+import numpy, pytest, torch
+from hypothesis import given, strategies as st
+from dpoptim import NoiseKey
+
+def say(*what):
+    print("DREW", *what)
+
+def drawn():
+    return NoiseKey.generate().fingerprint(), random.random(), numpy.random.rand(), float(torch.rand(()))
+
+@pytest.fixture(scope="module")
+def shared():
+    return drawn()
+
+def test_first(shared):
+    say("first", *shared, *drawn(), *drawn())
+
+def test_second(shared):
+    say("second", *shared, *drawn())
+
+@given(st.integers())
+def test_given(number):
+    say("given", number)
+
+def test_others():
+    say("others", os.urandom(8).hex())
+
+def test_forks():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        say("others", pool.apply(drawn)[0])
+"""
+
+
+def run(folder: Path, *arguments: str) -> list[str]:
+    (folder / "test_draws.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.chance", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return [line[line.index("DREW") :] for line in found.stdout.splitlines() if "DREW" in line]
+
+
+def of(lines: list[str], *names: str) -> list[str]:
+    return [line for line in lines if line.split()[1] in names]
+
+
+def test_chance_follows_from_the_seed_and_the_name_alone(tmp_path):
+    whole, part, other = run(tmp_path), run(tmp_path, "-k", "not first"), run(tmp_path, "--seed", "1")
+    assert of(whole, "second", "given") == of(part, "second", "given"), "whatever ran before"
+    for name in ("first", "second"):
+        assert of(whole, name) != of(other, name)
+    values = of(whole, "first")[0].split()[2:]
+    assert len(set(values)) == len(values) == 12, "nothing is drawn twice in one test"
+    assert len(of(whole, "others")) == 2
+    assert not set(of(whole, "others")) & set(of(part, "others")), "forks and other callers have the system's chance"
