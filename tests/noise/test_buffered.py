@@ -50,7 +50,6 @@ def test_errors_and_norms_are_those_of_the_matrices(strategy: BufferedToeplitzSt
 )
 @settings(max_examples=80, deadline=None)
 def test_sensitivity_is_exact(strategy: BufferedToeplitzStrategy, max_participations: int, min_separation: int) -> None:
-    max_participations = min(max_participations, (strategy.steps - 1) // min_separation + 1)
     assert strategy.sensitivity_is_exact
     found = strategy.sensitivity(max_participations=max_participations, min_separation=min_separation)
     pattern = (strategy.strategy_matrix(), max_participations, min_separation)
@@ -153,6 +152,18 @@ def test_strategies_are_values() -> None:
 def test_bad_buffers_are_named(decays: tuple[float, ...], weights: tuple[float, ...], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}="):
         BufferedToeplitzStrategy(steps=5, decays=decays, weights=weights)
+
+
+def test_the_default_is_near_what_twice_its_memory_would_give() -> None:
+    assert BufferedToeplitz() == BufferedToeplitz(buffers=3)
+    for steps, pattern, most in ((2000, (1, 1), 1.0015), (2000, (3, 128), 1.0003), (20_000, (1, 1), 1.008)):
+        given = dict(zip(("max_participations", "min_separation"), pattern, strict=True))
+        fewer, default, more = (
+            strategy.mean_error() * strategy.sensitivity(**given)
+            for strategy in (BufferedToeplitz(buffers=b).optimize(steps=steps, **given) for b in (2, 3, 6))
+        )
+        assert more <= default < most * more
+        assert fewer > 1.01 * default
 
 
 def test_bad_arguments_are_named() -> None:

@@ -187,8 +187,9 @@ class TestRefusals:
         for bands in (0, -2):
             with pytest.raises(ValueError, match=f"^bands={bands}"):
                 kind(bands=bands)
-        with pytest.raises(ValueError, match=r"^bands=11 exceeds steps=10; use at most 10"):
-            kind(bands=11).optimize(steps=10)
+        if kind in (BandedToeplitz, Banded):  # their bands are what sampling is matched to
+            with pytest.raises(ValueError, match=r"^bands=11 exceeds steps=10; use at most 10"):
+                kind(bands=11).optimize(steps=10)
 
     @pytest.mark.parametrize("buffers", [0, -1])
     def test_buffers(self, buffers: int) -> None:
@@ -205,13 +206,29 @@ class TestRefusals:
             spec.optimize(steps=10, max_participations=0)
         with pytest.raises(ValueError, match=r"^min_separation=0"):
             spec.optimize(steps=10, min_separation=0)
-        with pytest.raises(ValueError, match=r"^max_participations=3 at min_separation=5 .*use max_participations=2"):
-            spec.optimize(steps=10).sensitivity(max_participations=3, min_separation=5)
+        for pattern, named in (((0, 1), "max_participations=0"), ((1, 0), "min_separation=0"), ((-1, 1), "max_part")):
+            with pytest.raises(ValueError, match=f"^{named}"):
+                spec.optimize(steps=10).sensitivity(max_participations=pattern[0], min_separation=pattern[1])
 
     @pytest.mark.parametrize("spec", PATTERNED, ids=repr)
     def test_the_widest_pattern_that_fits_is_taken(self, spec: StrategySpec) -> None:
         strategy = spec.optimize(steps=11, max_participations=3, min_separation=5)
         assert math.isfinite(strategy.sensitivity(max_participations=3, min_separation=5))
+
+    @pytest.mark.parametrize("spec", ALL, ids=repr)
+    @pytest.mark.parametrize(("separation", "fitting"), [(1, 8), (3, 3), (4, 2), (7, 2), (8, 1), (100, 1)])
+    def test_more_participations_than_fit_are_as_many_as_fit(
+        self, spec: StrategySpec, separation: int, fitting: int
+    ) -> None:
+        """Over all patterns of eight steps, whatever their number of participations."""
+        strategy = spec.optimize(steps=8)
+        most = strategy.sensitivity(max_participations=fitting, min_separation=separation)
+        assert strategy.is_exact_for(max_participations=10**9, min_separation=separation)
+        assert most == pytest.approx(brute_force_sensitivity(strategy.strategy_matrix(), 8, separation), rel=1e-11)
+        for count in (fitting + 1, 8, 100, 10**9):
+            assert strategy.sensitivity(max_participations=count, min_separation=separation) == most
+        if fitting > 1:
+            assert strategy.sensitivity(max_participations=fitting - 1, min_separation=separation) < most
 
     @pytest.mark.parametrize("bits", [8, 0, 64, -16])
     def test_bits(self, bits: int) -> None:

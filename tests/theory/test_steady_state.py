@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+import dpoptim
 from dpoptim.theory import steady_state as theory
 from dpoptim.theory.steady_state import Fate
 
@@ -182,3 +184,15 @@ def test_edge_cases():
 def test_steps_are_whole(steps):
     with pytest.raises(ValueError, match=f"steps={steps} must be"):
         theory.mean_field([1.0], clip_norm=1.0, noise_multiplier=1.0, batch_size=2, steps=steps)
+
+
+def test_the_formulas_have_public_names_and_the_module_keeps_its_own():
+    """`dpoptim.theory.steady_state` is the module, so the function of that name is `steady_second_moment` beside it."""
+    public = dpoptim.theory
+    assert public.steady_second_moment is theory.steady_state
+    assert public.feedback is theory.feedback
+    assert public.collapsed_state is theory.collapsed_state
+    assert public.moment_weights is dpoptim.theory.second_moments.moment_weights
+    assert set(public.__all__) >= {"collapsed_state", "feedback", "moment_weights", "steady_second_moment"}
+    assert public.steady_state is theory
+    assert sys.modules["dpoptim.theory.steady_state"] is theory

@@ -24,7 +24,7 @@ _ROUNDING = 1e-13  # rises of the coefficients of C by less, where c_0 = 1, are 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BandedInverse(ShortRepr):
-    """A Toeplitz C whose inverse has `bands` diagonals: row t of C⁻¹z is made of the last `bands` rows of z.
+    """A Toeplitz C whose inverse has at most `bands` diagonals: row t of C⁻¹z is made of the last `bands` rows of z.
 
         minimise  mean_error·sensitivity  over  noising_coefs = (1, d_1, ..., d_{bands-1}, 0, ...)
 
@@ -36,8 +36,12 @@ class BandedInverse(ShortRepr):
     sums, c·(1-x) = 1/p, and the inverse of a log-convex p has no positive coefficient after the first
     (Kaluza), so c does not increase; and as d has none either, c is not negative.
 
-    Edge cases: bands = 1 is independent noise; bands = steps and optimized=False is the square root. The best
-    may have fewer bands than asked for.
+    A step makes as many rows of normals as there are bands, 32 by default: in 2000 steps 16, 32, 64, 128 and 256 bands
+    have 1.19, 1.11, 1.05, 1.02 and 1.005 times the error of `BufferedToeplitz(buffers=6)`, which keeps six rows
+    instead. Much longer runs gain from more: in 20,000 steps 32 bands have 1.44 times its error, 256 have 1.10.
+
+    Edge cases: bands = 1 is independent noise; bands = steps and optimized=False is the square root. More bands than
+    steps are as many as steps, and the best may have fewer than asked for.
 
     >>> strategy = BandedInverse(bands=3, optimized=False).optimize(steps=5)
     >>> strategy.noising_coefs.tolist()
@@ -47,7 +51,7 @@ class BandedInverse(ShortRepr):
     True
     """
 
-    bands: int
+    bands: int = field(default=32, metadata={"shown": True})
     optimized: bool = True
     workload: Workload = PrefixSums()  # noqa: RUF009
 
@@ -63,8 +67,8 @@ class BandedInverse(ShortRepr):
             min_separation=min_separation,
             workload=self.workload,
         )
-        check_bands(self.bands, steps)
-        found = optimized_banded_inverse(goal, self.bands) if self.optimized else inverse_sqrt_series(self.bands)
+        bands = min(self.bands, steps)
+        found = optimized_banded_inverse(goal, bands) if self.optimized else inverse_sqrt_series(bands)
         return BandedInverseStrategy(steps=steps, inverse_coefs=tuple(found.tolist()))
 
 

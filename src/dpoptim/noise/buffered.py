@@ -31,6 +31,9 @@ class BufferedToeplitz(ShortRepr):
 
     Guarantee: whatever the search finds is non-negative and non-increasing, so that sensitivity is exact.
 
+    Three buffers by default: their error over that of six, which cost twice the memory, is 1.001 in 2000 steps, 1.0002
+    with three participations 128 or 830 steps apart, and 1.008 in 20,000 steps; that of two is 1.015, 1.026 and 1.05.
+
     Edge cases: a buffer that would not lower the error is left out, so the strategy may have fewer; where no
     correlation helps (one step, or an example present in each) it has none and is independent noise.
 
@@ -41,7 +44,7 @@ class BufferedToeplitz(ShortRepr):
     2.321
     """
 
-    buffers: int
+    buffers: int = field(default=3, metadata={"shown": True})
     objective: Objective = "mean"
     workload: Workload = PrefixSums()  # noqa: RUF009
 

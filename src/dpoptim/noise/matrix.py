@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series
 from dpoptim.noise.source import NormalSource
-from dpoptim.noise.strategy import Strategy, check_participation
+from dpoptim.noise.strategy import Strategy, fitting_participations
 from dpoptim.noise.stream import ConvolvedStream, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
@@ -115,7 +115,7 @@ class MatrixStrategy(Strategy):
         >>> strategy.is_exact_for(max_participations=2, min_separation=1), strategy.sensitivity_is_exact
         (True, False)
         """
-        check_participation(self.steps, max_participations, min_separation)
+        max_participations = fitting_participations(self.steps, max_participations, min_separation)
         return max_participations <= 2 or 2 * min_separation >= self.bands or self.sensitivity_is_exact
 
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
@@ -132,9 +132,9 @@ class MatrixStrategy(Strategy):
         Guarantee: never below the exact value, and exact where `is_exact_for` says so; among others for
         min_separation ≥ bands, where it is √max_participations for unit columns.
 
-        Edge cases: a pattern that does not fit into the steps is refused.
+        Edge cases: of more participations than fit into the steps, as many count as fit.
         """
-        check_participation(self.steps, max_participations, min_separation)
+        max_participations = fitting_participations(self.steps, max_participations, min_separation)
         squared = _worst_pattern(np.abs(self._column_products), max_participations, min_separation)
         return float(np.sqrt(squared))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ShortRepr:
-    """For dataclasses with many defaults: shown as one would type it.
+    """For dataclasses with many defaults: shown as one would type it; fields with the metadata "shown" always.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True, repr=False)
@@ -23,6 +23,6 @@ class ShortRepr:
         given = [
             f"{part.name}={getattr(self, part.name)!r}"
             for part in parts
-            if part.default is MISSING or getattr(self, part.name) != part.default
+            if part.default is MISSING or "shown" in part.metadata or getattr(self, part.name) != part.default
         ]
         return f"{type(self).__name__}({', '.join(given)})"

@@ -43,7 +43,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
-        """How far Cx moves when one example, present in that pattern with unit norm, is taken out."""
+        """How far Cx moves when one example, present in that pattern with unit norm, is taken out.
+
+        max_participations is "at most": of more than fit into the steps, as many as fit.
+        """
 
     def is_exact_for(self, *, max_participations: int, min_separation: int) -> bool:
         """Whether `sensitivity` of this pattern is the exact value, and not an upper bound."""
@@ -149,14 +152,26 @@ def check_bands(bands: int, steps: int | None = None) -> None:
         raise ValueError(f"bands={bands} exceeds steps={steps}; use at most {steps} bands")
 
 
-def check_participation(steps: int, max_participations: int, min_separation: int) -> None:
+def fitting_participations(steps: int, max_participations: int, min_separation: int) -> int:
+    """max_participations, or as many as fit into the steps at that separation, if those are fewer.
+
+    An example cannot take part more often than that, so "at most max_participations" means no other patterns.
+
+    >>> [fitting_participations(16, count, 8) for count in (1, 2, 3, 100)]
+    [1, 2, 2, 2]
+    """
     check_steps(steps)
     if max_participations < 1:
         raise ValueError(f"max_participations={max_participations} must be at least 1")
     if min_separation < 1:
         raise ValueError(f"min_separation={min_separation} must be at least 1")
-    if (max_participations - 1) * min_separation >= steps:
-        most = (steps - 1) // min_separation + 1
+    return min(max_participations, (steps - 1) // min_separation + 1)
+
+
+def check_participation(steps: int, max_participations: int, min_separation: int) -> None:
+    """For those who state a pattern to make a strategy for: one that does not fit is a mistake in it."""
+    most = fitting_participations(steps, max_participations, min_separation)
+    if max_participations > most:
         raise ValueError(
             f"max_participations={max_participations} at min_separation={min_separation} do not fit into "
             f"steps={steps}; use max_participations={most} or fewer"

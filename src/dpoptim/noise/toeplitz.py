@@ -11,7 +11,7 @@ from scipy import linalg
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series, inverse_series
 from dpoptim.noise.source import NormalSource
-from dpoptim.noise.strategy import Strategy, check_participation, check_steps
+from dpoptim.noise.strategy import Strategy, check_steps, fitting_participations
 from dpoptim.noise.stream import ConvolvedStream, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 
@@ -81,9 +81,10 @@ class ToeplitzStrategy(Strategy):
         overlap more and are cut off less. With min_separation ≥ bands it is
         √max_participations·column_norm, up to the cut at the end.
 
-        Edge cases: other coefficients are refused; so is a pattern that does not fit into the steps.
+        Edge cases: other coefficients are refused. Of more participations than fit into the steps, as many count
+        as fit.
         """
-        check_participation(self.steps, max_participations, min_separation)
+        max_participations = fitting_participations(self.steps, max_participations, min_separation)
         if not self.sensitivity_is_exact:
             raise ValueError(
                 f"strategy_coefs={self.strategy_coefs[:4]}... are not non-negative and non-increasing, so "

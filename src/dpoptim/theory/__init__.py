@@ -20,11 +20,21 @@ from dpoptim.theory.regimes import (
 )
 from dpoptim.theory.second_moments import (
     ime_negative_probability,
+    moment_weights,
     negative_probability,
     second_moment_mean,
     second_moment_variance,
 )
-from dpoptim.theory.steady_state import Fate, clip_norm_window, contraction_factor, mean_field, predict
+from dpoptim.theory.steady_state import (
+    Fate,
+    clip_norm_window,
+    collapsed_state,
+    contraction_factor,
+    feedback,
+    mean_field,
+    predict,
+)
+from dpoptim.theory.steady_state import steady_state as steady_second_moment  # steady_state is the module
 from dpoptim.theory.update_noise import (
     bias_correction_update_bound,
     first_update_sensitivity,
@@ -51,7 +61,9 @@ __all__ = [
     "bias_correction_update_bound",
     "choose_noise",
     "clip_norm_window",
+    "collapsed_state",
     "contraction_factor",
+    "feedback",
     "first_update_sensitivity",
     "format_bytes",
     "ime_negative_probability",
@@ -61,6 +73,7 @@ __all__ = [
     "least_noise_cost",
     "mean_field",
     "measure_signal",
+    "moment_weights",
     "momentum_noise_variance",
     "negative_probability",
     "noise_cost",
@@ -75,5 +88,6 @@ __all__ = [
     "smallest_batch_bias_correction",
     "smallest_batch_ime",
     "smallest_batch_post_processing",
+    "steady_second_moment",
     "update_sensitivity",
 ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import gamma
+from scipy.special import gammainc
 
 from dpoptim.noise import Strategy, ToeplitzStrategy
 from dpoptim.noise.series import Series
@@ -52,7 +52,7 @@ class MomentLaw:
         x = np.asarray(ratios, dtype=np.float64)
         variance = 2 * self.twice + 4 * x * self.once
         skew = (8 * self.cube + 24 * x * self.shifted_cube) / variance**1.5
-        return np.asarray(gamma.cdf(2 / skew * (2 / skew - x / np.sqrt(variance)), 4 / skew**2))
+        return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
 
 
 def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.999) -> list[MomentLaw]:
