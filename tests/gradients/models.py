@@ -222,13 +222,51 @@ def _gemma() -> Case:
     return _language_model(model)
 
 
-def _lora() -> Case:
+def _opt(kind: str, **options: Any) -> Case:
+    """Its decoder layers fold examples and positions into one axis."""
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, dropout=0.0,
+        max_position_embeddings=20, num_labels=3, **options,
+    )  # fmt: skip
+    return _of_kind(getattr(transformers, kind)(config))
+
+
+def deberta(kind: str, **options: Any) -> Case:
+    """One table of relative positions goes through the projections of every layer as a batch of one."""
+    import transformers
+
+    config = transformers.DebertaV2Config(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=20, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pooler_dropout=0.0, num_labels=3, **options,
+    )  # fmt: skip
+    return _of_kind(getattr(transformers, kind)(config))
+
+
+_V3: dict[str, Any] = {"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False}
+
+
+def _of_kind(model: nn.Module) -> Case:
+    made = _language_model(model)
+    for name, parameter in model.named_parameters():
+        if "bias" in name:  # zero at the start, which would hide what is added twice or not at all
+            nn.init.normal_(parameter, std=0.3)
+    if not type(model).__name__.endswith("SequenceClassification"):
+        return made
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return F.cross_entropy(logits, batch["labels"][:, 0] % 3, reduction="none")
+
+    return Case(model, loss_fn, made.batch)
+
+
+def _lora(case: Case, targets: list[str], **options: Any) -> Case:
     from peft import LoraConfig, get_peft_model
 
-    case = _gpt2()
-    model = get_peft_model(
-        case.model, LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
-    )
+    model = get_peft_model(case.model, LoraConfig(r=3, lora_alpha=6, target_modules=targets, **options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at the start, which would leave lora_A without a gradient
             nn.init.normal_(parameter, std=0.3)
@@ -314,7 +352,20 @@ CASES: dict[str, Callable[[], Case]] = {
     "ViT, positions interpolated": lambda: _vit(interpolate_pos_encoding=True),
     "GPT2LMHeadModel": _gpt2,
     "GemmaForCausalLM": _gemma,
-    "LoRA on GPT-2": _lora,
+    "OPTForCausalLM": lambda: _opt("OPTForCausalLM"),
+    "OPTForSequenceClassification, norms behind": lambda: _opt(
+        "OPTForSequenceClassification", do_layer_norm_before=False, word_embed_proj_dim=12
+    ),
+    "DebertaV2ForMaskedLM": lambda: deberta("DebertaV2ForMaskedLM"),
+    "DebertaV2ForMaskedLM, later head": lambda: deberta("DebertaV2ForMaskedLM", legacy=False, **_V3),
+    "DebertaV2ForSequenceClassification": lambda: deberta(
+        "DebertaV2ForSequenceClassification", conv_kernel_size=3, **_V3
+    ),
+    "LoRA on GPT-2": lambda: _lora(_gpt2(), ["c_attn", "c_proj"], fan_in_fan_out=True),
+    "LoRA on OPT": lambda: _lora(_opt("OPTForCausalLM"), ["q_proj", "v_proj", "fc1", "fc2"]),
+    "LoRA on DeBERTa": lambda: _lora(
+        deberta("DebertaV2ForSequenceClassification", **_V3), ["query_proj", "value_proj"], task_type="SEQ_CLS"
+    ),
 }
 
 

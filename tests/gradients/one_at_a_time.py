@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpoptim.gradients import clipped_sum
+
 
 def gradients_one_at_a_time(
     model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, examples: int
@@ -46,6 +48,26 @@ def clipped_sum_one_at_a_time(
         for name, g in own.items():
             sums[name] += weight * g
     return sums, torch.stack(norms)
+
+
+def assert_exact(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    examples: int,
+    scale: Mapping[str, Tensor] | None = None,
+    *,
+    rtol: float = 1e-10,
+) -> None:
+    """Norms and sums of the engine are those of brute force, with a clip norm that about half of the examples pass."""
+    _, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, 1.0, scale)
+    clip_norm = float(norms.median())
+    expected, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, clip_norm, scale)
+    sums, found = clipped_sum(model, loss_fn, batch, clip_norm=clip_norm, scale=scale)
+    torch.testing.assert_close(found, norms, rtol=rtol, atol=rtol / 100)
+    assert sums.keys() == expected.keys()
+    for name, total in expected.items():
+        torch.testing.assert_close(sums[name], total, rtol=10 * rtol, atol=rtol / 10)
 
 
 def random_scale(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpoptim
+from dpoptim.gradients import PrivateRelease
 from dpoptim.gradients.checksums import checksums
 
 
@@ -51,6 +52,7 @@ def test_the_order_of_summation_is_no_matter():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_they_are_the_same_on_a_gpu():
     vector = random_vector(300_001)
     assert checksums([vector]) == checksums([vector.cuda()])
@@ -85,3 +87,21 @@ def test_a_release_shows_whether_it_is_the_same(make):
     assert other[1] != first[1]
     louder = contents(model, plan.replace(noise_multiplier=2.0), make=make)
     assert louder[0] != first[0], "the same sums with other noise"
+
+
+def test_the_bound_of_the_squares_is_taken_once_a_step(monkeypatch):
+    taken = []
+    bound_of = PrivateRelease._bounding_factor
+
+    def counted(release, sums):
+        taken.append(release)
+        return bound_of(release, sums)
+
+    monkeypatch.setattr(PrivateRelease, "_bounding_factor", counted)
+    plan = dpoptim.PrivacyPlan(
+        steps=2, batch_size=4, num_examples=40, clip_norm=1.0, noise_multiplier=1.0, sampling=dpoptim.Poisson()
+    )
+    for make, times in (("independent_moments", 2), ("joint_moments", 0), ("post_processing", 0)):
+        taken.clear()
+        contents(nn.Linear(3, 2), plan, make=make)
+        assert len(taken) == times, make

@@ -325,7 +325,7 @@ class TestExamplesDoNotMix:
 
     def test_inputs_mixed_before_any_layer(self, mlp, x):
         """No layer lies before the mean, so only the loss of the example alone shows it."""
-        with pytest.raises(ValueError, match="examples mix: example 0 has loss"):
+        with pytest.raises(ValueError, match="examples mix: example 0 has another loss in its batch than alone"):
             check_examples_do_not_mix(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
 
 

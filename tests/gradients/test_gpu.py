@@ -18,6 +18,10 @@ pytestmark = [
 ]
 
 
+_ROUNDED_WITHIN = ("GemmaForCausalLM",)
+"""Models that round to float32 within themselves (its norms do), whatever the type of their parameters."""
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
 @pytest.mark.parametrize("name", [n for n in CASES if "attention" not in n and n != "shared positions"])
 def test_clipped_sums_are_those_of_the_cpu(name, scaled):
@@ -29,9 +33,10 @@ def test_clipped_sums_are_those_of_the_cpu(name, scaled):
     scale = None if scale is None else {n: s.cuda() for n, s in scale.items()}
     with torch.device("cuda"):
         sums, found = clipped_sum(model, made.loss_fn, batch, clip_norm=0.8, scale=scale)
-    torch.testing.assert_close(found.cpu(), norms, rtol=1e-9, atol=1e-11)
+    rounding = 1e-6 if name in _ROUNDED_WITHIN else 1e-9
+    torch.testing.assert_close(found.cpu(), norms, rtol=rounding, atol=rounding / 100)
     for n, total in expected.items():
-        torch.testing.assert_close(sums[n].cpu(), total, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(sums[n].cpu(), total, rtol=10 * rounding, atol=rounding / 10)
 
 
 @pytest.mark.parametrize(

@@ -250,3 +250,13 @@ def test_ids_that_all_examples_share():
     )
     values[2], weights[2] = torch.inf, 0
     assert bool(kernels.row_weighted_sum(ids, values, weights, 9).isfinite().all())
+
+
+@pytest.mark.parametrize("count", [1, 6, 512, 1000])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_sums_over_few_rows_by_products(count, rows):
+    generator = torch.Generator().manual_seed(count + rows)
+    ids = torch.randint(0, rows, (count,), generator=generator)
+    values = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    expected = torch.zeros(rows, 5, dtype=torch.float64).index_add_(0, ids, values)
+    close(kernels._summed_rows(ids, values, rows), expected, 1e-12)

@@ -97,7 +97,7 @@ class ClippedSums:
         """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
         emptied.
         """
-        self.engine.flush()
+        self.engine.end_step()
         taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         self.clear_sums()
         return taken

@@ -7,7 +7,8 @@ next forward or at `flush`) it is handed to `on_batch` and forgotten.
 
 Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one
 batch, and so is everything of one call of the model. Two calls of the model with two separate backwards are two
-micro-batches.
+micro-batches. Where a loop calls parts of the model (`self.bert(...)` in a step of its own), a call of such a part
+is tried and looked at as a call of the model is.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpoptim.gradients.buffers import BufferWatch
+from dpoptim.gradients.calls import RecentCalls, refuse_bare_forward, watch_calls
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.forms import Form, kept_as
 from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
-from dpoptim.gradients.probe import BatchAxisError, BatchAxisProbe
+from dpoptim.gradients.precision import full_precision
+from dpoptim.gradients.probe import UNTRIED, BatchAxisError, BatchAxisProbe, Trial, warn_unless_checked
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
@@ -74,10 +77,15 @@ class Engine:
         self.spare_bytes = spare_bytes
         self.batch = self._new_batch()
         self.examples: int | None = None  # of the running forward
-        self.call: int | None = None  # which call of the model is running; None outside of it
+        self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
+        self._called: nn.Module | None = None  # what is running
         self._calls = 0
+        self._closed_calls = RecentCalls()
+        self._first_calls = RecentCalls()  # whose input hangs on no other call
+        self._told: set[str] = set()
         self.inside_generic = False
-        self.probe = BatchAxisProbe()
+        self.probe = BatchAxisProbe(model)
+        self._trial = UNTRIED  # of what is running
         self.buffers = BufferWatch(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
@@ -111,8 +119,7 @@ class Engine:
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
                 self._handles.append(parameter.register_hook(_Tripwire(self, self.names[id(parameter)])))
-        self._handles.append(self.model.register_forward_pre_hook(_begin_call, with_kwargs=True))
-        self._handles.append(self.model.register_forward_hook(_end_call, always_call=True))
+        self._handles += watch_calls(self.model, self.layers, self)
         return previous
 
     def detach(self) -> None:
@@ -146,8 +153,19 @@ class Engine:
     def capturing(self) -> bool:
         return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
 
-    def begin_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.buffers.begin(anew=not self.batch.gradients)
+    def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_whole = module is self.model
+        nested = self._called not in (None, module) and not is_whole  # one that was interrupted begins anew
+        if nested or not self.capturing:
+            return
+        if not is_whole and torch._C._current_graph_task_id() != -1:
+            return  # an activation checkpoint runs a part again
+        if not is_whole:
+            refuse_bare_forward(self.model)
+            if self.batch.gradients:
+                self.flush()
+        self._called = module
+        self.buffers.begin(anew=is_whole and not self.batch.gradients)
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
@@ -157,36 +175,87 @@ class Engine:
         self._calls += 1
         self.call = self._calls
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
-        self.examples = tensors[0].shape[0] if tensors else None
-        if self.examples is not None and not self.probe.done:
-            self.probe.run(self.model, self.examples, args, kwargs)
+        examples = tensors[0].shape[0] if tensors else None
+        if is_first := not any(tensor.requires_grad for tensor in tensors):
+            self._first_calls.add(self.call)
+        if examples is None:
+            self._tell(
+                f"{type(module).__name__} was called with arguments that show no tensor (an object, a UserDict), so "
+                "nothing shows that the first axis of every layer's input is the batch; pass tensors, lists or dicts",
+            )
+        self.examples = examples if is_whole or is_first or self.examples is None else self.examples
+        self._trial = UNTRIED
+        if examples is not None:
+            known = self.probe.known(module, examples, args, kwargs)
+            self._trial = self.probe.run(module, examples, args, kwargs) if known is None else known
 
-    def end_call(self, output: Any) -> None:
+    def end_call(self, module: nn.Module, output: Any) -> None:
+        if module is not self._called or not self.capturing:
+            return
+        self._called = self.call = None
         self.buffers.look()
-        self.call = None
         for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
             if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
                 raise ValueError(
-                    f"{type(self.model).__name__} returned a scalar that needs a gradient, as a Hugging Face model "
+                    f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model "
                     "does when it is given `labels`: that loss is an average over the batch and mixes examples. Call "
                     "the model without labels and compute one loss an example (shape [examples]) from its logits."
                 )
 
-    def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor:
-        """The tensor with the batch as its first axis: an axis of 1 is expanded, any other disagreement is refused."""
+    def agree_on_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
+        """The tensor with the batch as its first axis: an axis of 1 is expanded, any other disagreement is refused.
+        `is_tied`: labels have the same first two axes."""
         if self.batch.gradients and torch._C._current_graph_task_id() == -1:
             self.flush()
         self.buffers.begin(anew=False)  # where layers are called by themselves
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
+        if len(tensor) > 1 and torch._C._current_graph_task_id() == -1:
+            self._look_at(tensor, layer, is_tied)
         if self.examples is None:
             self.examples = tensor.shape[0]
         if tensor.shape[0] == self.examples:
             return tensor
-        shared = self.probe.passed or (self.call is None and not tensor.is_floating_point())
+        shared = self._shown().passed or (self.call is None and not tensor.is_floating_point())
         if tensor.shape[0] == 1 and shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
+
+    def _look_at(self, tensor: Tensor, layer: str, is_tied: bool) -> None:
+        """Warn of a layer that no trial has met as it comes now."""
+        if self.call is None:
+            others = () if is_tied else tensor.shape[1:-1]  # that might be the batch instead
+            follows = self._trial.passed and tensor.requires_grad and self.examples not in (None, *others)
+            if not follows:  # on a part that was tried
+                refuse_bare_forward(self.model)
+                self._tell(
+                    f"layer '{layer}' runs outside a call of {type(self.model).__name__} or of a larger part of it, so "
+                    "nothing shows that the first axis of its input is the batch; call the model itself",
+                )
+            return
+        trial, found = self._trial, (layer, tensor.ndim)
+        follows = tensor.requires_grad and found in trial.shared  # on shared rows, which a layer before has expanded
+        if trial.passed and len(tensor) == self.examples and found not in trial.met and not follows:
+            self._tell(
+                f"layer '{layer}' was not met, or with other axes, when {type(self.model).__name__} was tried on one "
+                "example less, so nothing shows that the first axis of its input is the batch",
+            )
+
+    def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]:
+        """Whether the model was tried on one example less, and where the layer's arguments had the examples then."""
+        shown = self._shown()
+        return shown.passed, shown.axes.get(layer)
+
+    def _shown(self) -> Trial:
+        """What trials have shown of the layer that is running."""
+        if self.call is not None:
+            return self._trial
+        return UNTRIED if torch._C._current_graph_task_id() == -1 else self.probe.of_all()
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            warn_unless_checked(self.model, line, line)
 
     def use(self) -> Use:
         """Where a layer call stands, to be handed to `keep` when its gradient arrives."""
@@ -205,21 +274,27 @@ class Engine:
         gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape, wide_dtype(parameter.dtype)))
         form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
         batch.spare_bytes -= spent
-        gradients.add(form)
-        if batch.examples and gradients.examples != batch.examples:
+        if batch.examples and form.examples != batch.examples:
             examples = batch.examples
             self.discard()
             raise ValueError(
-                f"the gradient of '{name}' has {gradients.examples} examples where other layers have {examples} in the "
+                f"the gradient of '{name}' has {form.examples} examples where other uses have {examples} in the "
                 "same backward; run one backward for each call of the model"
             )
-        batch.examples = gradients.examples
+        batch.examples = form.examples
+        gradients.add(form)
 
     def _batch_of(self, use: Use, backward: int) -> PhysicalBatch:
         """The physical batch that a use belongs to: the open one, or a new one after that is closed."""
         batch = self.batch
         if batch.last == (use, backward):
             return batch
+        if use.call in self._closed_calls:
+            self.discard()
+            raise ValueError(
+                "a backward came through a call of the model whose batch was closed by a later forward or step: its "
+                "examples would count twice; add up the losses of one call and run one backward"
+            )
         if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
             if use.recomputed_in is not None:
                 self.discard()
@@ -233,6 +308,12 @@ class Engine:
         batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
         if use.call is not None:
             batch.calls.add(use.call)
+            if len(self._first_calls.keys() & batch.calls) > 1:
+                self._tell(
+                    f"two calls of {type(self.model).__name__} meet in one backward: row j of each is taken for "
+                    "example j, and where all examples share the rows of one of them (prototypes, prompts) clipping "
+                    "bounds nothing",
+                )
         batch.last = (use, backward)
         return batch
 
@@ -242,6 +323,7 @@ class Engine:
     def flush(self) -> None:
         """Close the physical batch: what was kept goes to `on_batch`."""
         batch, self.batch = self.batch, self._new_batch()
+        self._closed_calls.add(*batch.calls)
         self.buffers.check(waiting=bool(batch.gradients))
         if batch.gradients:
             for name, gradients in batch.gradients.items():
@@ -250,31 +332,20 @@ class Engine:
                         f"an input that the gradient of '{name}' is made of was changed in place after backward (a "
                         "reused buffer?); call optimizer.step() before the next batch is written, or copy the batch"
                     )
-            with torch.no_grad(), _full_precision(next(self.model.parameters()).device.type):
+            with torch.no_grad(), full_precision(next(self.model.parameters()).device.type):
                 self.on_batch(batch)
         if self.call is None:
             self.examples = None
+
+    def end_step(self) -> None:
+        """Between steps nothing runs: a forward that was interrupted is over."""
+        self._called = self.call = None
+        self.flush()
 
     def discard(self) -> None:
         """Forget what was kept of the open physical batch."""
         self.batch = self._new_batch()
         self.examples = None
-
-
-@contextlib.contextmanager
-def _full_precision(device: str) -> Iterator[None]:
-    """Norms and sums are not taken in a reduced precision that the loop has set for its forward.
-
-    A gradient that is formed in the backward has the precision of the loop, as a weight gradient would; its norm and
-    its sum are both of what was formed.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class _Tripwire:
@@ -305,6 +376,9 @@ class _PrivateForward:
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         if self.engine.probe.running:
             self.engine.probe.see(self.layer.name, self.module, args, kwargs)
+        # In the probe, or first in a reentrant checkpoint:
+        if self.layer.rewrites and self.engine.call is not None and not torch.is_grad_enabled():
+            return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     # A compiled backward would not call `keep`: under torch.compile the layers stay eager. This is what
@@ -315,21 +389,11 @@ class _PrivateForward:
         return getattr, (self.module, "forward")
 
 
-def keeper_of(module: nn.Module) -> tuple[Engine | None, str]:
+def keeper_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
     """The engine that a module's gradients go to now, and the module's name there; None where they are ordinary."""
     forward = module.__dict__.get("forward")
+    if isinstance(forward, _PrivateForward) and forward.engine.probe.running:
+        forward.engine.probe.see(forward.layer.name, module, (inputs,), {})
     if not isinstance(forward, _PrivateForward) or not forward.engine.capturing:
         return None, ""
     return forward.engine, forward.layer.name
-
-
-def _begin_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    engine = model.__dict__.get(_ENGINE)
-    if engine is not None and engine.capturing:
-        engine.begin_call(args, kwargs)
-
-
-def _end_call(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    engine = model.__dict__.get(_ENGINE)
-    if engine is not None and engine.capturing:
-        engine.end_call(output)

@@ -28,6 +28,10 @@ class Outer:
     right: Tensor  # [examples, positions, cols]
     left_lengths: Tensor | None = None  # ‖left[j, t]‖, where they are known
 
+    @property
+    def examples(self) -> int:
+        return self.left.shape[0]
+
     def select(self, keep: Tensor) -> Outer:
         lengths = None if self.left_lengths is None else self.left_lengths[keep]
         return Outer(self.left[keep], self.right[keep], lengths)
@@ -59,6 +63,10 @@ class Rows:
     ids: Tensor  # [examples, positions], integers
     values: Tensor  # [examples, positions, cols]
 
+    @property
+    def examples(self) -> int:
+        return self.ids.shape[0]
+
     def select(self, keep: Tensor) -> Rows:
         return Rows(self.ids[keep], self.values[keep])
 
@@ -84,6 +92,10 @@ class Dense:
     """g_j = grads[j]."""
 
     grads: Tensor  # [examples, *parameter shape]
+
+    @property
+    def examples(self) -> int:
+        return self.grads.shape[0]
 
     def select(self, keep: Tensor) -> Dense:
         return Dense(self.grads[keep])

@@ -8,6 +8,7 @@ weight 0 adds nothing, whatever it holds. No kernel uses atomics, so results do 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -240,7 +241,9 @@ def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
     torch's own sum over a table's rows adds by atomics, unless it is asked not to.
     """
     if num_rows <= _FEW_ROWS:
-        return torch.nn.functional.one_hot(ids, num_rows).to(values.dtype).T @ values
+        parts = math.gcd(len(ids), 256)  # one product over all of them would keep few of the processors busy
+        chosen = torch.nn.functional.one_hot(ids, num_rows).to(values.dtype).view(parts, -1, num_rows)
+        return (chosen.mT @ values.view(parts, -1, values.shape[-1])).sum(0)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
     try:

@@ -259,9 +259,11 @@ class PrivateRelease:
         self._at_last_release = self._sums.examples
         self._report_nonfinite()
         sums, square_sums = self._sums.take()
+        squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
+        bound = self._bounding_factor(sums) if squares_sums else None
         if self.before_release is not None:
-            self.before_release(self.step, self._content(sums, square_sums))
-        square = self._second_release(sums, square_sums)  # before noise is added to the sums, in place
+            self.before_release(self.step, self._content(sums, square_sums, bound))
+        square = self._second_release(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
         for vector in sums.vectors:
             vector /= self.plan.batch_size
@@ -269,7 +271,7 @@ class PrivateRelease:
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
-    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None) -> bytes:
+    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """What is the same where the release is, and another where it is not: checksums of sums and scale, the run, the
         noise's levels, and by what the squares of an average are bounded.
 
@@ -279,8 +281,6 @@ class PrivateRelease:
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
                 vectors.append(end_to_end([scale[name] for name in names], vector.dtype))
-        squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
-        bound = self._bounding_factor(sums) if squares_sums else None
         return f"{self.run_id} {sorted(self._stddevs.items())} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
@@ -360,13 +360,16 @@ class PrivateRelease:
         self._batch_is_open = False
         raise ValueError(why)
 
-    def _second_release(self, sums: FlatTensors, square_sums: FlatTensors | None) -> FlatTensors | None:
+    def _second_release(
+        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None
+    ) -> FlatTensors | None:
         batch_size = self.plan.batch_size
         match self.plan.release:
             case IndependentMoments() | JointMoments() if square_sums is not None:
                 squares = square_sums.mapped(lambda total: total / batch_size)
             case IndependentMoments():
-                averaged = self._bounding_factor(sums) / batch_size
+                assert bound is not None  # the sums are squared, so it was taken of them
+                averaged = bound / batch_size
                 squares = sums.mapped(lambda total: (total * averaged).square())
             case NoiselessSquare():
                 return sums.mapped(lambda total: (total / batch_size).square())

@@ -18,11 +18,14 @@ from dpoptim.gradients.layers.affine import (
 )
 from dpoptim.gradients.layers.attention import attention
 from dpoptim.gradients.layers.convolution import convolution
+from dpoptim.gradients.layers.deberta import deberta_attention, deberta_encoder, deberta_prediction_head
 from dpoptim.gradients.layers.embedding import embedding, scaled_embedding
 from dpoptim.gradients.layers.generic import generic
 from dpoptim.gradients.layers.linear import conv1d_of_transformers, linear
+from dpoptim.gradients.layers.opt import opt_decoder_layer, opt_positions
 from dpoptim.gradients.layers.recurrent import recurrent
-from dpoptim.gradients.layers.rule import Layer, RuleFunction
+from dpoptim.gradients.layers.relative_bias import mpnet_encoder, t5_attention
+from dpoptim.gradients.layers.rule import Layer, RuleFunction, any_trainable
 from dpoptim.gradients.layers.vision import vit_embeddings
 
 _RULES: dict[Any, RuleFunction] = {
@@ -43,17 +46,39 @@ _RULES: dict[Any, RuleFunction] = {
 }
 """A rule stands for a forward function, so a subclass with a forward of its own never takes its parent's rule."""
 
+_OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
+    ("pytorch_utils", "Conv1D"): conv1d_of_transformers,
+    ("models.vit.modeling_vit", "ViTEmbeddings"): vit_embeddings,
+    ("models.opt.modeling_opt", "OPTLearnedPositionalEmbedding"): opt_positions,
+    ("models.opt.modeling_opt", "OPTDecoderLayer"): opt_decoder_layer,
+    ("models.t5.modeling_t5", "T5Attention"): t5_attention,
+    ("models.mt5.modeling_mt5", "MT5Attention"): t5_attention,
+    ("models.umt5.modeling_umt5", "UMT5Attention"): t5_attention,
+    ("models.mpnet.modeling_mpnet", "MPNetEncoder"): mpnet_encoder,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2Encoder"): deberta_encoder,
+    ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_prediction_head,
+}
+"""Looked up where transformers has been imported, by whoever made the model."""
+
+_REWRITE = {
+    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_prediction_head,
+}  # fmt: skip
+"""They change what the layers inside get, and run where anything inside is trained."""
+
+_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_prediction_head}
+"""They meet parameters of other modules, the table of positions or of words, and run always."""
+
 
 def own_rule(module: nn.Module) -> RuleFunction | None:
     """The module's rule, or None where only the generic way is left."""
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
-    utils, vit = (sys.modules.get(f"transformers.{name}") for name in ("pytorch_utils", "models.vit.modeling_vit"))
-    if utils is not None and forward is utils.Conv1D.forward:
-        return conv1d_of_transformers
-    if vit is not None and forward is vit.ViTEmbeddings.forward:
-        return vit_embeddings
+    for (home, kind), rule in _OF_TRANSFORMERS.items():
+        found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
+        if found is not None and forward is found.forward:
+            return rule
     if isinstance(module, nn.Embedding) and _is_scaled(forward):
         return scaled_embedding
     return None
@@ -83,9 +108,10 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     inside_generic: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if not own or module in inside_generic:
-            continue
         rule = own_rule(module)
+        rewrites = rule in _REWRITE and (rule in _OF_DEBERTA or any_trainable(module))
+        if module in inside_generic or not (own or rewrites):
+            continue
         if rule is None:
             if all(id(parameter) in ruled for parameter in own):
                 continue
@@ -96,7 +122,7 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
                 f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "
                 "whatever replaces it"
             )
-        layers[module] = Layer(name or type(module).__name__, rule)
+        layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
     return layers
 
 

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from dpoptim.gradients.forms import Dense
 from dpoptim.gradients.layers.rule import Keeper, Use, batch_axis
 
-_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[int | None, ...]]] = weakref.WeakKeyDictionary()
-"""Which modules have been compared with their own forward, for which axes of their arguments."""
+_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""Which modules have been compared with their own forward, for which axes of which arguments."""
 
 
 class OneCopyAnExample(torch.autograd.Function):
@@ -47,7 +47,8 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
     if first is None:
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
     examples = keeper.agree_on_batch(first.movedim(examples_axis, 0), name).shape[0]
-    axes = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
+    guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
+    axes = _seen_to_be(keeper, name, guessed, leaves, first) if examples > 1 else guessed
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
@@ -83,9 +84,10 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
 
     with _plain(keeper), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
-        if tuple(axes) not in checked:
+        kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
+        if kind not in checked or axes != guessed:  # what was shared may have become the examples' own
             _check(run, module, name, examples, args, kwargs)
-            checked.add(tuple(axes))
+            checked.add(kind)
         return run(copies)
 
 
@@ -99,6 +101,28 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
         if axis < leaf.ndim and leaf.shape[axis] == examples:
             return axis
     return None
+
+
+def _seen_to_be(
+    keeper: Keeper, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
+) -> list[int | None]:
+    """The axes that the model's trial on one example less has shown; a length alone can agree by chance."""
+    was_tried, shown = keeper.axes_of(name)
+    if not was_tried:
+        return guessed
+    known = shown if shown is not None and len(shown) == len(leaves) else None
+    found = list(guessed)
+    for i, leaf in enumerate(leaves):
+        if leaf is first or not isinstance(leaf, Tensor) or (known is None and guessed[i] is None):
+            continue
+        if known is None or known[i] not in (None, guessed[i]):
+            raise ValueError(
+                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and whether that has the examples was "
+                "not seen when the model was tried on one example less; give it the same kinds of arguments in every "
+                "call, or freeze it"
+            )
+        found[i] = known[i]
+    return found
 
 
 @contextlib.contextmanager

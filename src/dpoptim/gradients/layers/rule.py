@@ -27,7 +27,10 @@ class Keeper(Protocol):
 
     inside_generic: bool
 
+    @property
+    def capturing(self) -> bool: ...
     def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
+    def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]: ...
     def use(self) -> Use: ...
     def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None: ...
 
@@ -41,6 +44,7 @@ class Layer:
 
     name: str
     rule: RuleFunction
+    rewrites: bool = False  # what layers inside the module get: in a call of the model, where no gradient is taken too
 
 
 def batch_axis(module: nn.Module) -> int:
@@ -56,3 +60,7 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def trainable(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.requires_grad
+
+
+def any_trainable(*modules: nn.Module) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
