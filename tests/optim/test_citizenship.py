@@ -387,3 +387,50 @@ def test_accelerate():
         advance(reference, other, range(t, t + 1))
         other_scheduler.step()
     assert torch.equal(made.theta(), reference.theta())
+
+
+PUBLIC_VARIANTS = {
+    "side_information": lambda model, gradients: dpoptim.side_information(
+        model, plan(), LR, public_gradients=gradients, **RUN
+    ),
+    "adadps": lambda model, gradients: dpoptim.adadps(
+        model, plan(), LR, public_gradients=gradients, renew_every=2, **RUN
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", PUBLIC_VARIANTS)
+@pytest.mark.parametrize("graph", [False, True], ids=["", "with a graph"])
+def test_public_gradients_may_be_any_function(variant, graph):
+    """One that differentiates as it would outside of `step`, as often as it is asked, also one that keeps the graph."""
+    ends = []
+    for by_function in (True, False):
+        made = task(plan(), torch.float64)
+
+        def gradients(made=made):
+            named = dict(made.model.named_parameters())
+            with dpoptim.public_data():
+                loss = made.losses(made.model, made.public).mean()
+                return dict(
+                    zip(named, torch.autograd.grad(loss, list(named.values()), create_graph=graph), strict=True)
+                )
+
+        public = gradients if by_function else dpoptim.PublicGradients(made.model, made.losses, [made.public])
+        optimizer = PUBLIC_VARIANTS[variant](made.model, public)
+        advance(made, optimizer, range(5))
+        assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
+        ends.append(made.theta())
+    assert torch.equal(*ends)
+
+
+def test_public_gradients_that_the_engine_took_are_named():
+    """Outside of `public_data()` the model's gradients go to the engine, and the function gets none."""
+    made = task(plan(), torch.float64)
+
+    def gradients():
+        named = dict(made.model.named_parameters())
+        loss = made.losses(made.model, made.public).mean()
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True))
+
+    with pytest.raises(ValueError, match=r"^public_gradients gave None for '.*public_data\(\)"):
+        PUBLIC_VARIANTS["adadps"](made.model, gradients)

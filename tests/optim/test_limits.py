@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dpoptim
-from dpoptim.optim import NoiseCorrected, OfNoisyGradient, PrivateOptimizer, rules
+from dpoptim.optim import InverseRoot, NoiseCorrected, OfNoisyGradient, PrivateOptimizer, rules
+from dpoptim.optim.variants import noise_level
 from tests.optim.table import EPS_SCALE, LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
@@ -100,6 +102,16 @@ def test_exponent_zero_is_post_processing(rule):
     )
     theirs = train(lambda t: dpoptim.post_processing(t.model, flat, LR, rule=RULES[rule][0], **RUN), flat)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("options", [{"exponent": 0.0}, {"eps_scale": math.inf}], ids=["exponent 0", "eps_scale inf"])
+def test_the_default_of_exponent_zero_is_post_processing_itself(rule, options):
+    """Bit for bit, at the same clip norm: the scale is 1."""
+    same = plan()
+    ours = train(lambda t: dpoptim.scale_then_privatize(t.model, same, LR, rule=RULES[rule][0], **options, **RUN), same)
+    theirs = train(lambda t: dpoptim.post_processing(t.model, same, LR, rule=RULES[rule][0], **RUN), same)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -227,6 +239,60 @@ def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(ru
     variance = (0.9 * 0.7 / 4) ** 2 * total
     assert largest[None] < 5 * variance
     assert largest[0.5] > 20 * variance
+
+
+AMPLIFICATION = {0.0: 1.0, 0.25: 2.0, 1 / 3: 2.0, 0.5: 2.0, 0.6: 1.3698, 0.75: 1.1728, 1.0: 1.0718}
+"""By what scale-then-privatize multiplies noise that nothing else goes with, at the default constant: roots y below."""
+
+
+@pytest.mark.parametrize("exponent", AMPLIFICATION)
+@pytest.mark.parametrize("batch_size", [64, 2048])
+def test_the_default_constant_bounds_what_noise_alone_becomes(exponent, batch_size):
+    """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, whatever the noise's unit."""
+    noisy = plan(num_examples=10 * batch_size, batch_size=batch_size, steps=150)
+    level = 0.9 * 0.7 / batch_size
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = dpoptim.scale_then_privatize(
+            OneNumber(4000), noisy, 0.0, rule=dpoptim.Adam(betas=(0.9, 0.98)), exponent=exponent, **RUN
+        )
+    seen: list[float] = []
+    optimizer.observers.append(lambda r: seen.append(float(r.gradient["weight"].square().mean())))
+    for _ in range(150):
+        optimizer.step()
+    assert math.sqrt(seen[0]) / level == pytest.approx(1.0, rel=0.05)
+    assert math.sqrt(sum(seen[100:]) / 50) / level == pytest.approx(AMPLIFICATION[exponent], rel=0.1)
+
+
+@pytest.mark.parametrize(("exponent", "factor"), [(0.5, 1.0), (0.75, 2.598076), (1.0, 4.0)])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_warning_begins_where_noise_alone_has_no_rest(exponent, factor, normalise):
+    """y = 1 + y^(2p)·φᵖ/ε has a root from ε = factor·φᵖ on; not normalised, φ is ε² times as large."""
+    level, eps_scale = 0.9 * 0.7 / 4, 0.02
+    root = factor * level ** (2 * exponent)
+    clip_norm = 0.9 / level * (eps_scale ** (1 - 2 * exponent) / factor) ** (0.5 / exponent)
+
+    def make(above: float):
+        given = (plan(), root * above) if normalise else (plan(clip_norm=clip_norm / above), eps_scale)
+        return dpoptim.scale_then_privatize(
+            OneNumber(3), given[0], LR, eps_scale=given[1], exponent=exponent, normalise=normalise, **RUN
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(1.01)
+    with pytest.warns(UserWarning, match="outside the stable window"):
+        make(0.99)
+
+
+def test_the_default_constant_at_one_half_is_twice_the_noise():
+    for changes in ({}, {"clip_norm": 3.7, "noise_multiplier": 1.3}, {"noise_multiplier": 1e-12}):
+        noisy = plan(**changes)
+        geometry = dpoptim.scale_then_privatize(OneNumber(3), noisy, LR, **RUN).geometry
+        assert isinstance(geometry, InverseRoot)
+        assert geometry.eps_scale == max(2 * noise_level(noisy, dpoptim.Gradient()), 1e-8)
+    with pytest.raises(ValueError, match="eps_scale=inf with normalise=False"):
+        dpoptim.scale_then_privatize(OneNumber(3), plan(), LR, eps_scale=math.inf, normalise=False, **RUN)
 
 
 def test_adagrad_where_nothing_has_come_yet_steps_by_zero():

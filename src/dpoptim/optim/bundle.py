@@ -49,7 +49,40 @@ class Bundle:
         """Tensors of the parameters' shapes as one vector, to be read."""
         return end_to_end([by_name[name] for name in self.names], self.dtype)
 
-    def flat_parameters(self) -> Tensor:
+    @property
+    def rounds(self) -> bool:
+        """Whether a parameter is stored in fewer bits than the state."""
+        return any(parameter.dtype != self.dtype for parameter in self.parameters)
+
+    def values(self) -> Tensor:
+        """The parameters as one vector, to be read: with what rounding took from them, where it took something.
+
+        An update is often smaller than half of the last bit of a 16-bit parameter, and would be lost in every step.
+        So `state["rounding"]` keeps what the stored value lacks, and both together are a value in the state's
+        precision. A parameter that is set from outside is taken as it is: a remainder counts where value and remainder
+        round to what is stored, as they do where nobody else wrote.
+        """
+        stored = self._stored()
+        if not self.rounds:
+            return stored
+        whole = stored + self.get("rounding")
+        for parameter, own, instead in zip(self.parameters, self.split(whole), self.split(stored), strict=True):
+            own.copy_(torch.where(own.to(parameter.dtype) == parameter, own, instead))
+        return whole
+
+    def move_(self, direction: Tensor, *, kept: float, lr: float) -> None:
+        """parameters ← kept·parameters − lr·direction."""
+        if not self.rounds:
+            if kept != 1:
+                torch._foreach_mul_(self.parameters, kept)
+            torch._foreach_add_(self.parameters, self.split(direction), alpha=-lr)
+            return
+        values = self.values().mul_(kept).add_(direction, alpha=-lr)
+        for parameter, value in zip(self.parameters, self.split(values), strict=True):
+            parameter.copy_(value)
+        torch.sub(values, self._stored(), out=self.get("rounding"))
+
+    def _stored(self) -> Tensor:
         return self.flat(dict(zip(self.names, self.parameters, strict=True)))
 
     def split(self, vector: Tensor) -> list[Tensor]:

@@ -48,6 +48,7 @@ def adam_step_(bundle: Bundle, rule: UpdateRule, second_moment: SecondMoment, no
         noisy,
         bundle.get("first_moment"),
         bundle.get("second_moment"),
+        bundle.get("rounding") if bundle.rounds else None,
         betas=bundle.group["betas"],
         step=bundle.step,
         eps=bundle.group["eps"],

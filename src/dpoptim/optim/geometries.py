@@ -7,6 +7,7 @@ after a restart; `begin` prepares the state before the first step, `observe` tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,8 +47,9 @@ class Flat:
 class InverseRoot:
     """s = ε/(ν̂ᵖ + ε), in (0, 1]: scale-then-privatize at p = ½.
 
-    exponent: p. 0 is post-processing, ¼ the noise optimum of AdaClip, ⅓ PAGAN, ½ the paper.
-    eps_scale: ε_s1. Where ν̂ᵖ is far below it the scale is 1.
+    exponent: p. 0 is post-processing (at clip norm ζ/s for the constant s = ε/(1 + ε), which is ζ at ε = ∞), ¼ the
+        noise optimum of AdaClip, ⅓ PAGAN, ½ the paper.
+    eps_scale: ε_s1, in the unit of ν̂ᵖ. Where ν̂ᵖ is far below it the scale is 1, at math.inf everywhere.
     normalise: False is the paper's s = 1/(ν̂ᵖ + ε), with clip norm ζ; True the same algorithm with clip norm ζ·ε,
     which keeps
         `clip_norm` in the units of a raw gradient norm and never overflows.
@@ -68,6 +70,8 @@ class InverseRoot:
             raise ValueError(
                 f"eps_scale={self.eps_scale} must be positive: it bounds the scale where the second moment is 0"
             )
+        if math.isinf(self.eps_scale) and not self.normalise:
+            raise ValueError("eps_scale=inf with normalise=False makes the scale 0; use normalise=True, where it is 1")
         if not self.start >= 0:
             raise ValueError(f"start={self.start} must be 0 or more")
 
@@ -77,7 +81,9 @@ class InverseRoot:
     def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor:
+    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None:
+        if math.isinf(self.eps_scale):
+            return None
         total = bundle.get("second_moment")
         share, start = 1.0, self.start if bundle.step == 0 else 0.0
         if self.debias and bundle.step > 0:

@@ -129,12 +129,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             lr, decay = bundle.group["lr"], bundle.group["weight_decay"]
             gradient = noisy
             if decay and not self.rule.decoupled:
-                gradient = noisy.add(bundle.flat_parameters(), alpha=decay)
+                gradient = noisy.add(bundle.values(), alpha=decay)
             denominator = self.second_moment.denominator(bundle, self.rule, gradient, released)
             direction = self.rule.direction(gradient, denominator, bundle)
-            if decay and self.rule.decoupled:
-                torch._foreach_mul_(bundle.parameters, 1 - lr * decay)
-            torch._foreach_add_(bundle.parameters, bundle.split(direction), alpha=-lr)
+            bundle.move_(direction, kept=1 - lr * decay if self.rule.decoupled else 1.0, lr=lr)
         for bundle, noisy in zip(self._bundles(), noisy_vectors, strict=True):
             self.geometry.observe(bundle, noisy)
         self._set_scale()
@@ -233,6 +231,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             bundle.state.clear()
             bundle.passing.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
+                if key == "rounding" and not (bundle.rounds and all(key in state for state in loaded)):
+                    continue  # of a run in another precision
                 if key in SCALARS:
                     bundle.state[key] = loaded[0][key]
                 else:

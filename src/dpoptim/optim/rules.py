@@ -1,6 +1,8 @@
 """Update rules: how moments are accumulated and what direction the parameter moves in.
 
-Each is the rule of the `torch.optim` class of its name; with no noise and no clipping they agree step for step.
+Each is the rule of the `torch.optim` class of its name. With no noise and no clipping they agree step for step, except
+that a second moment of another square than g̃'s own (IME, JME, public, noiseless) is one of the gradient alone, where
+`torch.optim` adds a `weight_decay` that is not decoupled to the gradient first; AdamW agrees everywhere.
 ν is the second moment as accumulated, ν̂ what the update divides by; `step` counts from 1.
 """
 

@@ -92,7 +92,10 @@ class OfScale:
 
 
 class OncePerStep:
-    """Calls `gradients` once a step, however many parameters ask."""
+    """Calls `gradients` once a step, however many parameters ask, with gradients enabled.
+
+    `optimizer.step()` runs without them; a function may call `torch.autograd.grad` there as anywhere else.
+    """
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._gradients = gradients
@@ -101,7 +104,14 @@ class OncePerStep:
 
     def at(self, step: int) -> Mapping[str, Tensor]:
         if step != self._step:
-            self._latest, self._step = self._gradients(), step
+            with torch.enable_grad():
+                latest = self._gradients()
+            for name, value in latest.items():
+                if value is None:
+                    raise ValueError(
+                        f"public_gradients gave None for '{name}'; take gradients inside `with dpoptim.public_data():`"
+                    )
+            self._latest, self._step = {name: value.detach() for name, value in latest.items()}, step
         return self._latest
 
 

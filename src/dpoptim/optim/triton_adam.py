@@ -15,9 +15,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _adam(addresses, parts, gradient, first_moment, second_moment, one_minus_beta1, one_minus_beta2, correction1,
-          correction2, eps, lr, added_decay, kept, DTYPE: tl.constexpr, STEP: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _adam(addresses, parts, gradient, first_moment, second_moment, rounding, one_minus_beta1, one_minus_beta2,
+          correction1, correction2, eps, lr, added_decay, kept, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
+          STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
     numel, offset = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
@@ -29,6 +29,9 @@ def _adam(addresses, parts, gradient, first_moment, second_moment, one_minus_bet
     inside = within < numel
     at = offset + within
     value = tl.load(parameter + within, mask=inside, other=0.0).to(tl.float32)
+    if ROUNDS:
+        whole = value + tl.load(rounding + at, mask=inside, other=0.0)
+        value = tl.where(whole.to(DTYPE).to(tl.float32) == value, whole, value)
     g = tl.load(gradient + at, mask=inside, other=0.0) + added_decay * value
     mu = tl.load(first_moment + at, mask=inside, other=0.0)
     nu = tl.load(second_moment + at, mask=inside, other=0.0)
@@ -37,14 +40,18 @@ def _adam(addresses, parts, gradient, first_moment, second_moment, one_minus_bet
     denominator = tl.sqrt_rn(tl.div_rn(nu, correction2)) + eps
     direction = tl.where(mu == 0, 0.0, tl.div_rn(tl.div_rn(mu, correction1), denominator))
     value = kept * value - lr * direction
-    tl.store(parameter + within, value.to(DTYPE), mask=inside)
+    stored = value.to(DTYPE)
+    tl.store(parameter + within, stored, mask=inside)
+    if ROUNDS:
+        tl.store(rounding + at, value - stored.to(tl.float32), mask=inside)
     tl.store(first_moment + at, mu, mask=inside)
     tl.store(second_moment + at, nu, mask=inside)
 
 
 def adam_step_(
-    parameters: Sequence[Tensor], gradient: Tensor, first_moment: Tensor, second_moment: Tensor, *,
-    betas: tuple[float, float], step: int, eps: float, lr: float, added_decay: float, kept: float,
+    parameters: Sequence[Tensor], gradient: Tensor, first_moment: Tensor, second_moment: Tensor,
+    rounding: Tensor | None, *, betas: tuple[float, float], step: int, eps: float, lr: float, added_decay: float,
+    kept: float,
 ) -> None:  # fmt: skip
     offsets = [0]
     for parameter in parameters:
@@ -54,11 +61,13 @@ def adam_step_(
         even = parameter.numel() % 8 == offset % 8 == parameter.data_ptr() % 16 == 0
         found.setdefault((parameter.dtype, 8 if even else 1), []).append((parameter, offset))
     for (dtype, width), members in found.items():
+        rounds = rounding is not None and dtype != torch.float32
         parts = parts_of(tuple((p.numel(), offset) for p, offset in members), _BLOCK, gradient.device)
         _adam[(len(parts),)](
             addresses_of([parameter for parameter, _ in members]), parts, gradient, first_moment, second_moment,
-            1 - betas[0], 1 - betas[1], 1 - betas[0] ** step, 1 - betas[1] ** step, eps, lr, added_decay, kept,
-            DTYPE=DTYPES[dtype], STEP=width, BLOCK=_BLOCK,
+            rounding if rounds else first_moment, 1 - betas[0], 1 - betas[1], 1 - betas[0] ** step,
+            1 - betas[1] ** step, eps, lr, added_decay, kept,
+            DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,
         )  # fmt: skip
 
 

@@ -178,8 +178,10 @@ def scale_then_privatize(
 
     `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ with s_t ≤ 1: a raw gradient norm while ν̂ is small, the paper's ζ·eps_scale.
     eps_scale: ε. Below the noise's standard deviation the noise feeds on itself through ν̂ and training diverges;
-        None is twice the least stable value. Large values approach post-processing.
-    normalise=False is the paper's own parametrisation. exponent, debias, start: see `InverseRoot`.
+        None is twice the least stable value. Large values approach post-processing, math.inf is it.
+    exponent: p of ν̂ᵖ in place of √ν̂; ε is then in the unit of ν̂ᵖ. With eps_scale=None, p = 0 is post-processing
+        itself, and where there is nothing but noise, 0 < p ≤ ½ doubles its standard deviation, whatever p.
+    normalise=False is the paper's own parametrisation. debias, start: see `InverseRoot`.
     """
     eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
     geometry = InverseRoot(eps_scale=eps_scale, exponent=exponent, normalise=normalise, debias=debias, start=start)
@@ -198,8 +200,8 @@ def side_information(
     rule: UpdateRule = ADAM,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """ν of the gradient of PUBLIC data, taken at every step by `public_gradients()`, for example a
-    `PublicGradients`.
+    """ν of the gradient of PUBLIC data, taken at every step by `public_gradients()`: a `PublicGradients`, or a function
+    that gives {parameter name: gradient} and calls the model inside `with dpoptim.public_data():`.
     """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
@@ -319,23 +321,30 @@ def _check_plan(plan: PrivacyPlan) -> None:
 def _stable_eps_scale(
     plan: PrivacyPlan, rule: UpdateRule, eps_scale: float | None, exponent: float, normalise: bool
 ) -> float:
-    """Twice the least ε at which the noise does not feed on itself, or the given one, with a warning below that.
+    """(2·noise)^(2p)·a, with a·noise^(2p) the least stable ε, or the given one, with a warning below the least.
 
-    Noise on g̃ has variance φ/s² = φ(√ν̂/ε + 1)², which returns into ν̂: an average contracts while φ < ε², a sum
-    over T steps while T·φ < ε². (Not normalised, φ is ε² times larger and only the clip norm decides.)
+    Noise on g̃ has variance φ/s² = φ(ν̂ᵖ/ε + 1)², which returns into ν̂. An average of it alone rests where
+    y = √(ν̂/φ) is 1 + y^(2p)·φᵖ/ε, and y is by what its standard deviation grows. For p < ½ there is always such a y;
+    for p ≥ ½ only from ε = a·φᵖ on, a = (2p)^(2p)/(2p−1)^(2p−1), which is 1 at ½ and 4 at 1. At ε = (4φ)ᵖ, y is 2
+    whatever p ≤ ½; above ½ that would be unstable, hence times a. p = 0 compares nothing: there ε = ∞, s = 1.
+    A sum over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
     """
-    least = noise_level(plan, Gradient()) * (math.sqrt(plan.steps) if isinstance(rule, AdaGrad) else 1.0)
+    noise = noise_level(plan, Gradient()) * (math.sqrt(plan.steps) if isinstance(rule, AdaGrad) else 1.0)
+    above = 2 * exponent - 1
+    stable = (2 * exponent) ** (2 * exponent) / above**above if 0.5 < exponent <= 1 else 1.0
     if eps_scale is None:
         if not normalise:
             raise ValueError("eps_scale must be given with normalise=False: there the clip norm is in its units")
-        return max(2 * least, ADAM.eps)
-    unstable = least > (eps_scale if normalise else 1.0)
-    if exponent >= 0.5 and unstable and plan.noise_multiplier:
+        return max(2 * noise, ADAM.eps) ** (2 * exponent) * stable if exponent else math.inf
+    least = noise ** (2 * exponent) * stable
+    if not normalise:
+        least *= eps_scale ** (2 * exponent)
+    if exponent >= 0.5 and least > eps_scale and plan.noise_multiplier:
         warnings.warn(
             f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: the noise feeds on "
             f"itself and the second moment diverges; use eps_scale > {least:.3g}" if normalise else
             f"clip_norm={plan.clip_norm} lies outside the stable window: the second moment diverges; divide it by "
-            f"{least:.3g} or more",
+            f"{(least / eps_scale) ** (0.5 / exponent):.3g} or more",
             stacklevel=3,
         )  # fmt: skip
     return eps_scale
