@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -11,6 +12,7 @@ import pytest
 from dpoptim.noise import BandedToeplitz, Independent, SquareRoot
 from dpoptim.privacy import (
     Adjacency,
+    CyclicPoisson,
     Gradient,
     IndependentMoments,
     JointMoments,
@@ -49,6 +51,17 @@ def test_effective_noise_is_column_norm_over_sensitivity(noise):
     replaced = plan.replace(adjacency=Adjacency.REPLACE, noise_multiplier=2.6)
     assert replaced.epsilon(delta=1e-6) == pytest.approx(expected, rel=1e-9)
     assert replaced.noise_stddevs() == (2.6, None)
+
+
+def test_what_a_plan_counts_is_what_can_be(monkeypatch):
+    """Every sampling counts as many participations as fit at its separation, or fewer; one that did not is refused."""
+    for sampling in (Shuffled(), Poisson(), CyclicPoisson(bands=1), CyclicPoisson(bands=4)):
+        for batch_size, steps in itertools.product((1, 7, 10), (4, 5, 11, 24)):
+            plan = PrivacyPlan(num_examples=40, batch_size=batch_size, steps=steps, sampling=sampling)
+            assert (plan.max_participations - 1) * plan.min_separation < steps
+    monkeypatch.setattr(Shuffled, "max_participations", lambda self, **numbers: 4)
+    with pytest.raises(ValueError, match=r"^max_participations=4 at min_separation=10 do not fit into steps=30"):
+        make(noise_multiplier=1.0).epsilon(delta=1e-7)
 
 
 def test_separated_bands_cost_what_independent_noise_costs():

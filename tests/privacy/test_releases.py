@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from dpoptim.privacy import Adjacency, Gradient, IndependentMoments, JointMoments, NoiselessSquare
-from dpoptim.privacy.releases import (
+from dpoptim.privacy import (
+    Adjacency,
+    Gradient,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
     joint_sensitivity,
     noise_stddevs,
     square_sensitivity,

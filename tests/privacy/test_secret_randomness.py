@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,36 @@ def trained(seed: int, *, secret: bool, parts: int | None = None, stop: int = 3)
         if loader.step_ends and loader.next_step == stop:
             break
     return torch.cat([p.detach().flatten() for p in model.parameters()]), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_that_goes_on_draws_what_the_whole_run_drew(workers):
+    """Otherwise a step that is released again would have the same noise over another sum, and noise would cancel."""
+    key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    plan = dpoptim.PrivacyPlan(num_examples=12, batch_size=4, steps=3, noise_multiplier=0.5)
+    data: Any = list(torch.arange(36.0).view(12, 3) / 36)
+
+    def run(saved: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        loader = dpoptim.private_loader(data, plan, key=key, run_id="a", num_workers=workers)
+        optimizer = dpoptim.post_processing(model, plan, lr=0.1, key=key, run_id="a")
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+        for name, state in (saved or {}).items():
+            parts[name].load_state_dict(copy.deepcopy(state))
+        states = []
+        for batch in dpoptim.secret_randomness(loader, optimizer):
+            model(batch).sum(1).sum().backward()
+            optimizer.step()
+            states.append(copy.deepcopy({name: part.state_dict() for name, part in parts.items()}))
+        return states
+
+    whole = run()
+    for done in (1, 2):
+        again = run(whole[done - 1])
+        assert len(again) == 3 - done
+        for name, value in whole[-1]["model"].items():
+            assert torch.equal(value, again[-1]["model"][name]), f"after {done} steps"
 
 
 def test_a_plain_loop_draws_from_the_key_whatever_the_public_seed():

@@ -16,6 +16,7 @@ from dpoptim.privacy.releases import (
     NoiseStddevs,
     Release,
     joint_ratio,
+    joint_sensitivity,
     noise_stddevs,
     square_sensitivity,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "gaussian_epsilon",
     "gaussian_noise_multiplier",
     "joint_ratio",
+    "joint_sensitivity",
     "noise_stddevs",
     "pad_to_bucket",
     "privacy_statement",

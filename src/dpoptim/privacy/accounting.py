@@ -9,15 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-
-from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from dp_accounting.rdp import RdpAccountant
-from scipy.stats import binom
+from typing import TYPE_CHECKING
 
 from dpoptim.privacy import gaussian
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.sampled_gaussian import DEFAULT_RESOLUTION, grid_interval, one_step, smallest_interval
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 ACCOUNTING_VERSION = 1
 """Raised whenever a change may alter any ε; part of every cache key."""
@@ -128,6 +127,8 @@ def _pld_epsilon(
 
 
 def _truncated_step(run: TruncatedPoissonRun, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
+    from scipy.stats import binom  # slow to import, and few runs cut their samples
+
     rate = run.sampling_prob
     cut_prob = float(binom.sf(run.max_batch_size - 1, run.num_examples - 1, rate))
     if cut_prob == 0.0:
@@ -168,6 +169,9 @@ def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
         raise ValueError("no Rényi bound is implemented for truncated Poisson samples; use epsilon()")
     if noise_multiplier == 0.0:
         return math.inf
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
     accountant = RdpAccountant(_RDP_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
     if isinstance(run, GaussianRun):
         accountant.compose(GaussianDpEvent(noise_multiplier / run.sensitivity))

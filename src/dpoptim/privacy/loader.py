@@ -16,6 +16,7 @@ from dpoptim.privacy import tickets
 from dpoptim.privacy.lengths import Integers, checked_lengths, cut_by_length
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.record_digests import digest_in_memory
+from dpoptim.privacy.record_forms import check_in_memory
 from dpoptim.privacy.tickets import Ticket
 
 
@@ -106,12 +107,20 @@ class PrivateLoader:
         self.generation += 1
         return self._iterate(self.generation)
 
+    def _workers_generator(self) -> torch.Generator:
+        """What workers are seeded from. Torch would draw from the global generator when the first batch is fetched, and
+        dropout of that step would be another in a run that goes on there than in one that came by.
+        """
+        secret = self._draws.subkey("workers", str(self._next_step))
+        return torch.Generator().manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
+
     def _iterate(self, generation: int) -> Iterator[Any]:
         pending: deque[Ticket] = deque()
         # The batch sampler runs in this process, ahead of the workers, and batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             self.dataset,
             batch_sampler=_PhysicalBatches(self, pending),
+            generator=self._workers_generator(),
             **self._loader_options,
         )
         for batch in loader:
@@ -202,8 +211,7 @@ class PrivateLoader:
                 "others the run's noise would cancel out; load the dataset of the original run"
             )
         next_step = state["next_step"]
-        if isinstance(next_step, bool) or not isinstance(next_step, int) or not 0 <= next_step <= self.steps:
-            raise ValueError(f"next_step must be a whole number from 0 to {self.steps}, got {next_step!r}")
+        _check_step("next_step", next_step, self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))
         self._next_step = next_step
@@ -239,6 +247,7 @@ def private_loader(
     start_step: int = 0,
     look_ahead: int = 0,
     digest: str | None = None,
+    check_forms: bool = True,
 ) -> PrivateLoader:
     """A loader that draws each step's examples as `plan.sampling` says, for all `plan.steps` steps.
 
@@ -263,44 +272,28 @@ def private_loader(
     million short texts). For a dataset on the disk give it: a version, or
     `dpoptim.privacy.digest_records(dataset, key).whole`, which reads every example once; without it only the number
     of examples is checked.
+    Examples in lists and tuples, and in Subsets and ConcatDatasets of them, must have one form (the same keys, and
+    numbers, texts or arrays of one type at each): collators take the form of a whole batch from its first example, so
+    that one would change the others (2 s for a million short texts). `check_forms=False` is for a `collate_fn` that
+    makes something of each example by itself. Examples of other datasets are not compared: see that they have one form.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
     >>> loader = private_loader(list(range(6)), plan)
     >>> sorted(int(i) for batch in loader for i in batch)
     [0, 1, 2, 3, 4, 5]
     """
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        raise ValueError(
-            f"dataset must be map-style (__getitem__ and __len__), got {type(dataset).__name__}: examples are drawn by "
-            "index; put a stream into a list or an indexed file first"
-        )
-    size = len(cast(Sized, dataset))
-    if size == 0:
-        raise ValueError("dataset is empty; there is nothing to train on")
-    if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
-        raise ValueError(
-            f"dataset has {size} examples and the plan says num_examples={plan.num_examples}; make the plan with "
-            f"num_examples={size}"
-        )
-    if micro_batch_size is not None and (
-        isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1
-    ):
+    size = _checked_size(dataset, plan)
+    if micro_batch_size is not None and not _is_whole(micro_batch_size, least=1):
         raise ValueError(f"micro_batch_size must be a whole number ≥ 1 or None, got {micro_batch_size!r}")
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or not 0 <= start_step <= plan.steps:
-        raise ValueError(f"start_step must be a whole number from 0 to {plan.steps}, got {start_step!r}")
-    if start_step > 0 and (key is None or run_id is None):
-        raise ValueError(
-            f"start_step={start_step} continues a run, which needs the run's own key and run_id: others would draw "
-            "other batches; pass key=NoiseKey.load(path) and run_id=loader.run_id, or load the loader's state_dict"
-        )
-    if isinstance(look_ahead, bool) or not isinstance(look_ahead, int) or look_ahead < 0:
+    _check_start(start_step, plan.steps, has_own_draws=key is not None and run_id is not None)
+    if not _is_whole(look_ahead, least=0):
         raise ValueError(f"look_ahead must be a whole number ≥ 0, got {look_ahead!r}")
     if digest is not None and not isinstance(digest, str):
         raise ValueError(f"digest must be a string that names the examples, got {type(digest).__name__}")
     if key is not None and not isinstance(key, NoiseKey):
         raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.generate()")
+    if check_forms and micro_batch_size != 1:
+        check_in_memory(dataset)
     return PrivateLoader(
         dataset,
         plan,
@@ -317,3 +310,42 @@ def private_loader(
         look_ahead=look_ahead,
         digest=digest,
     )
+
+
+def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> int:
+    """How many examples the dataset has, which must be those that the plan counts wherever that number is public."""
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        raise ValueError(
+            f"dataset must be map-style (__getitem__ and __len__), got {type(dataset).__name__}: examples are drawn by "
+            "index; put a stream into a list or an indexed file first"
+        )
+    size = len(cast(Sized, dataset))
+    if size == 0:
+        raise ValueError("dataset is empty; there is nothing to train on")
+    if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
+        raise ValueError(
+            f"dataset has {size} examples and the plan says num_examples={plan.num_examples}; make the plan with "
+            f"num_examples={size}"
+        )
+    return size
+
+
+def _check_start(start_step: int, steps: int, *, has_own_draws: bool) -> None:
+    """A run goes on at one of its steps, and, behind the first, with the key and run_id that drew the others."""
+    _check_step("start_step", start_step, steps)
+    if start_step > 0 and not has_own_draws:
+        raise ValueError(
+            f"start_step={start_step} continues a run, which needs the run's own key and run_id: others would draw "
+            "other batches; pass key=NoiseKey.load(path) and run_id=loader.run_id, or load the loader's state_dict"
+        )
+
+
+def _check_step(name: str, step: Any, steps: int) -> None:
+    if not _is_whole(step, least=0) or step > steps:
+        raise ValueError(f"{name} must be a whole number from 0 to {steps}, got {step!r}")
+
+
+def _is_whole(value: Any, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -46,7 +46,12 @@ class RecordDigests:
 
 
 def digest_records(
-    records: Any, key: NoiseKey, *, what: str = "dataset", form: Callable[[Any], Any] = lambda record: record
+    records: Any,
+    key: NoiseKey,
+    *,
+    what: str = "dataset",
+    form: Callable[[Any], Any] = lambda record: record,
+    look: Callable[[int, Any], None] | None = None,
 ) -> RecordDigests:
     """A keyed digest of every record and of all in order.
 
@@ -54,7 +59,7 @@ def digest_records(
 
     `records` is a list, a torch dataset or a `datasets.Dataset` of texts, numbers, arrays, tensors, images, paths
     (which stand for the bytes of their file), and lists, dicts, tuples and plain objects of these. `form` is applied to
-    each record first.
+    each record first; `look(place, record)` is called with each as it is read.
 
     Guarantee: without the key the digests tell nothing of the records. With it, other values, another type or shape of
     an array, and another order, of records or of the keys of a dict, give other digests.
@@ -79,6 +84,8 @@ def digest_records(
     whole, each = blake2b(key=secret, digest_size=16), np.empty(size, dtype=np.uint64)
     place = -1
     for place, record in enumerate(_in_order(records)):
+        if look is not None:
+            look(place, record)
         digest = _digest(form(record), secret, what)
         whole.update(digest)
         each[place] = int.from_bytes(digest[:8], "little")

@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from typing import TYPE_CHECKING
 
 from dpoptim.privacy import accounting, calibration
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
@@ -15,6 +14,9 @@ from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.gaussian import gaussian_epsilon
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.sampled_gaussian import grid_interval, one_step, smallest_interval
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 _MAX_COMPOSED_POINTS = 2_000_000
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
-from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from dpoptim.privacy.adjacency import Adjacency
+
+if TYPE_CHECKING:  # slow to import, so only where ε is computed
+    from dp_accounting.pld.pld_pmf import PLDPmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 Floats = NDArray[np.float64]
 
@@ -109,13 +113,15 @@ def _loss_range(noise_multiplier: float, sampling_prob: float, direction: Direct
     return removed(reach) - removed(-reach), removed(-reach - 1) - removed(reach + 1)
 
 
-def _pmf(noise_multiplier: float, sampling_prob: float, direction: Direction, interval: float) -> pld_pmf.PLDPmf:
+def _pmf(noise_multiplier: float, sampling_prob: float, direction: Direction, interval: float) -> PLDPmf:
+    from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots_fixed_gap
+
     low, high = _loss_range(noise_multiplier, sampling_prob, direction)
     first, last = math.floor(low / interval), math.ceil(high / interval)
     grid: Floats = np.arange(first, last + 1).astype(np.float64) * interval
     # Rounding may make the curve rise by an ulp; δ(ε) never rises.
     deltas = np.minimum.accumulate(hockey_stick(grid, noise_multiplier, sampling_prob, direction))
-    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
+    return create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
 
 
 def smallest_interval(noise_multiplier: float, sampling_prob: float, adjacency: Adjacency) -> float:
@@ -157,16 +163,18 @@ def grid_interval(
 
 def one_step(
     noise_multiplier: float, sampling_prob: float, adjacency: Adjacency, interval: float
-) -> privacy_loss_distribution.PrivacyLossDistribution:
+) -> PrivacyLossDistribution:
     """The privacy loss distribution of one Poisson-sampled Gaussian step on a grid of the given interval.
 
     `noise_multiplier` is the noise over the clip norm under every adjacency: `REPLACE` places the two
     neighbours at −1 and +1.
     """
 
-    def pmf(direction: Direction) -> pld_pmf.PLDPmf:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    def pmf(direction: Direction) -> PLDPmf:
         return _pmf(noise_multiplier, sampling_prob, direction, interval)
 
     if adjacency is Adjacency.REPLACE:
-        return privacy_loss_distribution.PrivacyLossDistribution(pmf(Direction.REPLACE))
-    return privacy_loss_distribution.PrivacyLossDistribution(pmf(Direction.REMOVE), pmf(Direction.ADD))
+        return PrivacyLossDistribution(pmf(Direction.REPLACE))
+    return PrivacyLossDistribution(pmf(Direction.REMOVE), pmf(Direction.ADD))
