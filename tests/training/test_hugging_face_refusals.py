@@ -71,10 +71,12 @@ def test_losses_by_kind_of_label():
 def test_tasks_are_found_by_class():
     assert losses_for(masked_model()) == BatchLosses(task=Task.MASKED_LM, targets_only=True)
     assert losses_for(causal_model()) == BatchLosses(task=Task.CAUSAL_LM, targets_only=True)
-    assert losses_for(transformers.ViTForImageClassification(tiny.vit_config())).task is Task.IMAGE_CLASSIFICATION
-    assert losses_for(add_lora(classifier(), Task.TEXT_CLASSIFICATION, rank=2)).task is Task.TEXT_CLASSIFICATION
+    seen = losses_for(transformers.ViTForImageClassification(tiny.vit_config()))
+    assert seen == BatchLosses(task=Task.IMAGE_CLASSIFICATION)
+    adapted = losses_for(add_lora(classifier(), Task.TEXT_CLASSIFICATION, rank=2))
+    assert adapted == BatchLosses(task=Task.TEXT_CLASSIFICATION)
     with pytest.raises(ValueError, match="set task="):
-        losses_for(transformers.BertForTokenClassification(tiny.bert_config(len(WORDS))))
+        losses_for(transformers.BertForQuestionAnswering(tiny.bert_config(len(WORDS))))
     with pytest.raises(ValueError, match="task='nonsense'"):
         losses_for(masked_model(), "nonsense")
     with pytest.raises(ValueError, match=r"reads both directions.*use masked-lm"):

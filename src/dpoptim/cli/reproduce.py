@@ -64,7 +64,9 @@ def add_to(commands: Any) -> None:
     what.add_argument("--model", metavar="M", help="a model's folder or name, where an experiment needs one")
     what.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
     what.add_argument("--workers", type=count, metavar="N", help="processes that share the device (tinybert)")
-    what.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin no further cell after this time")
+    what.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="then begin no cell; long ones stop and go on next time"
+    )
     what.add_argument("--again", action="store_true", help="start afresh; the old file is kept as NAME.jsonl.old")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +9,9 @@ from torch import nn
 
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import Adjacency, Gradient, IndependentMoments, JointMoments, PrivacyPlan, Release
+from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.training.recipes.defaults import CLIP_NORM, default_delta, refuse_weak_delta, steps_of
-from dpoptim.training.recipes.plans import make_optimizer, make_plan
+from dpoptim.training.recipes.plans import make_optimizer, make_plan, release_of
 from dpoptim.training.recipes.recipe import VARIANTS
 
 STOCK_EPS = 1e-8
@@ -20,8 +19,6 @@ STOCK_EPS = 1e-8
 
 STOCK_GRAD_NORM = 1.0
 """TrainingArguments' own max_grad_norm, which is taken as "not set": it bounds a batch, and not one example."""
-
-_RELEASES: Mapping[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -53,7 +50,7 @@ class PrivacyArguments:
     variant: str = _option("scale_then_privatize", f"One of {', '.join(VARIANTS)}.")
     eps: float | None = _option(None, "Adam's eps; by default adam_epsilon if changed, else the variant's own.")
     eps_scale: float | None = _option(None, "Of scale_then_privatize; by default twice the least stable value.")
-    task: str | None = _option(None, "masked-lm, causal-lm, ...; by default found by the model's class.")
+    task: str | None = _option(None, "masked-lm, causal-lm, seq2seq-lm, ...; by default found by the model's class.")
     key_file: str | None = _option(None, "Where the secret key lies; by default a new one in OUTPUT_DIR.secret.")
     log_norms: bool = _option(False, "Log the norm of the released gradient and of the noise in it.")
     debug_loss: bool = _option(False, "Log the training loss, which is NOT PRIVATE, as not_private_loss.")
@@ -101,7 +98,7 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
         clip_norm=clip_norm,
         sampling=privacy.sampling,
         noise=privacy.noise,
-        release=_RELEASES.get(privacy.variant, Gradient()),
+        release=release_of(privacy.variant),
         adjacency=adjacency,
         epsilon=privacy.epsilon,
         noise_multiplier=privacy.noise_multiplier,

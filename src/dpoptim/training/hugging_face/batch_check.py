@@ -11,64 +11,71 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpoptim.gradients import check_examples_do_not_mix
 from dpoptim.privacy.own_generators import noted_generators, refuse_noted
 from dpoptim.privacy.secret_randomness import generator_states, keep_states, seed_generators
-from dpoptim.training.hugging_face.held_out import at_places
+from dpoptim.training.hugging_face.trial_batches import (
+    Evaluated,
+    TrialBatches,
+    len_of_target,
+    length_of,
+    mask_of,
+    row_of,
+    target_without_padding,
+    width_of,
+)
 from dpoptim.training.models.padding_check import full_precision, same_losses
 from dpoptim.training.support.modes import in_eval_mode
 
 _LOOKED_AT = 64  # first examples, of which the shortest and the longest are taken
 _ROWS = 4
-_TRIES = 32  # seeds, until masks have targets in each row; one or two, but for very short texts
 _COPIED = 500_000_000  # parameters of a model of 16 bits that is looked at in 32
 _RUNS = "the model or loss_per_example"
 _NOTHING_BOUNDS = "one record would change the losses of others and clipping would bound nothing"
 
 Losses = Callable[[nn.Module, Any], Tensor]
-Evaluated = Callable[[Any], Tensor]
 
 
 def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
     """Refuse, in one line, a model, loss or collator by which a record changes the loss of another.
 
-    The shortest and the longest of the first examples are collated (where all have one length, beside a copy that was
-    cut). Then (a) one backward of the first loss must leave no gradient at the other examples; (b) in eval mode a row
-    has the same loss alone, alone without the columns where its attention_mask is 0, and, for collators that draw
-    nothing, collated by itself. Losses are compared and not told.
+    The shortest and the longest of the first examples are collated (where all have one length, or targets of one
+    length, beside a copy that was cut). Then (a) one backward of the first loss must leave no gradient at the other
+    examples; (b) in eval mode a row has the same loss alone, alone without the columns where its attention_mask is 0,
+    without those by which its target was padded, and, for collators that draw nothing, collated by itself. Losses are
+    compared and not told.
 
     Guarantee: nothing is left changed: modes, buffers, gradients, generators and an optimizer's count of batches.
     Edge cases: a loss that draws random numbers in eval mode is held to (a) alone, since it draws others for a row
     alone; one that keeps a count or a mean from call to call is refused. With per_device_train_batch_size=1 no two
-    records meet in a batch, and
-    that is not tried. Padding that is in the examples already, with a collator that adds none, is the same for all and
-    is not looked at. What a collator that draws mixes of the examples (mixup) is not found.
+    records meet in a batch, and that is not tried. Padding that is in the examples already, with a collator that adds
+    none, is the same for all and is not looked at. What a collator that draws mixes of the examples (mixup) is not
+    found.
     Cost: a dozen forwards of one to four examples and one backward.
     """
     size = min(_ROWS, trainer.args.per_device_train_batch_size, len(dataset))
     put_back = keep_states()
     try:
-        trial = _Trial(trainer=trainer, collate=collate)
+        trial = TrialBatches(trainer=trainer, collate=collate)
         if size < 2:
             with _unchanged(trainer.model):
                 check_repeated(trainer.model, losses, trial.batch([dataset[0]], 0)[0])
             return
-        examples = trial.chosen([dataset[place] for place in range(min(_LOOKED_AT, len(dataset)))], size)
+        looked_at = [dataset[place] for place in range(min(_LOOKED_AT, len(dataset)))]
         with _unchanged(trainer.model), full_precision():
+            examples = trial.chosen(looked_at, size, functools.partial(_evaluated, trainer.model, losses))
             model, precise, dtype = _most_precise(trainer, losses, trial.batch(examples, 0)[0])
             evaluated = functools.partial(_evaluated, model, precise)
             seed = trial.seed_with_targets(examples, evaluated)
             check_repeated(trainer.model, losses, trial.batch(examples, seed)[0])
             check_gradients(trainer.model, losses, trial.batch(examples, seed)[0], len(examples))
-            trial.check_losses(examples, seed, evaluated, dtype)
+            check_losses(trial, examples, seed, evaluated, dtype)
     finally:
         put_back()
 
@@ -118,78 +125,40 @@ def check_repeated(model: nn.Module, losses: Losses, batch: Any) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Trial:
-    trainer: Any
-    collate: Callable[[list[Any]], Any]
+def check_losses(trial: TrialBatches, examples: list[Any], seed: int, evaluated: Evaluated, dtype: torch.dtype) -> None:
+    """Refuse rows with other losses in the batch than alone, without padding, or collated by itself, in eval mode."""
+    rows = len(examples)
+    batch, draws = trial.batch(examples, seed)
+    together = evaluated(batch)
+    if _draws(lambda: evaluated(batch)):
+        return
 
-    def batch(self, examples: list[Any], seed: int) -> tuple[Any, bool]:
-        """The batch, on the trainer's device, and whether anything was drawn for it."""
-        seed_generators(seed)
-        before = generator_states()
-        batch = self.collate(copy.deepcopy(examples))
-        drawn = generator_states() != before
-        return self.trainer._prepare_inputs(batch), drawn
+    def same(row: int, other: Any) -> bool:
+        return other is None or same_losses(together[row], evaluated(other)[0], dtype)
 
-    def chosen(self, examples: list[Any], size: int) -> list[Any]:
-        """The longest example and the shortest ones; where all are of one length, with a copy that was cut."""
-        mask = _mask_of(self.batch(examples, 0)[0], len(examples))
-        if mask is None:
-            return examples[:size]
-        order = mask.sum(1).argsort(stable=True).tolist()
-        chosen = [examples[place] for place in [order[-1], *order[: size - 1]]]
-        if None in (lengths := {_length(example) for example in chosen}) or len(lengths) > 1:
-            return chosen
-        beside_a_copy = [*chosen[:-1], _shorter(chosen[-1])]
-        try:
-            self.batch(beside_a_copy, 0)
-        except Exception:  # whatever the collator says to examples of other lengths: it never pads
-            return chosen
-        return beside_a_copy
-
-    def seed_with_targets(self, examples: list[Any], evaluated: Evaluated) -> int:
-        """The seed under which masks leave the fewest examples without a target, of a few that are tried."""
-        best, most = 0, -1
-        for seed in range(_TRIES):
-            batch, draws = self.batch(examples, seed)
-            found = int((evaluated(batch) != 0).sum())
-            if found > most:
-                best, most = seed, found
-            if not draws or found == len(examples):
-                break
-        return best
-
-    def check_losses(self, examples: list[Any], seed: int, evaluated: Evaluated, dtype: torch.dtype) -> None:
-        """Each row in the batch, alone, without its padding, and collated by itself, in eval mode."""
-        rows = len(examples)
-        batch, draws = self.batch(examples, seed)
-        together = evaluated(batch)
-        if _draws(lambda: evaluated(batch)):
-            return
-
-        def same(row: int, other: Any) -> bool:
-            return other is None or same_losses(together[row], evaluated(other)[0], dtype)
-
-        mask = _mask_of(batch, rows)
-        for row, example in enumerate(examples):
-            if not same(row, _row(batch, row, rows)):
-                raise ValueError(
-                    f"an example has another loss in a batch than alone: {_NOTHING_BOUNDS}; look for sums or means "
-                    "over the first axis in the model or loss_per_example"
-                )
-            by_itself, own = self.batch([example], seed)[0], _length(example)
-            if mask is not None and (_width(by_itself) if own is None else own) < mask.shape[1]:
-                real, padding = mask[row].nonzero().flatten(), (mask[row] == 0).nonzero().flatten()
-                without = _row(batch, row, rows, columns=real)
-                if len(real) and len(padding) and not same(row, without):
-                    on_the_right = _row(batch, row, rows, columns=torch.cat([real, padding]))
-                    is_left = same_losses(evaluated(on_the_right)[0], evaluated(without)[0], dtype)
-                    raise ValueError(_padding_line(type(self.trainer.model).__name__, is_left=is_left))
-            if not draws and not same(row, by_itself):
-                raise ValueError(
-                    f"an example that is collated by itself has another loss than in a batch: {_NOTHING_BOUNDS}; look "
-                    "for padding that is counted, or for what data_collator computes over the batch"
-                )
+    mask, model, decodes = mask_of(batch, rows), trial.trainer.model, trial.decodes
+    for row, example in enumerate(examples):
+        if not same(row, row_of(batch, row, rows)):
+            raise ValueError(
+                f"an example has another loss in a batch than alone: {_NOTHING_BOUNDS}; look for sums or means "
+                "over the first axis in the model or loss_per_example"
+            )
+        by_itself, own = trial.batch([example], seed)[0], length_of(example)
+        if mask is not None and (width_of(by_itself) if own is None else own) < mask.shape[1]:
+            real, padding = mask[row].nonzero().flatten(), (mask[row] == 0).nonzero().flatten()
+            without = row_of(batch, row, rows, columns=real, decodes=decodes)
+            if len(real) and len(padding) and not same(row, without):
+                on_the_right = row_of(batch, row, rows, columns=torch.cat([real, padding]), decodes=decodes)
+                is_left = same_losses(evaluated(on_the_right)[0], evaluated(without)[0], dtype)
+                raise ValueError(_padding_line(type(model).__name__, is_left=is_left))
+        target = len_of_target(example, decodes=decodes) and target_without_padding(batch, example, row, rows)
+        if target and not same(row, target[0]):
+            raise ValueError(_target_line(type(model).__name__, is_left=target[1]))
+        if not draws and not same(row, by_itself):
+            raise ValueError(
+                f"an example that is collated by itself has another loss than in a batch: {_NOTHING_BOUNDS}; look "
+                "for padding that is counted, or for what data_collator computes over the batch"
+            )
 
 
 def _evaluated(model: nn.Module, losses: Losses, batch: Any) -> Tensor:
@@ -219,6 +188,18 @@ def _padding_line(model: str, *, is_left: bool) -> str:
     )
 
 
+def _target_line(model: str, *, is_left: bool) -> str:
+    mend = (
+        'set padding_side="right" in the tokenizer'
+        if is_left
+        else "leave labels of −100 out of the loss and divide by each example's own"
+    )
+    return (
+        f"labels that are padded on the {'left' if is_left else 'right'} change the loss of an example under {model}, "
+        f"so that {_NOTHING_BOUNDS}; {mend}"
+    )
+
+
 def _most_precise(trainer: Any, losses: Losses, batch: Any) -> tuple[nn.Module, Losses, torch.dtype]:
     """Model and losses in 32 bits, without autocast, where they can be had, and what they are rounded in.
 
@@ -236,55 +217,6 @@ def _most_precise(trainer: Any, losses: Losses, batch: Any) -> tuple[nn.Module, 
                 trainer.loss_per_example(precise, copy.deepcopy(batch))
             return precise, trainer.loss_per_example, torch.float32
     return model, losses, torch.bfloat16
-
-
-def _mask_of(batch: Any, rows: int) -> Tensor | None:
-    """The attention mask, [rows, width]."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) == rows else None
-
-
-def _width(batch: Any) -> int:
-    mask = _mask_of(batch, 1)
-    return 0 if mask is None else mask.shape[1]
-
-
-def _row(batch: Any, row: int, rows: int, *, columns: Tensor | None = None) -> Any:
-    """One row of a batch as a batch, at these columns of what is as wide as the attention mask; None where it cannot.
-
-    >>> batch = {"input_ids": torch.tensor([[1, 2], [3, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]]),
-    ...          "labels": torch.tensor([0, 1])}
-    >>> _row(batch, 1, 2, columns=torch.tensor([0]))
-    {'input_ids': tensor([[3]]), 'attention_mask': tensor([[1]]), 'labels': tensor([1])}
-    """
-    named = isinstance(batch, Mapping)
-    parts = dict(batch) if named else batch
-    leaves = pytree.tree_leaves(parts)
-    if any(isinstance(leaf, str) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)) for leaf in leaves):
-        return None
-    parts = pytree.tree_map(lambda leaf: leaf[row : row + 1] if isinstance(leaf, Tensor) else leaf, parts)
-    if columns is not None:
-        shape = parts["attention_mask"].shape
-        for name, value in parts.items():
-            targets = name in ("label", "labels", "label_ids") and isinstance(value, Tensor)
-            if isinstance(value, Tensor) and value.shape[:2] == shape and not (targets and value.is_floating_point()):
-                parts[name] = value[:, columns]
-    return type(batch)(parts) if named else parts
-
-
-def _length(example: Any) -> int | None:
-    """How many tokens an example has; None where it is not of tokens yet."""
-    tokens: Any = example.get("input_ids") if isinstance(example, Mapping) else None
-    return len(tokens) if hasattr(tokens, "__len__") else None
-
-
-def _shorter(example: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without its padding, or, where it has none, the first half of it."""
-    length = len(example["input_ids"])
-    mask = example.get("attention_mask")
-    real = [] if mask is None else [place for place in range(length) if mask[place]]
-    places = real if 0 < len(real) < length else list(range(max(1, length // 2)))
-    return at_places(example, places, of=length)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A collator tried on a few examples: it must give the same again under the same seeds, and set no seeds itself."""
+"""A collator and its examples: they have one form, and batches of them are the same under the same seeds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from transformers.trainer_utils import RemoveColumnsCollator
+
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.own_generators import MEND, check_generators, noted_generators, refuse_noted
 from dpoptim.privacy.record_digests import digest_values
+from dpoptim.privacy.record_forms import OneForm
 from dpoptim.privacy.secret_randomness import generator_states, keep_states, seed_generators
 
 _TRIED = 32  # examples: so many that masks of a generator of one's own do not agree by chance
+
+
+def same_form(collate: Callable[[list[Any]], Any], args: Any) -> OneForm | None:
+    """What holds training examples to one form, at the columns that the collator is given.
+
+    Edge cases: None with per_device_train_batch_size=1, where no two records are collated together. Columns that
+    Trainer takes out of dicts (remove_unused_columns) may differ.
+    """
+    if args.per_device_train_batch_size == 1:
+        return None
+    columns = collate.signature_columns if isinstance(collate, RemoveColumnsCollator) else None
+    return OneForm("train_dataset", columns=columns)
 
 
 def check_repeats(collate: Callable[[list[Any]], Any], dataset: Any, key: NoiseKey) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import RecordDigests, digest_records
+from dpoptim.privacy.record_forms import OneForm
 
 _LABELS = ("label", "labels", "label_ids")
 _OF_TOKENS = ("attention_mask", "token_type_ids", "special_tokens_mask", "position_ids", "length")  # made of them
@@ -27,12 +28,14 @@ def named_held_out(eval_dataset: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if hasattr(part, "__len__") and len(part)}
 
 
-def digests_of(train: Any, held_out: Mapping[str, Any], key: NoiseKey) -> dict[str, RecordDigests]:
-    """Keyed digests of the training and held-out examples; each is read once.
+def digests_of(
+    train: Any, held_out: Mapping[str, Any], key: NoiseKey, *, look: OneForm | None = None
+) -> dict[str, RecordDigests]:
+    """Keyed digests of the training and held-out examples; each is read once, by `look` too.
 
     Edge cases: held-out examples that are random, or that cannot be read, have none.
     """
-    found = {"training": digest_records(train, key, what="train_dataset")}
+    found = {"training": digest_records(train, key, what="train_dataset", look=look)}
     for name, dataset in held_out.items():
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
             found[name] = digest_records(dataset, key, what="eval_dataset")

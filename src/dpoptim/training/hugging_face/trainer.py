@@ -22,7 +22,7 @@ from dpoptim.privacy.secret_randomness import seed_generators, seed_secretly
 from dpoptim.training.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.training.hugging_face.batch_check import check_batches
 from dpoptim.training.hugging_face.checkpoint_files import read_loader_state, write_loader_state
-from dpoptim.training.hugging_face.collator_check import check_repeats
+from dpoptim.training.hugging_face.collator_check import check_repeats, same_form
 from dpoptim.training.hugging_face.held_out import HeldOutCheck, digests_of, named_held_out
 from dpoptim.training.hugging_face.identity import identity_for
 from dpoptim.training.hugging_face.refusals import (
@@ -64,12 +64,12 @@ class PrivateTrainer(transformers.Trainer):
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
     Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A run that is resumed goes on as itself: a checkpoint that was edited, other training or held-out examples and
-    other settings are refused before anything is computed, and a step that was released before and comes out otherwise
-    (other code, another device) before its noise is made. For that all examples are read once when training begins
-    (20 s for a million short tokenised texts).
-    Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation is
-    the stock one, and leaves the random numbers of the training alone. What the plan cannot cover is refused at once.
+    A run that is resumed goes on as itself: a checkpoint that was edited, other examples and other settings are refused
+    before anything is computed, and a step that comes out otherwise than it was released (other code, another device)
+    before its noise is made. For that, and to see that they have one form (keys and types), all examples are read once
+    when training begins (30 s for a million short tokenised texts).
+    Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation
+    leaves no trace in training. What the plan cannot cover is refused at once.
     """
 
     def __init__(
@@ -134,9 +134,8 @@ class PrivateTrainer(transformers.Trainer):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        named = named_held_out(self.eval_dataset).items()
-        held_out = {name: self._used_columns(part, "evaluation") for name, part in named}
-        self._records = digests_of(dataset, held_out, self._run_secrets().key)
+        held_out = {n: self._used_columns(d, "evaluation") for n, d in named_held_out(self.eval_dataset).items()}
+        self._records = digests_of(dataset, held_out, self._run_secrets().key, look=same_form(collate, self.args))
         check_repeats(collate, dataset, self._run_secrets().key)
         check_batches(self, self._losses, collate, dataset)
         loader = private_loader(
@@ -145,6 +144,7 @@ class PrivateTrainer(transformers.Trainer):
             key=self._run_secrets().key,
             micro_batch_size=self.args.per_device_train_batch_size,
             collate_fn=collate,
+            check_forms=False,  # they were compared, at the columns that are used
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             digest=self._records["training"].whole,

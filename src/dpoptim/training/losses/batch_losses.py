@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dpoptim.training.data.masking import IGNORED
 from dpoptim.training.losses.causal_check import check_one_direction
 from dpoptim.training.losses.class_losses import class_losses
-from dpoptim.training.losses.task_of_class import TABLES, tasks_of_classes
+from dpoptim.training.losses.label_losses import LabelLosses
+from dpoptim.training.losses.task_of_class import LABEL_TABLES, TABLES, label_tasks_of_classes, tasks_of_classes
 from dpoptim.training.losses.tasks import Task
 from dpoptim.training.losses.token_losses import can_read_targets, logits_of, token_losses
 from dpoptim.training.support.modes import without_peft
@@ -58,7 +59,7 @@ class BatchLosses:
         return losses.float().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
-def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
+def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses | LabelLosses:
     """The losses of a model by its class, or for a task by name.
 
     Edge cases: one ValueError line where the class says nothing, where it does more than one task, and for causal-lm
@@ -66,6 +67,8 @@ def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     a private optimizer watches already, all logits are made: ask before the optimizer is made to decode targets alone.
     """
     found = _task_of(model) if task is None else _named(task)
+    if not isinstance(found, Task):
+        return LabelLosses(decodes=found == "seq2seq-lm")
     if found is Task.CAUSAL_LM:
         check_one_direction(model)
     return BatchLosses(task=found, targets_only=not found.is_classification and _can_read_targets(model))
@@ -78,21 +81,19 @@ def _can_read_targets(model: nn.Module) -> bool:
         return False
 
 
-def _named(task: str) -> Task:
-    try:
-        found = Task(task)
-    except ValueError:
-        found = Task.TABULAR_CLASSIFICATION
-    if found not in TABLES:
-        raise ValueError(f"task={task!r} must be one of {', '.join(kind.value for kind in TABLES)}")
-    return found
+def _named(task: str) -> Task | str:
+    known: dict[str, Task | str] = {kind.value: kind for kind in TABLES} | {name: name for name in LABEL_TABLES}
+    if task not in known:
+        raise ValueError(f"task={task!r} must be one of {', '.join(known)}")
+    return known[task]
 
 
-def _task_of(model: nn.Module) -> Task:
+def _task_of(model: nn.Module) -> Task | str:
     inner = without_peft(model)
-    found = tasks_of_classes(kind.__name__ for kind in type(inner).__mro__)
+    names = [kind.__name__ for kind in type(inner).__mro__]
+    found: list[Task | str] = [*tasks_of_classes(names), *label_tasks_of_classes(names)]
     if len(found) != 1:
-        known = ", ".join(kind.value for kind in TABLES)
+        known = ", ".join([*(kind.value for kind in TABLES), *LABEL_TABLES])
         says = "does several tasks" if found else "is of no task that is known here"
         raise ValueError(
             f"{type(inner).__name__} {says}; set task= ({known}), or pass loss_per_example=, a function of (model, "

@@ -14,6 +14,11 @@ TABLES = {
     Task.TEXT_CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     Task.IMAGE_CLASSIFICATION: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
 }
+LABEL_TABLES = {
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+"""Tasks of `LabelLosses`, which a loop or a Trainer of Hugging Face can train, and `dpoptim train` cannot."""
 _ENDINGS = {
     "ForMaskedLM": Task.MASKED_LM,
     "LMHeadModel": Task.CAUSAL_LM,
@@ -36,6 +41,17 @@ def tasks_of_classes(names: Iterable[str]) -> list[Task]:
     found = [task for task, table in TABLES.items() if asked & _class_names(getattr(auto, table))]
     by_name = {task for name in asked for ending, task in _ENDINGS.items() if name.endswith(ending)}
     return found or [task for task in TABLES if task in by_name]
+
+
+def label_tasks_of_classes(names: Iterable[str]) -> list[str]:
+    """The same for the tasks whose labels lie beside the logits.
+
+    >>> label_tasks_of_classes(["BertForTokenClassification"]), label_tasks_of_classes(["BertForMaskedLM"])
+    (['token-classification'], [])
+    """
+    auto = needed("transformers.models.auto.modeling_auto", "finding the task of a model")
+    asked = set(names)
+    return [task for task, table in LABEL_TABLES.items() if asked & _class_names(getattr(auto, table))]
 
 
 def _class_names(table: Mapping[str, Any]) -> set[str]:

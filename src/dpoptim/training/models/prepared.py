@@ -168,38 +168,20 @@ def prepare(
     >>> prepared.loss_per_example(prepared.model, batch).shape
     torch.Size([3])
     """
-    if not isinstance(task, Task):
-        raise ValueError(f"task must be a Task, got {task!r}; use Task('masked-lm'), for one")
-    _check_records(task, records)
-    if task.reads_text and records.empty == len(records):
-        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to learn from")
-    if not 0 < mask_fraction < 1:
-        raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+    _check_asked(task, records, mask_fraction)
     name = None if isinstance(model, nn.Module) else str(model)
     if name is None and (lora_rank is not None or from_scratch):
         raise ValueError(
             f"lora_rank={lora_rank}, from_scratch={from_scratch}: a model given as a module is used as it is; give its "
             "folder, or use add_lora"
         )
-    if task.reads_text:
-        tokenizer = _tokenizer(tokenizer, name)
-        if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
-            raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
-    module = (
-        model
-        if isinstance(model, nn.Module)
-        else load_model(
-            task,
-            model,
-            num_labels=len(records.label_names) if task.is_classification else None,
-            label_names=records.label_names if task.is_classification else None,
-            columns=len(records.feature_names) or None,
-            lora_rank=lora_rank,
-            from_scratch=from_scratch,
-            dtype=dtype,
-            seed=seed,
-        )
-    )
+    tokenizer = _tokenizer(tokenizer, name, task) if task.reads_text else None
+    labels = records.label_names if task.is_classification else None
+    module = model if isinstance(model, nn.Module) else load_model(
+        task, model, num_labels=None if labels is None else len(labels), label_names=labels,
+        columns=len(records.feature_names) or None, lora_rank=lora_rank, from_scratch=from_scratch, dtype=dtype,
+        seed=seed,
+    )  # fmt: skip
     made = _for_text if task.reads_text else _for_images if task is Task.IMAGE_CLASSIFICATION else _for_rows
     make_dataset, collate, length = made(
         _Settings(
@@ -211,7 +193,7 @@ def prepare(
     prepared = Prepared(
         task=task,
         model=module,
-        tokenizer=tokenizer if task.reads_text else None,
+        tokenizer=tokenizer,
         records=records,
         dataset=dataset,
         lengths=lengths,
@@ -251,6 +233,17 @@ _MakeDataset = Callable[[Records], tuple[Dataset[Any], NDArray[np.int64] | None]
 _Made = tuple[_MakeDataset, Callable[[Sequence[Any]], Batch], int | None]
 
 
+def _check_asked(task: Task, records: Records, mask_fraction: float) -> None:
+    """Refuse what is wrong with task, records and masks before a model is loaded."""
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be a Task, got {task!r}; use Task('masked-lm'), for one")
+    _check_records(task, records)
+    if task.reads_text and records.empty == len(records):
+        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to learn from")
+    if not 0 < mask_fraction < 1:
+        raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+
+
 def _check_records(task: Task, records: Records) -> None:
     kinds = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
     wanted = kinds.get(task, Kind.TEXT)
@@ -267,12 +260,15 @@ def _check_records(task: Task, records: Records) -> None:
         )
 
 
-def _tokenizer(given: Any, name: str | None) -> Any:
+def _tokenizer(given: Any, name: str | None, task: Task) -> Any:
+    """The one that was given, as it is or by its folder's name; else the model's own."""
     if given is None and name is None:
         raise ValueError("tokenizer=None: a model that is given as a module needs its tokenizer beside it")
-    if given is None or isinstance(given, str | Path):
-        return load_tokenizer(given if given is not None else str(name))
-    return given
+    named = given is None or isinstance(given, str | Path)
+    tokenizer = load_tokenizer(str(name) if given is None else given) if named else given
+    if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
+    return tokenizer
 
 
 def _for_text(settings: _Settings) -> _Made:

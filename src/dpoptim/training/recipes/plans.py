@@ -59,11 +59,8 @@ _VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
     "independent_moments": independent_moments,
     "joint_moments": joint_moments,
 }
-_FLOORED: dict[str, Release] = {  # what their own eps is measured by
-    "bias_correction": Gradient(),
-    "independent_moments": IndependentMoments(),
-    "joint_moments": JointMoments(),
-}
+_RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
+_FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their own eps is the noise's level
 
 
 def plan_of(
@@ -226,6 +223,15 @@ def name_of_sampling(sampling: Sampling) -> str:
     return "shuffled" if isinstance(sampling, Shuffled) else "poisson"
 
 
+def release_of(variant: str) -> Release:
+    """What a variant's steps release: for most of them the gradient alone.
+
+    >>> release_of("bias_correction"), release_of("joint_moments")
+    (Gradient(), JointMoments(square_weight=None))
+    """
+    return _RELEASES.get(variant, Gradient())
+
+
 def optimizer_of(
     recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, own_batches: bool = False
 ) -> PrivateOptimizer:
@@ -269,7 +275,7 @@ def make_optimizer(
     if variant == "dp_sgd":
         return dp_sgd(model, plan, learning_rate, momentum=betas[0], weight_decay=weight_decay, **options)
     if eps is None:
-        floor = noise_level(plan, _FLOORED[variant]) if variant in _FLOORED else 0.0
+        floor = noise_level(plan, release_of(variant)) if variant in _FLOORED else 0.0
         eps = max(floor, Adam().eps)
     if variant == "scale_then_privatize":
         options["eps_scale"] = eps_scale

@@ -15,6 +15,7 @@ from typing import Any
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.training.runs.run_log import log_lines
 
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""
@@ -249,25 +250,14 @@ def number(value: Any) -> float | None:
 
 
 def _records(log: Path, notes: list[str]) -> list[dict[str, Any]]:
-    lines = log.read_bytes().split(b"\n")
-    found, broken = [], []
-    for place, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            found.append({**record, "_line": place})
-        else:
-            broken.append(place)
-    if broken and broken[-1] == len(lines):
+    lines = log_lines(log)
+    broken = [line.place for line in lines if line.entry is None]
+    if lines and lines[-1].is_open and lines[-1].entry is None:
         notes.append(f"log.jsonl: its last line ({broken.pop()}) was cut off while it was written, and is ignored")
     if broken:
         some = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
         notes.append(f"log.jsonl: {len(broken)} unreadable line(s) ignored: {some}")
-    return found
+    return [{**line.entry, "_line": line.place} for line in lines if line.entry is not None]
 
 
 def _content(file: Path, notes: list[str]) -> str | None:

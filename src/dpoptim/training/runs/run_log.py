@@ -6,7 +6,7 @@ import datetime
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from dpoptim.training.support.files import write_text
 from dpoptim.training.support.plain import plain
@@ -48,18 +48,37 @@ class RunLog:
         self._file.close()
 
 
+class LogLine(NamedTuple):
+    """One line of a log; `entry` is None where the line is no JSON object."""
+
+    place: int  # from 1
+    entry: dict[str, Any] | None
+    is_open: bool  # nothing ends the line: it is the file's last, and was cut off where it cannot be read
+
+
+def log_lines(path: Path) -> list[LogLine]:
+    """The lines of a log that are not blank, in order, readable or not."""
+    lines = path.read_bytes().split(b"\n")
+    return [LogLine(place, _entry(line), place == len(lines)) for place, line in enumerate(lines, 1) if line.strip()]
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The entries of a log in order; a last line that was cut off by a crash is left out."""
     entries: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is no JSON; was the file changed?") from None
-        entries.append(entry)
+    lines = log_lines(path)
+    for line in lines:
+        if line.entry is not None:
+            entries.append(line.entry)
+        elif line is not lines[-1]:
+            raise ValueError(f"{path}, line {line.place} is no JSON; was the file changed?")
     return entries
 
 
