@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import integrate
 from torch import Tensor, nn
 
 import dpoptim
@@ -124,8 +125,25 @@ def test_losses_are_the_means_they_stand_for():
 def test_the_population_loss_is_least_at_one():
     loss = population_loss()
     assert float(loss(1.0)) == pytest.approx(0.5994382, abs=1e-7)
-    assert float(loss(1.0, 1)) == pytest.approx(0.0, abs=1e-6)
-    assert float(loss(1.0, 2)) == pytest.approx(0.1442245, abs=1e-4)
+    assert float(loss(1.0, 1)) == pytest.approx(0.0, abs=1e-12)
+    assert float(loss(1.0, 2)) == pytest.approx(0.1442245, abs=5e-8)
+
+
+@pytest.mark.parametrize("theta", [-5.0, -4.96, -1.37, 0.0, 0.05, 1.0, 1.234, 3.05, 5.0, 6.0, 6.9, 6.95, 7.0])
+def test_the_population_loss_is_the_integral_over_x(theta):
+    def density(x):
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def at(x):  # of y = 1 and x; the loss of y = 0 and x is that of y = 1 and −x, as is its chance
+        return 2 * density(x) / (1 + math.exp(-x)) * math.log1p(math.exp(-theta * x))
+
+    def bend(x):
+        return density(x) * (x / 2 / math.cosh(theta * x / 2)) ** 2
+
+    settled = {"limit": 400, "epsabs": 1e-12, "epsrel": 1e-12, "points": [0.0]}
+    loss = population_loss()
+    assert float(loss(theta)) == pytest.approx(integrate.quad(at, -12, 12, **settled)[0], abs=1e-9)
+    assert float(loss(theta, 2)) == pytest.approx(integrate.quad(bend, -12, 12, **settled)[0], abs=1e-6)
 
 
 def test_tuning_goes_by_validation_and_the_first_half_and_reports_the_second():

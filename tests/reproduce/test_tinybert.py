@@ -22,6 +22,7 @@ from dpoptim.privacy import private_loader
 from dpoptim.reproduce import result_files
 from dpoptim.reproduce.experiment import NotHere, Request
 from dpoptim.reproduce.tinybert import model as models
+from dpoptim.reproduce.tinybert import report
 from dpoptim.reproduce.tinybert.claims import CLAIMS, holds
 from dpoptim.reproduce.tinybert.corpus import made_up_corpus, read_corpus
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
@@ -105,8 +106,8 @@ def test_losses_are_those_of_the_plain_model(ground):
 
 def test_evaluation_is_the_mean_over_tokens_and_over_examples(ground, monkeypatch):
     model = ground.fresh_model()
-    whole = mean_losses(model, ground.test, ground.precision(), longest=64)
-    assert mean_losses(model, ground.test, ground.precision(), longest=64) == whole, "masks are always the same"
+    whole = mean_losses(model, ground.test, longest=64)
+    assert mean_losses(model, ground.test, longest=64) == whole, "masks are always the same"
     assert model.training
     seen: list[tuple[float, int]] = []
     plain = type(model).token_losses
@@ -117,7 +118,7 @@ def test_evaluation_is_the_mean_over_tokens_and_over_examples(ground, monkeypatc
         return losses
 
     monkeypatch.setattr(type(model), "token_losses", kept)
-    mean_losses(model, ground.test, ground.precision(), longest=64)
+    mean_losses(model, ground.test, longest=64)
     assert len(seen) == len(ground.test)
     assert whole["tokens"] == pytest.approx(sum(s for s, _ in seen) / sum(n for _, n in seen))
     assert whole["examples"] == pytest.approx(sum(s / n for s, n in seen) / len(seen))
@@ -255,8 +256,8 @@ def test_without_noise_it_is_torch_adam(ground):
     optimizer = torch.optim.Adam(model.parameters(), lr=made["lr"])
     generator = torch.Generator()
     loader = private_loader(
-        cast(Any, range(60)), plan_of(made), lengths=ground.train.lengths, micro_batch_tokens=2**19, bucket=64,
-        collate_fn=np.array, key=key, run_id="tinybert",
+        cast(Any, range(60)), plan_of(made), lengths=ground.train.lengths, micro_batch_tokens=ground.part_tokens,
+        bucket=64, collate_fn=np.array, key=key, run_id="tinybert",
     )  # fmt: skip
     for step, indices in enumerate(loader):
         secret = key.for_run("tinybert").subkey("masks", str(step))
@@ -265,7 +266,7 @@ def test_without_noise_it_is_torch_adam(ground):
         optimizer.zero_grad()
         model(part_of(ground.train, indices, generator=generator, bucket=64)).mean().backward()
         optimizer.step()
-    found = mean_losses(model, ground.validation, ground.precision(), examples=4096, longest=64)["tokens"]
+    found = mean_losses(model, ground.validation, examples=4096, longest=64)["tokens"]
     assert found == pytest.approx(curve[-1][1], abs=2e-4)
     assert found != pytest.approx(curve[-2][1], abs=2e-4)
 
@@ -360,3 +361,16 @@ def test_the_table_has_all_places():
         name in kind.paper for name, k in places(beyond=False) for kind in COLUMNS if kind.name == k and k != "none"
     )
     assert math.isclose(sum(kind.paper.get("dp_sgd", 0) for kind in COLUMNS), 3.373 + 3.605 + 3.726)
+
+
+def test_runs_in_both_precisions_are_compared_and_the_later_counts():
+    def line(loss, **changes):
+        made = {"purpose": "final", "row": "dp_sgd", "column": "banded", "seed": 0, "lr": 1.0, **changes}
+        return {"cell": made, "result": {"test": {"tokens": loss}, "ended": "finished"}}
+
+    lines = [line(3.5), line(3.2, seed=1), line(3.51, dtype="bfloat16"), line(9.0, lr=2.0, dtype="bfloat16", seed=2)]
+    assert report._in_both_precisions(lines[:2]) == ""
+    said = report._in_both_precisions(lines)
+    assert said.startswith("1 of these runs")
+    assert said.endswith("are +0.0100 to +0.0100 from those.")
+    assert scores(lines)["dp_sgd", "banded"].losses == (3.51, 3.2, 9.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Request:
     workers: processes that share the device, where an experiment can use several; None is its own number.
     data, model: folders or names, where an experiment needs them.
     commit: what to write down as the commit; None finds out.
-    time_limit: seconds after which no further cell is begun; None is no limit.
+    time_limit: seconds after which no further cell is begun, and long ones stop to be taken up again; None is no limit.
     again: begin afresh; the old file is kept as NAME.old.
     only: "NAME=VALUE" texts; cells whose setting NAME is not VALUE are left out.
 
@@ -66,9 +67,13 @@ class Request:
         asked = [text.split("=", 1) for text in self.only]
         return all(name in cell and str(cell[name]) == value for name, value in asked)
 
+    def seconds_left(self) -> float:
+        """Until the limit is over; infinite where there is none."""
+        return math.inf if self.time_limit is None else self.time_limit - (time.perf_counter() - self.started)
+
     def out_of_time(self) -> bool:
         """Whether the limit is over."""
-        return self.time_limit is not None and time.perf_counter() - self.started > self.time_limit
+        return self.seconds_left() < 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.interpolate import CubicSpline
+from scipy.interpolate import BPoly, CubicSpline, PPoly
 from torch import Tensor
 
 from dpoptim.noise import Dense, Independent, NoiseKey, StrategySpec
@@ -130,23 +130,32 @@ def mean_loss(signed: Series) -> CubicSpline:
     return CubicSpline(KNOTS, values, bc_type=((1, ends[0]), (1, ends[1])))
 
 
-def population_loss() -> CubicSpline:
+def population_loss() -> PPoly:
     """θ -> the mean loss of all examples with x ≠ 0, by quadrature over x; least at θ = 1, where it is .5994382.
 
-    >>> round(float(population_loss()(1.0)), 7)
-    0.5994382
+    Quintics through the loss and its first two derivatives at KNOTS, each an integral over x by the trapezoidal rule,
+    whose error falls like exp(−2π·distance/spacing) with the distance of the nearest pole, at least π/7 here.
+
+    Guarantee: within 1e-9 between the knots, the slope within 1e-8 and the second derivative within 1e-6; at the knots
+    all of them to rounding.
+
+    >>> loss = population_loss()
+    >>> [round(float(loss(1.0, order)), 7) + 0.0 for order in range(3)]
+    [0.5994382, 0.0, 0.1442245]
     """
-    x, weights = np.polynomial.hermite_e.hermegauss(160)
-    weights = weights / weights.sum()
+    x = np.linspace(-12.0, 12.0, 481)
+    weights = np.exp(-x * x / 2)
+    weights /= weights.sum()
     chance = 1 / (1 + np.exp(-x))
-    values = [
-        float(weights @ (chance * np.logaddexp(0.0, -theta * x) + (1 - chance) * np.logaddexp(0.0, theta * x)))
-        for theta in KNOTS
-    ]
-    return CubicSpline(KNOTS, values)
+    said = 1 / (1 + np.exp(-np.outer(KNOTS, x)))  # sigmoid(θx)
+    values = (
+        chance * np.logaddexp(0.0, -np.outer(KNOTS, x)) + (1 - chance) * np.logaddexp(0.0, np.outer(KNOTS, x))
+    ) @ weights
+    slopes, bends = ((said - chance) * x) @ weights, (said * (1 - said) * x * x) @ weights
+    return PPoly.from_bernstein_basis(BPoly.from_derivatives(KNOTS, np.stack([values, slopes, bends], axis=1)))
 
 
-def evaluate(loss: CubicSpline, theta: Series) -> Series:
+def evaluate(loss: PPoly, theta: Series) -> Series:
     """The loss at θ, beyond the knots along the straight line of its slope there; θ that is not finite gives ∞.
 
     Losses are convex, so beyond the knots this is at most what the loss really is.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import numpy as np
 import torch
 
@@ -17,7 +15,6 @@ _TOGETHER = 256
 def mean_losses(
     model: MaskedLM,
     texts: Texts,
-    precision: AbstractContextManager[object],
     *,
     examples: int | None = None,
     longest: int = 512,
@@ -34,8 +31,7 @@ def mean_losses(
     for first in range(0, count, _TOGETHER):
         indices, width, most, _ = texts.part(order[first : first + _TOGETHER], bucket=bucket, longest=longest)
         part = made_part(texts, indices, width, most, vocabulary, generator)
-        with precision:
-            losses = model.token_losses(part).double().sum(1)
+        losses = model.token_losses(part).double().sum(1)
         total, masked = total + losses.sum(), masked + part.masked.sum()
         mean = mean + (losses / part.masked.clamp(min=1)).sum()
     model.train()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dpoptim.reproduce import result_files
+from dpoptim.reproduce import provenance, result_files
 from dpoptim.reproduce.experiment import NotHere, Outcome, Request, line_of, open_results, short
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
@@ -19,14 +19,15 @@ from dpoptim.reproduce.tinybert.schedule import Cell, Job, jobs, sweep_jobs
 from dpoptim.reproduce.tinybert.sizes import SIZES
 from dpoptim.reproduce.tinybert.table_of_cells import places
 from dpoptim.reproduce.tinybert.texts import laid_out
-from dpoptim.reproduce.tinybert.training_run import Ground
+from dpoptim.reproduce.tinybert.training_run import Ground, dtype_on
+from dpoptim.reproduce.tinybert.unfinished import Unfinished
 from dpoptim.reproduce.tinybert.workers import Here, Processes, workers
 from dpoptim.reproduce.voice import Voice
 
 NAME = "tinybert"
 _MADE_UP = 150  # tokens of the made-up vocabulary
 LONGEST = 512
-GPU_WORKERS = 4
+GPU_WORKERS = 6
 
 
 def run_table(request: Request, voice: Voice) -> None:
@@ -52,8 +53,10 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
     make_ground = ground_maker(request)
     lines = open_results(NAME, request, voice)
     count = request.workers or (GPU_WORKERS if request.device == "cuda" else 1)
-    with workers(make_ground, count) as pool:
-        shared = _start(request, lines, make_ground, voice)
+    commit = request.commit or provenance.this_commit()
+    unfinished = Unfinished(request.out / "unfinished" / commit, until=time.time() + request.seconds_left())
+    with workers(make_ground, unfinished, count) as pool:
+        shared = _start(request, lines, make_ground, voice) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
 
         def wanted() -> list[Job]:
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
@@ -64,8 +67,9 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
 def _work_off(
     request: Request, next_jobs: Callable[[], list[Job]], pool: Here | Processes, lines: list[Line], voice: Voice
 ) -> None:
-    """Give out jobs as lines come in; past the time limit none is begun."""
+    """Give out jobs as lines come in; past the time limit none is begun, and those under way stop and are kept."""
     flying: set[str] = set()
+    kept = 0
     voice.begin(NAME, total=len(next_jobs()), done=0)
     while True:
         waiting = [job for job in next_jobs() if cell_key(job.cell) not in flying]
@@ -76,11 +80,17 @@ def _work_off(
             pool.give(job)
         if not pool.busy:
             if waiting:
-                voice.say(f"{NAME}: time is over, {len(waiting)} cells or more are left; the same command goes on")
+                voice.say(
+                    f"{NAME}: time is over, {len(waiting)} cells or more are left, {kept} of them begun; the same "
+                    "command goes on"
+                )
             return
         done, outcome, seconds = pool.take()
+        flying.discard(cell_key(done.cell))
+        if outcome is None:
+            kept += 1
+            continue
         line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds)
-        flying.discard(cell_key(line["cell"]))
         lines.append(line)
         result_files.append(request.file(NAME), line)
         said = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
@@ -99,13 +109,11 @@ def _start(request: Request, lines: list[Line], make_ground: Callable[[], Ground
             return {name: line["cell"][name] for name in ("num_examples", "model")}
     started = time.perf_counter()
     ground = make_ground()
-    fresh = ground.fresh_model().to(ground.device)
-    shared = {"num_examples": len(ground.train), "model": models.fingerprint(fresh)}
+    fresh = ground.model()
+    shared = {"num_examples": len(ground.train), "model": models.fingerprint(ground.fresh_model())}
     cell = {"purpose": "no fine-tuning", "row": "none", "column": "none", "seed": 0, **shared}
-    test = mean_losses(fresh, ground.test, ground.precision(), longest=ground.longest)
-    held_out = mean_losses(
-        fresh, ground.validation, ground.precision(), examples=ground.validation_examples, longest=ground.longest
-    )
+    test = mean_losses(fresh, ground.test, longest=ground.longest)
+    held_out = mean_losses(fresh, ground.validation, examples=ground.validation_examples, longest=ground.longest)
     result = {"ended": "finished", "validation": held_out["tokens"], "test": test, "test_examples": len(ground.test)}
     first = line_of(NAME, request, cell, Outcome(result=result, note="no private text was used"), started)
     result_files.append(request.file(NAME), first)

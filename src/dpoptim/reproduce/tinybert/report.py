@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpoptim.reproduce.markdown import made_by, number, table
-from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, holds
 from dpoptim.reproduce.tinybert.schedule import chosen, tuning_lines, tuning_losses
 from dpoptim.reproduce.tinybert.scores import Score, scores
@@ -16,6 +16,7 @@ from dpoptim.reproduce.tinybert.table_of_cells import (
     COLUMNS,
     DELTA,
     NON_PRIVATE,
+    PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
     ROWS,
     column,
@@ -34,6 +35,8 @@ def markdown(lines: Sequence[Line]) -> str:
         made_by(lines, f"dpoptim reproduce tinybert --scale {scale} --data DIR --model DIR --device cuda"),
         _what(lines, SIZES[scale]),
         _main(found),
+        _signal(lines),
+        _in_both_precisions(lines),
         _guarantees(lines),
         _claims(found),
         _beyond(lines, found),
@@ -80,6 +83,43 @@ def shown(score: Score | None) -> str:
         return "–"
     half = score.half_width()
     return f"{score.mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+def _signal(lines: Sequence[Line]) -> str:
+    """How much of an average of clipped gradients is left, which noise is to be compared with."""
+    means = []
+    for kind in WITH_NOISE:
+        norms = [norm for line in lines if _is_final(line, "noiseless", kind.name)
+                 for _, norm in line["result"].get("gradient_norms", [])]  # fmt: skip
+        if norms:
+            means.append(f"{sum(norms) / len(norms):.3f} ({kind.label})")
+    if not means:
+        return ""
+    return (
+        "The clipped average gradient's length over the clip norm, mean over the run with a noiseless preconditioner "
+        f"(NOT private): {', '.join(means)}; the paper's is about {PAPER_GRADIENT:g}."
+    )
+
+
+def _in_both_precisions(lines: Sequence[Line]) -> str:
+    """The first final runs had parameters in float32; where a cell was run again in bfloat16, how they differ."""
+    whole = {key: loss for dtype, key, loss in map(_final_loss, lines) if dtype is None}
+    off = [loss - whole[key] for dtype, key, loss in map(_final_loss, lines) if dtype == "bfloat16" and key in whole]
+    if not off:
+        return ""
+    return (
+        f"{len(off)} of these runs were also made with parameters in float32 and only products in bfloat16: test "
+        f"losses in bfloat16 are {min(off):+.4f} to {max(off):+.4f} from those."
+    )
+
+
+def _final_loss(line: Line) -> tuple[str | None, str, float]:
+    """(dtype, the other settings, test loss) of a final run; the dtype of any other line is empty."""
+    cell = dict(line["cell"])
+    dtype = cell.pop("dtype", None)
+    loss = line["result"].get("test", {}).get("tokens")
+    final = cell["purpose"] == "final" and loss is not None
+    return dtype if final else "", cell_key(cell), loss if final else 0.0
 
 
 def _guarantees(lines: Sequence[Line]) -> str:

@@ -35,7 +35,7 @@ class Score:
 
 
 def scores(lines: Sequence[Line]) -> dict[tuple[str, str], Score]:
-    """By (row, column); ("none", "none") is the model as it comes."""
+    """By (row, column); ("none", "none") is the model as it comes. Of two runs of one seed the later one counts."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for line in lines:
         cell, result = line["cell"], line["result"]

@@ -58,6 +58,15 @@ class Sights:
             found["second_moments"] = self._spread()
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen so far."""
+        return {"norms": [(step, float(norm)) for step, norm in self._norms], "fractions": list(self._fractions)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._norms = [(step, torch.tensor(norm)) for step, norm in state["norms"]]
+        self._fractions = list(state["fractions"])
+
     def _observe(self, released: Released) -> None:
         if released.step % self._every == 0 and released.square is not None:
             total = torch.stack([square.sum() for square in released.square.values()]).sum()

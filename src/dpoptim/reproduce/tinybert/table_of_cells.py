@@ -154,6 +154,8 @@ COLUMNS: tuple[Column, ...] = (
 
 PAPER_WITHOUT_NOISE = {"none": 4.955, "non_private_sgd": 3.269, "non_private_adam": 2.781}
 """The paper's test losses that have no noise column; "none" is no fine-tuning."""
+PAPER_GRADIENT = 0.27
+"""The paper's mean of ‖g_t‖/ζ."""
 
 
 def row(name: str) -> Row:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,10 +21,16 @@ from dpoptim.reproduce.tinybert.optimizers import optimizer_of
 from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.sights import Sights
 from dpoptim.reproduce.tinybert.texts import Texts, made_part
+from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
 Curve = list[tuple[int, float]]
 WORSE = 0.05
 """A tuning run that is so much worse than the best of its place, from half of its steps on, is given up."""
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """bfloat16 on a GPU, float32 elsewhere."""
+    return torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
 @dataclass(frozen=True)
@@ -39,81 +44,126 @@ class Ground:
     device: str
     longest: int = 512
     bucket: int = 64
-    part_tokens: int = 2**19
+    part_tokens: int = 2**17  # several processes share the device: little padding is worth more than few parts
     validation_examples: int = 4096
 
-    def precision(self) -> AbstractContextManager[object]:
-        """bfloat16 for products on a GPU, parameters in float32; all float32 elsewhere."""
-        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters; what rounding takes from their updates, the optimizer keeps in float32."""
+        return dtype_on(self.device)
+
+    def model(self) -> MaskedLM:
+        """A fresh one, to be trained."""
+        return self.fresh_model().to(self.device, self.dtype).train()
 
 
-def run(cell: Mapping[str, Any], ground: Ground, *, beat: Curve | None = None) -> Outcome:
-    """Train the cell and score it.
+def run(
+    cell: Mapping[str, Any], ground: Ground, *, beat: Curve | None = None, unfinished: Unfinished | None = None
+) -> Outcome:
+    """Train the cell and score it. Raises `TimeIsOver` where that came first: `unfinished` has what was done.
 
-    The key is made of the cell's seed: batches, masks and noise of one seed are the same for every row, so that
-    rows are compared on equal terms. (The texts are public; a real run takes a secret key.) `beat` is the curve of the
-    best tuning run of the same place so far.
+    `beat` is the curve of the best tuning run of the same place so far.
     """
-    plan = plan_of(cell)
-    key = NoiseKey.from_bytes(hashlib.sha256(f"tinybert {cell['seed']}".encode()).digest())
-    run_id = "tinybert"
-    model = ground.fresh_model().to(ground.device).train()
-    optimizer = optimizer_of(cell, model, plan, key=key, run_id=run_id)
-    loader = private_loader(
-        cast(Any, range(len(ground.train))), plan, lengths=ground.train.lengths, micro_batch_tokens=ground.part_tokens,
-        bucket=ground.bucket, collate_fn=lambda rows: ground.train.part(
-            np.array(rows), bucket=ground.bucket, longest=ground.longest
-        ), pin_memory=ground.device == "cuda", key=key, run_id=run_id,
-    )  # fmt: skip
-    secret = key.for_run(run_id)
-    generator = torch.Generator(ground.device)
-    vocabulary = model.bert.config.vocab_size
-    sights = Sights(cell, optimizer)
-    curve: Curve = []
-    ended = "finished"
-    step, begins, started = 0, True, time.perf_counter()
-    for indices, width, most, _ in loader:
-        if begins:
-            generator.manual_seed(int.from_bytes(secret.subkey("masks", str(step))[:8], "little") % 2**63)
-            sights.before(step)
-        with ground.precision():
-            losses = model(made_part(ground.train, indices, width, most, vocabulary, generator))
-        losses.sum().backward()
-        optimizer.step()
-        begins = loader.step_ends
-        if not begins:
-            continue
-        sights.after(step)
-        step += 1
-        if step % max(cell["steps"] // 20, 1) == 0 or step == cell["steps"]:
-            curve.append((step, _validation(model, ground)))
-            ended = _verdict(curve, beat, cell["steps"])
+    training = _Training(cell, ground)
+    if unfinished is not None and (state := unfinished.found(cell)) is not None:
+        training.load_state_dict(state)
+    ended, steps = "finished", cell["steps"]
+    for step in training.steps():
+        if step % max(steps // 20, 1) == 0 or step == steps:
+            training.curve.append((step, _validation(training.model, ground)))
+            ended = _verdict(training.curve, beat, steps)
             if ended != "finished":
                 break
-    seconds = time.perf_counter() - started
+        if unfinished is not None and step < steps:
+            over = unfinished.is_over()
+            if over or unfinished.is_due(cell):
+                unfinished.keep(cell, training.state_dict())
+            if over:
+                raise TimeIsOver
     result: dict[str, Any] = {
         "ended": ended,
-        "validation": _finite(curve[-1][1]),
-        "curve": [(at, _finite(loss)) for at, loss in curve],
-        "steps_done": step,
-        "ms_a_step": round(1e3 * seconds / step, 2),
-        **sights.seen(),
+        "validation": _finite(training.curve[-1][1]),
+        "curve": [(at, _finite(loss)) for at, loss in training.curve],
+        "steps_done": training.done,
+        "ms_a_step": round(1e3 * training.seconds() / training.done, 2),
+        **training.sights.seen(),
     }
     if cell["purpose"] == "final":
-        result["test"] = {
-            name: _finite(loss)
-            for name, loss in mean_losses(model, ground.test, ground.precision(), longest=ground.longest).items()
-        }
+        test = mean_losses(training.model, ground.test, longest=ground.longest)
+        result["test"] = {name: _finite(loss) for name, loss in test.items()}
         result["test_examples"] = len(ground.test)
-    epsilon, note = guarantee(cell, plan)
-    adjacency = None if note else plan.adjacency.value
-    return Outcome(result=result, plan=described(plan), epsilon=epsilon, note=note, adjacency=adjacency)
+    if unfinished is not None:
+        unfinished.forget(cell)
+    epsilon, note = guarantee(cell, training.plan)
+    adjacency = None if note else training.plan.adjacency.value
+    return Outcome(result=result, plan=described(training.plan), epsilon=epsilon, note=note, adjacency=adjacency)
+
+
+class _Training:
+    """A run under way.
+
+    The key is made of the cell's seed: batches, masks and noise of one seed are the same for every row, so that
+    rows are compared on equal terms. (The texts are public; a real run takes a secret key.)
+    """
+
+    def __init__(self, cell: Mapping[str, Any], ground: Ground) -> None:
+        self.plan = plan_of(cell)
+        key, run_id = NoiseKey.from_bytes(hashlib.sha256(f"tinybert {cell['seed']}".encode()).digest()), "tinybert"
+        self.model = ground.model()
+        self.optimizer = optimizer_of(cell, self.model, self.plan, key=key, run_id=run_id)
+        self.loader = private_loader(
+            cast(Any, range(len(ground.train))), self.plan, lengths=ground.train.lengths,
+            micro_batch_tokens=ground.part_tokens, bucket=ground.bucket,
+            collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
+            pin_memory=ground.device == "cuda", key=key, run_id=run_id,
+        )  # fmt: skip
+        self.sights = Sights(cell, self.optimizer)
+        self.curve: Curve = []
+        self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()
+
+    @property
+    def done(self) -> int:
+        """How many steps were taken."""
+        return self.loader.next_step
+
+    def seconds(self) -> float:
+        """Since the run began, without the time in which it was interrupted."""
+        return time.perf_counter() - self._begun
+
+    def steps(self) -> Iterator[int]:
+        """Take what is left of the steps; yields their number after each."""
+        ground, begins = self._ground, True
+        generator = torch.Generator(ground.device)
+        vocabulary = self.model.bert.config.vocab_size
+        for indices, width, most, _ in self.loader:
+            step = self.optimizer.release.step
+            if begins:
+                generator.manual_seed(int.from_bytes(self._secret.subkey("masks", str(step))[:8], "little") % 2**63)
+                self.sights.before(step)
+            losses = self.model(made_part(ground.train, indices, width, most, vocabulary, generator))
+            losses.sum().backward()
+            self.optimizer.step()
+            begins = self.loader.step_ends
+            if begins:
+                self.sights.after(step)
+                yield step + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self._parts().items()}
+        return {**parts, "curve": self.curve, "seconds": self.seconds()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        self.curve = list(state["curve"])
+        self._begun = time.perf_counter() - state["seconds"]
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "sights": self.sights}
 
 
 def _validation(model: MaskedLM, ground: Ground) -> float:
-    return mean_losses(
-        model, ground.validation, ground.precision(), examples=ground.validation_examples, longest=ground.longest
-    )["tokens"]
+    return mean_losses(model, ground.validation, examples=ground.validation_examples, longest=ground.longest)["tokens"]
 
 
 def _verdict(curve: Curve, beat: Curve | None, steps: int) -> str:

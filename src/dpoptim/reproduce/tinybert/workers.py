@@ -13,15 +13,16 @@ from typing import Any
 from dpoptim.reproduce.experiment import Outcome
 from dpoptim.reproduce.tinybert.schedule import Job
 from dpoptim.reproduce.tinybert.training_run import Ground, run
+from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
-Done = tuple[Job, Outcome, float]  # and the seconds it took
+Done = tuple[Job, Outcome | None, float]  # None: time was over first; and the seconds it took
 
 
 class Here:
     """One cell after the other, in this process."""
 
-    def __init__(self, make_ground: Callable[[], Ground]) -> None:
-        self._ground = make_ground()
+    def __init__(self, make_ground: Callable[[], Ground], unfinished: Unfinished) -> None:
+        self._ground, self._unfinished = make_ground(), unfinished
         self._waiting: list[Job] = []
         self.places = 1
 
@@ -35,19 +36,20 @@ class Here:
     def take(self) -> Done:
         job = self._waiting.pop(0)
         started = time.perf_counter()
-        return job, run(job.cell, self._ground, beat=job.beat), time.perf_counter() - started
+        return job, _run(job, self._ground, self._unfinished), time.perf_counter() - started
 
 
 class Processes:
     """Several at a time, each process with its own copy of the ground."""
 
-    def __init__(self, make_ground: Callable[[], Ground], count: int) -> None:
+    def __init__(self, make_ground: Callable[[], Ground], unfinished: Unfinished, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._jobs: Any = context.Queue()
         self._done: Any = context.Queue()
         self.places, self.busy = count, 0
         self._processes = [
-            context.Process(target=_work, args=(make_ground, self._jobs, self._done), daemon=True) for _ in range(count)
+            context.Process(target=_work, args=(make_ground, unfinished, self._jobs, self._done), daemon=True)
+            for _ in range(count)
         ]
         for process in self._processes:
             process.start()
@@ -76,25 +78,32 @@ class Processes:
 
 
 @contextmanager
-def workers(make_ground: Callable[[], Ground], count: int) -> Iterator[Here | Processes]:
+def workers(make_ground: Callable[[], Ground], unfinished: Unfinished, count: int) -> Iterator[Here | Processes]:
     """Workers that end with the block; `count` = 1 is this process."""
     if count == 1:
-        yield Here(make_ground)
+        yield Here(make_ground, unfinished)
         return
-    pool = Processes(make_ground, count)
+    pool = Processes(make_ground, unfinished, count)
     try:
         yield pool
     finally:
         pool.stop()
 
 
-def _work(make_ground: Callable[[], Ground], jobs: Any, done: Any) -> None:
+def _run(job: Job, ground: Ground, unfinished: Unfinished) -> Outcome | None:
+    try:
+        return run(job.cell, ground, beat=job.beat, unfinished=unfinished)
+    except TimeIsOver:
+        return None
+
+
+def _work(make_ground: Callable[[], Ground], unfinished: Unfinished, jobs: Any, done: Any) -> None:
     try:
         ground = make_ground()
         while True:
             job = jobs.get()
             started = time.perf_counter()
-            done.put((job, run(job.cell, ground, beat=job.beat), time.perf_counter() - started))
+            done.put((job, _run(job, ground, unfinished), time.perf_counter() - started))
     except KeyboardInterrupt:
         return
     except BaseException:
