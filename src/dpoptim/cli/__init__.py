@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
-from dpoptim.cli import advise, compare, plan, report, reproduce, train
+from dpoptim.cli import advise, audit, compare, plan, report, reproduce, train
 from dpoptim.cli.mistyped import OneLineParser, mistyped
 from dpoptim.version import __version__
 
-_COMMANDS = (plan, advise, train, compare, report, reproduce)
+_COMMANDS = (plan, advise, train, compare, report, audit, reproduce)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -158,6 +158,11 @@ def _write(handle: int, line: bytes, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+def released_settings(path: Path, key: NoiseKey) -> dict[str, Any]:
+    """The settings that a run was begun with, as its key vouches for them; one ValueError line where it does not."""
+    return _verified(_read(path)[0], key, path)[0]
+
+
 def released_count(path: Path) -> int:
     """How many steps a file has; 0 where there is none, or where a crash came before its header was whole."""
     try:
@@ -176,21 +181,7 @@ def _read(path: Path) -> tuple[bytes, list[bytes]]:
 
 
 def _check(header: bytes, identity: RunIdentity, path: Path) -> None:
-    text, digest = header.split(b"\n")
-    try:
-        found = json.loads(text)
-        key, settings, records = found["key"], found["settings"], found["records"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}); put the run's own back, {_NEW_RUN}"
-        ) from error
-    if key != identity.key.fingerprint():
-        raise ValueError(
-            f"{path} is of a run with another noise key ({key}, and this one is {identity.key.fingerprint()}); "
-            f"put the run's own back, {_NEW_RUN}"
-        )
-    if not hmac.compare_digest(_digest(text, _secret(identity.key)), digest):
-        raise ValueError(f"{path} was edited, so nobody knows what was released; put the run's own back, {_NEW_RUN}")
+    settings, records = _verified(header, identity.key, path)
     for name in ("training", *(name for name in identity.records if name != "training")):
         if records.get(name) != identity.records.get(name) and (name == "training" or name in records):
             raise ValueError(
@@ -199,6 +190,26 @@ def _check(header: bytes, identity: RunIdentity, path: Path) -> None:
             )
     if changed := _difference(settings, json.loads(json.dumps(dict(identity.settings)))):
         raise ValueError(f"{changed}: a run keeps the settings it was begun with; undo the change, {_NEW_RUN}")
+
+
+def _verified(header: bytes, key: NoiseKey, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings and records of the run, as its key vouches for them."""
+    text, digest = header.split(b"\n")
+    try:
+        found = json.loads(text)
+        fingerprint, settings, records = found["key"], found["settings"], found["records"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}); put the run's own back, {_NEW_RUN}"
+        ) from error
+    if fingerprint != key.fingerprint():
+        raise ValueError(
+            f"{path} is of a run with another noise key ({fingerprint}, and this one is {key.fingerprint()}); "
+            f"put the run's own back, {_NEW_RUN}"
+        )
+    if not hmac.compare_digest(_digest(text, _secret(key)), digest):
+        raise ValueError(f"{path} was edited, so nobody knows what was released; put the run's own back, {_NEW_RUN}")
+    return settings, records
 
 
 def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -233,7 +233,7 @@ def release_of(variant: str) -> Release:
 
 
 def optimizer_of(
-    recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, own_batches: bool = False
+    recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
 ) -> PrivateOptimizer:
     """The optimizer of a complete recipe; the model's layers are then watched by it."""
     assert recipe.learning_rate is not None
@@ -247,7 +247,7 @@ def optimizer_of(
         eps_scale=recipe.eps_scale,
         weight_decay=recipe.weight_decay,
         key=key,
-        own_batches=own_batches,
+        **options,
     )
 
 
@@ -262,7 +262,7 @@ def make_optimizer(
     eps_scale: float | None,
     weight_decay: float,
     key: NoiseKey | None,
-    **options: Any,  # own_batches, param_groups
+    **options: Any,  # own_batches, param_groups, run_id
 ) -> PrivateOptimizer:
     """The optimizer of a variant by name: one for every front end.
 
