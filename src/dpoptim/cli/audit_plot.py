@@ -10,7 +10,7 @@ from dpoptim.audit import PlanAudit
 from dpoptim.audit.tradeoff import TradeOff
 from dpoptim.privacy.shown import rounded_up
 from dpoptim.theory import picture_style
-from dpoptim.theory.picture_style import BLUE, GREY, ORANGE, RED
+from dpoptim.theory.picture_style import BLUE, GREY, ORANGE, RED, SKY
 
 
 def draw(found: PlanAudit, path: Path) -> None:
@@ -29,7 +29,7 @@ def draw(found: PlanAudit, path: Path) -> None:
     missed = np.searchsorted(np.sort(inside), thresholds, side="right") / len(inside)
     wrong = 1.0 - np.searchsorted(np.sort(outside), thresholds, side="right") / len(outside)
     seen = (missed > 0) & (wrong > 0)
-    errors.plot(wrong[seen], missed[seen], color=BLUE, label="the attack, measured")
+    errors.plot(wrong[seen], missed[seen], color=SKY, linewidth=4, label="the attack, measured")
     least = 0.3 / len(inside)
     grid = np.geomspace(least, 1.0, 400)
     one_pair = TradeOff(epsilons=np.array([found.epsilon]), deltas=np.array([found.delta]))
