@@ -30,7 +30,7 @@ def guessing_bound(scores: Floats, included: Bools, *, delta: float, confidence:
     >>> import numpy as np
     >>> coins = np.arange(1000) % 2 == 0
     >>> round(guessing_bound(coins.astype(float), coins, delta=0.0, confidence=0.95), 2)
-    5.25
+    5.26
     """
     order = np.argsort(scores, kind="stable")
     found = 0.0

@@ -9,7 +9,7 @@ noise and optimizer are the ones that train models; nothing is taken apart for t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,7 +58,8 @@ def play(
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
     dataset = _Canaries(plan.num_examples, blank=canaries)
-    loader = private_loader(dataset, plan, key=key, run_id=_RUN, collate_fn=_as_it_is, check_forms=False)
+    places: Any = range(plan.num_examples)
+    loader = private_loader(places, plan, key=key, run_id=_RUN, collate_fn=dataset.batch, check_forms=False)
     drawn = _places(loader, generator, canaries, dataset)
     included = generator.random(canaries) < 0.5
     dataset.length[dataset.places] = torch.from_numpy(_directions(plan, included)).float() * _LENGTH * plan.clip_norm
@@ -84,10 +85,10 @@ def _directions(plan: PrivacyPlan, included: NDArray[np.bool_]) -> NDArray[np.fl
     return np.where(included, 1.0, out)
 
 
-def _in_clip_norms(released: Released, scale: object, plan: PrivacyPlan) -> NDArray[np.float32]:
+def _in_clip_norms(released: Released, scale: Mapping[str, Tensor] | None, plan: PrivacyPlan) -> NDArray[np.float32]:
     """The released sum as it was clipped and noised: scaled, in clip norms."""
     (name, average), *_ = released.gradient.items()
-    if isinstance(scale, dict):
+    if scale is not None:
         average = average * scale[name]
     return (average.double() * (plan.batch_size / plan.clip_norm)).reshape(-1).float().numpy()
 
@@ -114,7 +115,7 @@ def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
     return np.array([index for part in parts for index in part], dtype=np.int64)
 
 
-class _Canaries(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class _Canaries:
     """Which row of the model an example touches, and how strongly; blanks touch a row that is not trained."""
 
     def __init__(self, examples: int, *, blank: int) -> None:
@@ -122,19 +123,8 @@ class _Canaries(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.length = torch.zeros(examples)
         self.places = torch.zeros(0, dtype=torch.int64)
 
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.row[index], self.length[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.row[indices], self.length[indices]
-
-
-def _as_it_is(batch: Any) -> Any:
-    """The dataset has made a batch of it already."""
-    return batch
+    def batch(self, places: list[int]) -> tuple[Tensor, Tensor]:
+        return self.row[places], self.length[places]
 
 
 class _Coordinates(nn.Module):

@@ -91,6 +91,13 @@ def audit_plan(
 
     Edge cases: one ValueError line for a plan that promises nothing, and for correlated noise over more than 8,000
     steps. Squares that a plan releases too are not attacked: the bounds are then those of the gradient alone.
+
+    >>> from functools import partial
+    >>> from dpoptim.optim import dp_sgd
+    >>> plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
+    >>> found = audit_plan(plan, partial(dp_sgd, lr=0.1), canaries=500)
+    >>> found.passed, found.epsilon_bound < found.gaussian_bound < found.epsilon
+    (True, True)
     """
     check_auditable(plan)
     if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 100:
