@@ -299,6 +299,9 @@ class TestRefusals:
             clipped_sum(mlp, squares, x, scale={**scale, "2.bias": torch.ones(1)})
 
 
+_OWN = torch.Generator()
+
+
 class TestExamplesDoNotMix:
     def test_passes(self, mlp, x):
         check_examples_do_not_mix(mlp, squares, x)
@@ -327,6 +330,33 @@ class TestExamplesDoNotMix:
         """No layer lies before the mean, so only the loss of the example alone shows it."""
         with pytest.raises(ValueError, match="examples mix: example 0 has another loss in its batch than alone"):
             check_examples_do_not_mix(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
+
+    @pytest.mark.parametrize(
+        ("hook", "mixes"),
+        [
+            (lambda g: g / g.norm(), True),
+            (lambda g: g - g.mean(0), True),
+            (lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12), False),
+            (lambda g: g.clamp(-0.1, 0.1), False),
+            (lambda g: g * torch.rand((), generator=_OWN), False),  # another length each time
+        ],
+    )
+    def test_gradients_mixed_by_a_hook(self, x, hook, mixes):
+        class Hooked(nn.Sequential):
+            def forward(self, x: Tensor) -> Tensor:
+                hidden = self[1](self[0](x))
+                if hidden.requires_grad:
+                    hidden.register_hook(hook)
+                return self[2](hidden)
+
+        model = Hooked(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 2)).double()
+        before = torch.get_rng_state()
+        if mixes:
+            with pytest.raises(ValueError, match="examples mix"):
+                check_examples_do_not_mix(model, squares, x)
+        else:
+            check_examples_do_not_mix(model, squares, x)
+        assert (torch.get_rng_state() == before).all()
 
 
 def test_compiled_model_gives_the_same_sums(mlp, x):

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpoptim.gradients.buffers import BufferWatch
-from dpoptim.gradients.calls import RecentCalls, refuse_bare_forward, watch_calls
+from dpoptim.gradients.calls import RecentCalls, keep_compilers_out, refuse_bare_forward, watch_calls
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.forms import Form, kept_as
 from dpoptim.gradients.kernels import wide_dtype
@@ -33,7 +33,7 @@ from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
 from dpoptim.gradients.precision import full_precision
-from dpoptim.gradients.probe import UNTRIED, BatchAxisError, BatchAxisProbe, Trial, warn_unless_checked
+from dpoptim.gradients.probe import BatchAxisError, BatchAxisProbe, warn_unless_checked
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
@@ -79,13 +79,13 @@ class Engine:
         self.examples: int | None = None  # of the running forward
         self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
         self._called: nn.Module | None = None  # what is running
+        self.is_compiled = False  # what begins next
         self._calls = 0
         self._closed_calls = RecentCalls()
         self._first_calls = RecentCalls()  # whose input hangs on no other call
         self._told: set[str] = set()
         self.inside_generic = False
         self.probe = BatchAxisProbe(model)
-        self._trial = UNTRIED  # of what is running
         self.buffers = BufferWatch(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
@@ -134,6 +134,7 @@ class Engine:
         self.discard()
 
     def _take_forwards(self) -> None:
+        keep_compilers_out(_PrivateForward, "__call__")  # a compiled backward would not call `keep`
         for module, layer in self.layers.items():
             module.__dict__["forward"] = _PrivateForward(self, module, layer)
 
@@ -174,7 +175,8 @@ class Engine:
             raise ValueError("a layer of the model was replaced after the optimizer was made; make the optimizer last")
         self._calls += 1
         self.call = self._calls
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         examples = tensors[0].shape[0] if tensors else None
         if is_first := not any(tensor.requires_grad for tensor in tensors):
             self._first_calls.add(self.call)
@@ -184,10 +186,7 @@ class Engine:
                 "nothing shows that the first axis of every layer's input is the batch; pass tensors, lists or dicts",
             )
         self.examples = examples if is_whole or is_first or self.examples is None else self.examples
-        self._trial = UNTRIED
-        if examples is not None:
-            known = self.probe.known(module, examples, args, kwargs)
-            self._trial = self.probe.run(module, examples, args, kwargs) if known is None else known
+        self.probe.try_call(module, examples, leaves, structure, is_compiled=self.is_compiled)
 
     def end_call(self, module: nn.Module, output: Any) -> None:
         if module is not self._called or not self.capturing:
@@ -216,7 +215,8 @@ class Engine:
             self.examples = tensor.shape[0]
         if tensor.shape[0] == self.examples:
             return tensor
-        shared = self._shown().passed or (self.call is None and not tensor.is_floating_point())
+        tried = self.probe.trial_of_layer(in_call=self.call is not None).passed
+        shared = tried or (self.call is None and not tensor.is_floating_point())
         if tensor.shape[0] == 1 and shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
@@ -225,7 +225,7 @@ class Engine:
         """Warn of a layer that no trial has met as it comes now."""
         if self.call is None:
             others = () if is_tied else tensor.shape[1:-1]  # that might be the batch instead
-            follows = self._trial.passed and tensor.requires_grad and self.examples not in (None, *others)
+            follows = self.probe.trial.passed and tensor.requires_grad and self.examples not in (None, *others)
             if not follows:  # on a part that was tried
                 refuse_bare_forward(self.model)
                 self._tell(
@@ -233,7 +233,7 @@ class Engine:
                     "nothing shows that the first axis of its input is the batch; call the model itself",
                 )
             return
-        trial, found = self._trial, (layer, tensor.ndim)
+        trial, found = self.probe.trial, (layer, tensor.ndim)
         follows = tensor.requires_grad and found in trial.shared  # on shared rows, which a layer before has expanded
         if trial.passed and len(tensor) == self.examples and found not in trial.met and not follows:
             self._tell(
@@ -243,14 +243,8 @@ class Engine:
 
     def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]:
         """Whether the model was tried on one example less, and where the layer's arguments had the examples then."""
-        shown = self._shown()
-        return shown.passed, shown.axes.get(layer)
-
-    def _shown(self) -> Trial:
-        """What trials have shown of the layer that is running."""
-        if self.call is not None:
-            return self._trial
-        return UNTRIED if torch._C._current_graph_task_id() == -1 else self.probe.of_all()
+        trial = self.probe.trial_of_layer(in_call=self.call is not None)
+        return trial.passed, trial.axes.get(layer)
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
@@ -380,10 +374,6 @@ class _PrivateForward:
         if self.layer.rewrites and self.engine.call is not None and not torch.is_grad_enabled():
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
-
-    # A compiled backward would not call `keep`: under torch.compile the layers stay eager. This is what
-    # torch.compiler.disable sets, without importing the compiler for everyone.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch.utils import _pytree as pytree
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.engine import Engine, PhysicalBatch
 from dpoptim.gradients.probe import checking
+from dpoptim.privacy.secret_randomness import keep_states
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+Norms = dict[str, Tensor]  # squared, [examples], by parameter
 
 
 def clipped_sum(
@@ -59,50 +63,84 @@ def clipped_sum(
 def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
     """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
 
-    Two looks, at the first, a middle and the last example: one backward of its loss must leave no gradient at any other
-    example of any layer, and in eval mode it must have the same loss alone as in the batch (where the batch is made of
-    tensors with the examples first). They catch what no list of layer names can: a batch axis in the wrong place,
-    in-batch negatives, a loss normalised over the batch, rows that all examples share taken for rows of examples.
+    Three looks, at the first, a middle and the last example: one backward of its loss must leave no gradient at any
+    other example of any layer; in eval mode it must have the same loss alone as in the batch (where the batch is made
+    of tensors with the examples first); and its gradient must be as long as in a backward of all losses. They catch
+    what no list of layer names can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the
+    batch, rows that all examples share taken for rows of examples, gradients that a hook normalises over the batch.
 
-    Edge cases: where it was satisfied, what it met is no longer warned of.
+    Guarantee: generators are left as they were.
+    Edge cases: where it was satisfied, what it met is no longer warned of. Gradients that come out otherwise each time,
+    though generators are put back, are not compared in length.
     """
-    leaves, places = pytree.tree_leaves(batch), [0]
+    leaves, places, alone = pytree.tree_leaves(batch), [0], {}
     with checking(model):
         for place in places:
-            examples = _check_gradient(model, loss_fn, batch, place)
+            examples, alone[place] = _squared_norms(model, loss_fn, batch, operator.itemgetter(place))
+            _check_other_rows(alone[place], place)
             if place == 0:
                 places += sorted({examples // 2, examples - 1} - {0})
             if all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in leaves):
                 _check_loss_alone(model, loss_fn, batch, place)
+        together, again = (_squared_norms(model, loss_fn, batch, torch.sum)[1] for _ in range(2))
+        for place, norms in alone.items():
+            if _as_long(together, again, place) and not _as_long(together, norms, place):
+                raise ValueError(
+                    f"examples mix: the gradient of example {place} is longer or shorter in a backward of all losses "
+                    "than in one of its own. Look for hooks and functions whose backward looks across examples "
+                    "(gradients normalised or averaged over the batch)"
+                )
 
 
-def _check_gradient(model: nn.Module, loss_fn: LossFunction, batch: Any, place: int) -> int:
-    """The number of examples; ValueError where the loss of that one has a gradient at another."""
+def _squared_norms(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, chosen: Callable[[Tensor], Tensor]
+) -> tuple[int, list[Norms]]:
+    """The number of examples, and what a backward of the chosen losses leaves at each of them, call by call."""
     found: list[PhysicalBatch] = []
-    engine = Engine(model, found.append)
-    with _attached(engine):
-        losses = loss_fn(model, batch)
-        _check_losses(losses)
-        if len(losses) < 2:
-            raise ValueError("batch: at least two examples are needed to see whether they mix")
-        losses[place].backward()
-        engine.flush()
+    engine, put_back = Engine(model, found.append), keep_states()
+    try:
+        with _attached(engine):
+            losses = loss_fn(model, batch)
+            _check_losses(losses)
+            if len(losses) < 2:
+                raise ValueError("batch: at least two examples are needed to see whether they mix")
+            chosen(losses).backward()
+            engine.flush()
+    finally:
+        put_back()
     for physical in found:
         if physical.examples != len(losses):
             raise ValueError(
                 f"loss_fn returned {len(losses)} losses for a batch of {physical.examples} examples; return one "
                 "loss an example"
             )
-        for name, gradients in physical.gradients.items():
-            norms = gradients.squared_norms()
-            norms[place] = 0
-            if bool((norms != 0).any()):
+    norms = [{name: gradients.squared_norms() for name, gradients in physical.gradients.items()} for physical in found]
+    return len(losses), norms
+
+
+def _check_other_rows(calls: list[Norms], place: int) -> None:
+    for norms in calls:
+        for name, squared in norms.items():
+            others = squared.clone()
+            others[place] = 0
+            if bool((others != 0).any()):
                 raise ValueError(
                     f"examples mix: the loss of example {place} has a gradient at another example in "
                     f"parameter '{name}'. Look for a batch axis that is not first (batch_first=True), a loss averaged "
                     "over the batch, or a layer that looks across examples"
                 )
-    return len(losses)
+
+
+def _as_long(calls: list[Norms], others: list[Norms], place: int) -> bool:
+    """Whether the example's gradient is equally long in both, up to rounding in 16 bits; True where none can tell."""
+    if len(calls) != len(others):
+        return True
+    pairs = [(_length(norms, place), _length(other, place)) for norms, other in zip(calls, others, strict=True)]
+    return all(math.isclose(a, b, rel_tol=0.03, abs_tol=1e-6) for a, b in pairs if a + b < math.inf)
+
+
+def _length(norms: Norms, place: int) -> float:
+    return math.sqrt(sum(float(squared[place]) for squared in norms.values()))
 
 
 def _check_loss_alone(model: nn.Module, loss_fn: LossFunction, batch: Any, place: int) -> None:

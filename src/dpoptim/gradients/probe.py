@@ -5,7 +5,8 @@ come; its gradient would be split by position and clipped as if by example. And 
 like position ids that all examples share. So a module is run again, without gradients, on all examples and on
 all but the last: every layer's input must then be one example shorter, or be shared and stay as it is. The same
 runs tell which of a layer's further arguments have the examples, which no length of one run does. Arguments of another
-kind (another structure, another number of axes, as long as the batch or not) are tried when they come.
+kind (another structure, another number of axes, as long as the batch or not) are tried when they come, and again when
+the module is compiled.
 """
 
 from __future__ import annotations
@@ -112,31 +113,39 @@ class BatchAxisProbe:
         self._model = model
         self._trials: dict[nn.Module, list[tuple[Any, Kind, Trial]]] = {}
         self._calls: list[Call] | None = None
+        self._is_compiled = False  # what is tried
+        self.trial = UNTRIED  # of the call that began last
 
     @property
     def running(self) -> bool:
         return self._calls is not None
 
-    def known(self, module: nn.Module, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
-        """What a trial with such arguments has shown; None where there was none yet. One example needs none."""
-        if examples < 2:
+    def try_call(
+        self, module: nn.Module, examples: int | None, leaves: list[Any], structure: Any, *, is_compiled: bool
+    ) -> None:
+        """Try a call with these arguments, where none of their kind was tried before. One example needs no trial.
+
+        Warns where the module cannot be run on fewer examples, or ties rows of its arguments loosely.
+        """
+        self.trial = UNTRIED
+        if examples is None or examples < 2:
+            return
+        kind, trials = (is_compiled, *_kind(leaves, examples)), self._trials.setdefault(module, [])
+        found = next((trial for form, known, trial in trials if known == kind and form == structure), None)
+        if found is None:
+            self._is_compiled = is_compiled
+            found = self._tried(module, leaves, structure, examples)
+            trials.append((structure, kind, found))
+        self.trial = found
+
+    def trial_of_layer(self, *, in_call: bool) -> Trial:
+        """What is known of a layer that runs now: of the call it is in, or in a backward, where it runs again for
+        whichever call, what all trials agree on.
+        """
+        if in_call:
+            return self.trial
+        if torch._C._current_graph_task_id() == -1:
             return UNTRIED
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        kind = _kind(leaves, examples)
-        for known_structure, known_kind, trial in self._trials.get(module, ()):
-            if kind == known_kind and structure == known_structure:
-                return trial
-        return None
-
-    def run(self, module: nn.Module, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
-        """Try it; warns where the module cannot be run on fewer examples, or ties rows of its arguments loosely."""
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        trial = self._tried(module, leaves, structure, examples)
-        self._trials.setdefault(module, []).append((structure, _kind(leaves, examples), trial))
-        return trial
-
-    def of_all(self) -> Trial:
-        """What all trials agree on, for a layer that runs again in a backward, of whichever call."""
         trials = [trial for own in self._trials.values() for *_, trial in own]
         axes: dict[str, Axes | None] = {}
         for trial in trials:
@@ -196,10 +205,12 @@ class BatchAxisProbe:
 
     def _run(self, module: nn.Module, leaves: list[Any], structure: Any) -> Run | None:
         args, kwargs = pytree.tree_unflatten(leaves, structure)
+        # Code may ask whether it is compiled, and the trial must go the way that the call will go.
+        called = torch.compile(module, backend="eager") if self._is_compiled else module
         self._calls = []
         try:
             with torch.no_grad(), _same_randomness(leaves):
-                output = module(*args, **kwargs)
+                output = called(*args, **kwargs)
             found = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
             return Run(self._calls, [leaf.shape for leaf in found if isinstance(leaf, Tensor)])
         except Exception:  # whatever the module's own code says to such a batch
