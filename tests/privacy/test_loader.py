@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled, private_loader, tickets
@@ -232,6 +232,52 @@ def test_number_of_examples_is_checked_where_it_is_public():
     expected = [drawn(plan, step, 60) or [0] for step in range(40)]
     assert batches == expected
     assert np.mean([len(b) for b in batches]) == pytest.approx(15, rel=0.15)  # the plan's rate on 60 examples
+
+
+def divided(rows: dict[str, list[int]]) -> dict[str, list[float]]:
+    return {"x": [number / max(rows["x"]) for number in rows["x"]]}
+
+
+def arrow(count: int) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": list(range(1, count + 1))})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_transform_cannot_mix_examples(is_part, workers):
+    data: Any = arrow(20).with_transform(divided)
+    assert data.__getitems__([1, 3]) != [data[1], data[3]], "it would mix them"
+    loader = private_loader(Subset(data, range(20)) if is_part else data, make_plan(), **RUN, num_workers=workers)
+    for batch in loader:
+        assert batch["x"].tolist() == [1.0] * 5
+
+
+class Together(Numbers):
+    """A dataset that makes the batch itself."""
+
+    def __getitems__(self, places: list[int]) -> Any:
+        return torch.tensor(places), torch.tensor(places) / 2
+
+
+def test_a_dataset_may_make_its_batches_itself():
+    plan = make_plan()
+    for step, (numbers, halves) in enumerate(private_loader(Together(20), plan, **RUN, collate_fn=lambda batch: batch)):
+        assert numbers.tolist() == drawn(plan, step)
+        assert halves.tolist() == [number / 2 for number in numbers.tolist()]
+
+
+def test_rows_without_a_transform_are_read_together(monkeypatch):
+    data, plan, reads = arrow(20), make_plan(), []
+    together = type(data).__getitems__
+
+    def noted(self: Any, places: list[int]) -> Any:
+        reads.append(places)
+        return together(self, places)
+
+    monkeypatch.setattr(type(data), "__getitems__", noted)
+    for kind in (None, "torch"):
+        loader = private_loader(data.with_format(kind), plan, **RUN)
+        assert [number - 1 for number in next(iter(loader))["x"].tolist()] == drawn(plan, 0) == reads[-1]
 
 
 class Stream(IterableDataset[int]):

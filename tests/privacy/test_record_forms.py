@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 import dpoptim
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import digest_records
-from dpoptim.privacy.record_forms import OneForm
+from dpoptim.privacy.record_forms import OneForm, check_all_forms
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 Pair = collections.namedtuple("Pair", "tokens label")
@@ -156,12 +156,60 @@ def test_a_collate_function_that_takes_each_by_itself_may_have_them():
     dpoptim.private_loader(MIXED, PLAN, micro_batch_size=1)  # no two meet
 
 
-def test_other_datasets_are_not_read():
-    class OnDisk(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 6
+class OnDisk(torch.utils.data.Dataset[Any]):
+    """Records that are read one by one; `reads` are their places."""
 
-        def __getitem__(self, place: int) -> Any:
-            raise AssertionError("was read")
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.reads = rows, []  # type: ignore[var-annotated]
 
-    dpoptim.private_loader(OnDisk(), PLAN)
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        self.reads.append(place)
+        return self.rows[place]
+
+
+def hugging_face(rows: Any) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
+GAP: Any = [{"x": 0.5, "label": 1}] * 5 + [{"x": 0.5, "label": None}]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("make", "rows"), [(OnDisk, MIXED), (OnDisk, GAP), (hugging_face, GAP)])
+def test_examples_on_the_disk_are_compared_batch_by_batch(make, rows, workers):
+    def collate(rows: list[Any]) -> int:
+        assert rows == rows[:1] * len(rows), "of one form, and here of one content"
+        return len(rows)
+
+    loader = dpoptim.private_loader(make(rows), PLAN, collate_fn=collate, num_workers=workers)
+    for _ in range(2):  # a new iteration does not leave the step out
+        with pytest.raises(ValueError, match=r"a batch of dataset: record 1 .* the records before it have"):
+            list(loader)
+    assert loader.next_step < 3
+    whole = dpoptim.private_loader(make(rows[:5] + rows[:1]), PLAN, collate_fn=collate, num_workers=workers)
+    assert list(whole) == [2, 2, 2]
+
+
+def test_nothing_is_read_ahead_of_the_batches():
+    data = OnDisk([{"x": 0.5}] * 6)
+    loader = dpoptim.private_loader(data, PLAN)
+    assert data.reads == []
+    batch = next(iter(loader))
+    assert len(data.reads) == 2
+    assert batch["x"].tolist() == [0.5, 0.5]
+
+
+def test_examples_on_the_disk_may_differ_where_no_two_meet_or_they_are_taken_by_themselves():
+    own: dict[str, Any] = {"collate_fn": lambda rows: [len(row) for row in rows]}
+    for options in ({"check_forms": False, **own}, {"micro_batch_size": 1, **own}):
+        found = [number for batch in dpoptim.private_loader(OnDisk(MIXED), PLAN, **options) for number in batch]
+        assert sorted(found) == [1, 2, 2, 2, 2, 2]
+
+
+def test_all_of_a_dataset_can_be_compared_beforehand():
+    check_all_forms(OnDisk(MIXED[:5]))
+    with pytest.raises(ValueError, match="dataset: record 5 has no"):
+        check_all_forms(OnDisk(MIXED))

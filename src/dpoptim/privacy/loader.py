@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -16,7 +17,7 @@ from dpoptim.privacy import tickets
 from dpoptim.privacy.lengths import Integers, checked_lengths, cut_by_length
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.record_digests import digest_in_memory
-from dpoptim.privacy.record_forms import check_in_memory
+from dpoptim.privacy.record_forms import check_all_forms, collate_one_form, is_in_memory
 from dpoptim.privacy.tickets import Ticket
 
 
@@ -48,6 +49,7 @@ class PrivateLoader:
         start_step: int,
         look_ahead: int,
         digest: str | None,
+        compare_batches: bool,
     ) -> None:
         self.dataset = dataset
         self.plan = plan
@@ -63,6 +65,7 @@ class PrivateLoader:
         self._dataset_size = len(cast(Sized, dataset))
         self._next_step = start_step
         self._digest, self._digest_is_known = digest, digest is not None
+        self._compare_batches = compare_batches
         self._loader_options: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": num_workers,
@@ -116,12 +119,16 @@ class PrivateLoader:
 
     def _iterate(self, generation: int) -> Iterator[Any]:
         pending: deque[Ticket] = deque()
+        options = dict(self._loader_options)
+        if self._compare_batches:
+            collate = options["collate_fn"] or torch.utils.data.default_collate
+            options["collate_fn"] = functools.partial(collate_one_form, collate)
         # The batch sampler runs in this process, ahead of the workers, and batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            self.dataset,
+            _OneByOne(self.dataset) if _is_transformed(self.dataset) else self.dataset,
             batch_sampler=_PhysicalBatches(self, pending),
             generator=self._workers_generator(),
-            **self._loader_options,
+            **options,
         )
         for batch in loader:
             if generation != self.generation:
@@ -231,6 +238,27 @@ class _PhysicalBatches:
                 yield indices
 
 
+class _OneByOne(torch.utils.data.Dataset[Any]):
+    """A dataset whose records are read one by one: without `__getitems__`."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self._dataset))
+
+    def __getitem__(self, place: int) -> Any:
+        return self._dataset[place]
+
+
+def _is_transformed(dataset: Any) -> bool:
+    """Whether it is a `datasets.Dataset` with a transform, which would be given a whole batch."""
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    form = getattr(dataset, "format", None)
+    return hasattr(dataset, "column_names") and isinstance(form, Mapping) and form.get("type") == "custom"
+
+
 def private_loader(
     dataset: torch.utils.data.Dataset[Any],
     plan: PrivacyPlan,
@@ -272,10 +300,15 @@ def private_loader(
     million short texts). For a dataset on the disk give it: a version, or
     `dpoptim.privacy.digest_records(dataset, key).whole`, which reads every example once; without it only the number
     of examples is checked.
-    Examples in lists and tuples, and in Subsets and ConcatDatasets of them, must have one form (the same keys, and
-    numbers, texts or arrays of one type at each): collators take the form of a whole batch from its first example, so
-    that one would change the others (2 s for a million short texts). `check_forms=False` is for a `collate_fn` that
-    makes something of each example by itself. Examples of other datasets are not compared: see that they have one form.
+    Examples of a `datasets.Dataset` with a transform are read one by one: it would be given a whole batch, and may mix
+    it. A `__getitems__` or `collate_fn` of your own is given one too: see that each example is made of itself alone.
+    Examples must have one form (the same keys, and numbers, texts or arrays of one type at each): collators take the
+    form of a whole batch from its first example, so that one would change the others. Lists and tuples, and Subsets and
+    ConcatDatasets of them, are compared at once (2 s for a million short texts), other datasets batch by batch as they
+    are fetched. Either refusal tells that there is an example of another form, which no guarantee covers; the later one
+    tells in which step it was drawn beside others too, and what was released before it is spent. To know it beforehand,
+    read all of a dataset once: `dpoptim.privacy.record_forms.check_all_forms(dataset)`. `check_forms=False` is for a
+    `collate_fn` that makes something of each example by itself.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
     >>> loader = private_loader(list(range(6)), plan)
@@ -292,8 +325,9 @@ def private_loader(
         raise ValueError(f"digest must be a string that names the examples, got {type(digest).__name__}")
     if key is not None and not isinstance(key, NoiseKey):
         raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.generate()")
-    if check_forms and micro_batch_size != 1:
-        check_in_memory(dataset)
+    compare = check_forms and micro_batch_size != 1
+    if compare and is_in_memory(dataset):
+        check_all_forms(dataset)
     return PrivateLoader(
         dataset,
         plan,
@@ -309,6 +343,7 @@ def private_loader(
         start_step=start_step,
         look_ahead=look_ahead,
         digest=digest,
+        compare_batches=compare and not is_in_memory(dataset),
     )
 
 

@@ -9,7 +9,7 @@ own loss, bounds nothing of that.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -93,23 +93,33 @@ class OneForm:
             self._seen.add(sight)
 
 
-def check_in_memory(dataset: Any) -> None:
-    """Refuse records of several forms where reading them costs little: lists and tuples, and parts and chains of them.
-
-    Edge cases: arrays, tensors and TensorDatasets have one form; what other datasets hold is not read.
-    """
-    if _is_in_memory(dataset):
-        same = OneForm("dataset")
-        for place in range(len(dataset)):
-            same(place, dataset[place])
+def check_all_forms(dataset: Any) -> None:
+    """Refuse records of several forms; each is read once."""
+    same = OneForm("dataset")
+    for place in range(len(dataset)):
+        same(place, dataset[place])
 
 
-def _is_in_memory(dataset: Any) -> bool:
+def is_in_memory(dataset: Any) -> bool:
+    """Whether reading all records costs little: lists and tuples, and parts and chains of them."""
     if isinstance(dataset, torch.utils.data.Subset):
-        return _is_in_memory(dataset.dataset)
+        return is_in_memory(dataset.dataset)
     if isinstance(dataset, torch.utils.data.ConcatDataset):
-        return all(map(_is_in_memory, dataset.datasets))
+        return all(map(is_in_memory, dataset.datasets))
     return type(dataset) in (list, tuple)
+
+
+def collate_one_form(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
+    """What `collate` makes of the records of one batch, which must have one form; they are compared with each other.
+
+    >>> collate_one_form(len, [{"x": 0.5}, {"x": 1}])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: a batch of dataset: record 1 has int at ['x'], where the records before it have float; collators ...
+    """
+    same = OneForm("a batch of dataset")
+    for place, record in enumerate(records if isinstance(records, list) else ()):  # else a dataset has made a batch
+        same(place, record)
+    return collate(records)
 
 
 def form_of(value: Any, *, is_record: bool = False) -> Form:
