@@ -178,8 +178,13 @@ def test_a_loss_that_training_would_not_call_is_refused(tmp_path):
         def compute_loss(self, model: Any, inputs: Any, **rest: Any) -> Any:  # type: ignore[override]
             return model(**inputs).loss
 
-    with pytest.raises(ValueError, match="compute_loss is overridden"):
-        Averaging(classifier(), training_args(tmp_path), None, labelled(), processing_class=WORDS, privacy=PRIVACY)
+    class Stepping(PrivateTrainer):
+        def training_step(self, *args: Any, **rest: Any) -> Any:
+            return super().training_step(*args, **rest)
+
+    for kind, name in ((Averaging, "compute_loss"), (Stepping, "training_step")):
+        with pytest.raises(ValueError, match=f"{name} is overridden, .*; pass loss_per_example= instead"):
+            kind(classifier(), training_args(tmp_path), None, labelled(), processing_class=WORDS, privacy=PRIVACY)
 
 
 def test_a_failure_before_the_first_release_leaves_the_object_as_it_was(tmp_path):

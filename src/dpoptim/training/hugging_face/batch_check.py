@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.gradients import check_examples_do_not_mix
+from dpoptim.gradients import check_examples_do_not_mix, public_data
 from dpoptim.privacy.own_generators import noted_generators, refuse_noted
 from dpoptim.privacy.secret_randomness import generator_states, keep_states, seed_generators
+from dpoptim.training.hugging_face.replaced_check import NOTHING_BOUNDS, all_of_one, check_replaced, half_of_them
 from dpoptim.training.hugging_face.trial_batches import (
     Evaluated,
     TrialBatches,
@@ -37,9 +38,9 @@ _LOOKED_AT = 64  # first examples, of which the shortest and the longest are tak
 _ROWS = 4
 _COPIED = 500_000_000  # parameters of a model of 16 bits that is looked at in 32
 _RUNS = "the model or loss_per_example"
-_NOTHING_BOUNDS = "one record would change the losses of others and clipping would bound nothing"
 
 Losses = Callable[[nn.Module, Any], Tensor]
+_Precise = tuple[nn.Module, Losses, torch.dtype]
 
 
 def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
@@ -47,17 +48,18 @@ def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], A
 
     The shortest and the longest of the first examples are collated (where all have one length, or targets of one
     length, beside a copy that was cut). Then (a) one backward of the first loss must leave no gradient at the other
-    examples; (b) in eval mode a row has the same loss alone, alone without the columns where its attention_mask is 0,
-    without those by which its target was padded, and, for collators that draw nothing, collated by itself. Losses are
-    compared and not told.
+    examples; (b) in eval mode, and in training mode without dropout, a row has the same loss alone, alone without the
+    columns where its attention_mask is 0, without those by which its target was padded, and, for collators that draw
+    nothing, collated by itself; (c) in training mode and under the same draws it has the same loss beside copies of
+    itself, and, in a batch as large as those of the steps, where half of that are copies of one. Losses are compared
+    and not told.
 
     Guarantee: nothing is left changed: modes, buffers, gradients, generators and an optimizer's count of batches.
-    Edge cases: a loss that draws random numbers in eval mode is held to (a) alone, since it draws others for a row
-    alone; one that keeps a count or a mean from call to call is refused. With per_device_train_batch_size=1 no two
-    records meet in a batch, and that is not tried. Padding that is in the examples already, with a collator that adds
-    none, is the same for all and is not looked at. What a collator that draws mixes of the examples (mixup) is not
-    found.
-    Cost: a dozen forwards of one to four examples and one backward.
+    Edge cases: a loss that draws random numbers in one of the modes of (b) is not held to that, since it draws others
+    for a row alone: what padding does to it there is not seen. One that keeps a count or a mean from call to call is
+    refused. With per_device_train_batch_size=1 no two records meet in a batch, and that is not tried. Padding that is
+    in the examples already, with a collator that adds none, is the same for all and is not looked at.
+    Cost: four dozen forwards of one to four examples, nine of a whole batch, and one backward.
     """
     size = min(_ROWS, trainer.args.per_device_train_batch_size, len(dataset))
     put_back = keep_states()
@@ -75,7 +77,10 @@ def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], A
             seed = trial.seed_with_targets(examples, evaluated)
             check_repeated(trainer.model, losses, trial.batch(examples, seed)[0])
             check_gradients(trainer.model, losses, trial.batch(examples, seed)[0], len(examples))
-            check_losses(trial, examples, seed, evaluated, dtype)
+            for run in (evaluated, functools.partial(_trained, model, precise, dropout=False)):
+                check_losses(trial, examples, seed, run, dtype)
+            many = [dataset[place] for place in range(min(trainer.args.per_device_train_batch_size, len(dataset)))]
+            check_trained(trial, examples, seed, losses, (model, precise, dtype), many)
     finally:
         put_back()
 
@@ -126,7 +131,7 @@ def check_repeated(model: nn.Module, losses: Losses, batch: Any) -> None:
 
 
 def check_losses(trial: TrialBatches, examples: list[Any], seed: int, evaluated: Evaluated, dtype: torch.dtype) -> None:
-    """Refuse rows with other losses in the batch than alone, without padding, or collated by itself, in eval mode."""
+    """Refuse rows with other losses in the batch than alone, without padding, or collated by itself."""
     rows = len(examples)
     batch, draws = trial.batch(examples, seed)
     together = evaluated(batch)
@@ -140,7 +145,7 @@ def check_losses(trial: TrialBatches, examples: list[Any], seed: int, evaluated:
     for row, example in enumerate(examples):
         if not same(row, row_of(batch, row, rows)):
             raise ValueError(
-                f"an example has another loss in a batch than alone: {_NOTHING_BOUNDS}; look for sums or means "
+                f"an example has another loss in a batch than alone: {NOTHING_BOUNDS}; look for sums or means "
                 "over the first axis in the model or loss_per_example"
             )
         by_itself, own = trial.batch([example], seed)[0], length_of(example)
@@ -156,9 +161,36 @@ def check_losses(trial: TrialBatches, examples: list[Any], seed: int, evaluated:
             raise ValueError(_target_line(type(model).__name__, is_left=target[1]))
         if not draws and not same(row, by_itself):
             raise ValueError(
-                f"an example that is collated by itself has another loss than in a batch: {_NOTHING_BOUNDS}; look "
+                f"an example that is collated by itself has another loss than in a batch: {NOTHING_BOUNDS}; look "
                 "for padding that is counted, or for what data_collator computes over the batch"
             )
+
+
+def check_trained(
+    trial: TrialBatches, examples: list[Any], seed: int, losses: Losses, most_precise: _Precise, many: list[Any]
+) -> None:
+    """Refuse rows with other losses in training mode where others are replaced: of a few examples, each beside copies
+    of itself, as the steps will run and as precisely as can be; of as many as a step may have at once, half of them.
+    """
+    model, precise, dtype = most_precise
+    copies, rounded = all_of_one(len(examples)), dtype if precise is losses else torch.bfloat16
+    trained = functools.partial(_trained, trial.trainer.model, losses)
+    check_replaced(trial, examples, seed, copies, functools.partial(trained, gradients=True), rounded)
+    if precise is not losses:
+        check_replaced(trial, examples, seed, copies, functools.partial(_trained, model, precise), dtype)
+    if len(many) > len(examples):
+        check_replaced(trial, many, 0, half_of_them(len(many)), trained, rounded)
+
+
+def _trained(model: nn.Module, losses: Losses, batch: Any, *, gradients: bool = False, dropout: bool = True) -> Tensor:
+    """In training mode; with `gradients` as before a backward, but unseen by an optimizer's engine."""
+    seed_generators(0)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and not dropout:
+            module.eval()
+    with public_data(), torch.set_grad_enabled(gradients):
+        return losses(model, copy.deepcopy(batch))  # it may take labels out
 
 
 def _evaluated(model: nn.Module, losses: Losses, batch: Any) -> Tensor:
@@ -179,11 +211,11 @@ def _padding_line(model: str, *, is_left: bool) -> str:
     if is_left:
         return (
             f"padding on the left changes the loss of an example under {model} (positions that count it, or a first "
-            f'token that is predicted from it), so that {_NOTHING_BOUNDS}; set padding_side="right" in the tokenizer'
+            f'token that is predicted from it), so that {NOTHING_BOUNDS}; set padding_side="right" in the tokenizer'
         )
     return (
         f"an example has another loss with padding than without it: {model}, or the loss, looks at padding, so that "
-        f"{_NOTHING_BOUNDS}; give the model its attention_mask and divide by each example's own tokens, or use "
+        f"{NOTHING_BOUNDS}; give the model its attention_mask and divide by each example's own tokens, or use "
         "examples of one length and a collator that does not pad (default_data_collator)"
     )
 
@@ -196,11 +228,11 @@ def _target_line(model: str, *, is_left: bool) -> str:
     )
     return (
         f"labels that are padded on the {'left' if is_left else 'right'} change the loss of an example under {model}, "
-        f"so that {_NOTHING_BOUNDS}; {mend}"
+        f"so that {NOTHING_BOUNDS}; {mend}"
     )
 
 
-def _most_precise(trainer: Any, losses: Losses, batch: Any) -> tuple[nn.Module, Losses, torch.dtype]:
+def _most_precise(trainer: Any, losses: Losses, batch: Any) -> _Precise:
     """Model and losses in 32 bits, without autocast, where they can be had, and what they are rounded in.
 
     A model of 16 bits is copied for that, unless it is large: rounding would hide what padding does.

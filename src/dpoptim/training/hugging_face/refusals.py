@@ -33,6 +33,16 @@ def check_transformers() -> None:
         )
 
 
+def check_overrides(kind: type, stock: type) -> None:
+    """Refuse a class of one's own that has another loss or step than `stock`: neither would be tried on a batch."""
+    for name, why in (
+        ("compute_loss", "but training does not call it"),
+        ("training_step", "by which examples could be tied together unseen"),
+    ):
+        if getattr(kind, name) is not getattr(stock, name):
+            raise ValueError(f"{name} is overridden, {why}; pass loss_per_example= instead")
+
+
 def check_accelerator(trainer: Any) -> None:
     """Refuse what `accelerate launch` or its environment may have set beside the arguments."""
     state = trainer.accelerator

@@ -28,6 +28,7 @@ from dpoptim.training.hugging_face.identity import identity_for
 from dpoptim.training.hugging_face.refusals import (
     check_accelerator,
     check_call,
+    check_overrides,
     check_transformers,
     private_args,
     size_of,
@@ -86,10 +87,7 @@ class PrivateTrainer(transformers.Trainer):
         **stock: Any,
     ) -> None:
         given = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        if type(self).compute_loss is not PrivateTrainer.compute_loss:
-            raise ValueError(
-                "compute_loss is overridden, but training does not call it; pass loss_per_example= instead"
-            )
+        check_overrides(type(self), PrivateTrainer)
         self.optimizer: Any
         self.privacy = PrivacyArguments() if privacy is None else privacy
         check_call(privacy, plan, model, given, optimizers[0], stock)

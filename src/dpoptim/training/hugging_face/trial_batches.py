@@ -104,6 +104,21 @@ def width_of(batch: Any) -> int:
     return 0 if mask is None else mask.shape[1]
 
 
+def rows_of(batch: Any, places: list[int], rows: int) -> Any:
+    """These rows of a batch of so many as a batch; None where they cannot be told.
+
+    >>> rows_of({"x": torch.tensor([5, 6, 7]), "name": 1}, [2, 2], 3)
+    {'x': tensor([7, 7]), 'name': 1}
+    """
+    named = isinstance(batch, Mapping)
+    parts = dict(batch) if named else batch
+    leaves = pytree.tree_leaves(parts)
+    if any(isinstance(leaf, str) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)) for leaf in leaves):
+        return None
+    parts = pytree.tree_map(lambda leaf: leaf[places] if isinstance(leaf, Tensor) else leaf, parts)
+    return type(batch)(parts) if named else parts
+
+
 def row_of(batch: Any, row: int, rows: int, *, columns: Tensor | None = None, decodes: bool = False) -> Any:
     """One row of a batch as a batch, at these columns of what is as wide as the attention mask; None where it cannot.
 
@@ -115,21 +130,17 @@ def row_of(batch: Any, row: int, rows: int, *, columns: Tensor | None = None, de
     >>> row_of(batch, 1, 2, columns=torch.tensor([0]))
     {'input_ids': tensor([[3]]), 'attention_mask': tensor([[1]]), 'labels': tensor([1])}
     """
-    named = isinstance(batch, Mapping)
-    parts = dict(batch) if named else batch
-    leaves = pytree.tree_leaves(parts)
-    if any(isinstance(leaf, str) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)) for leaf in leaves):
-        return None
-    parts = pytree.tree_map(lambda leaf: leaf[row : row + 1] if isinstance(leaf, Tensor) else leaf, parts)
-    if columns is not None:
-        shape = parts["attention_mask"].shape
-        for name, value in parts.items():
-            if not isinstance(value, Tensor) or value.shape[:2] != shape or name.startswith("decoder_"):
-                continue
-            targets = name in ("label", "labels", "label_ids")
-            if not (targets and (decodes or value.is_floating_point())):
-                parts[name] = value[:, columns]
-    return type(batch)(parts) if named else parts
+    alone = rows_of(batch, [row], rows)
+    if alone is None or columns is None:
+        return alone
+    parts, shape = dict(alone), alone["attention_mask"].shape
+    for name, value in parts.items():
+        if not isinstance(value, Tensor) or value.shape[:2] != shape or name.startswith("decoder_"):
+            continue
+        targets = name in ("label", "labels", "label_ids")
+        if not (targets and (decodes or value.is_floating_point())):
+            parts[name] = value[:, columns]
+    return type(batch)(parts)
 
 
 def length_of(example: Any) -> int | None:
