@@ -127,9 +127,7 @@ EXCEPTIONS = {  # each with the reason why it sees nothing private, or says so
         "dpoptim.gradients.layers.generic.generic",
     },
 }
-BEYOND = [
-    p for p in FILES if p.relative_to(PACKAGE).parts[0] in ("theory", "training", "audit", "reproduce", "cli", "opacus_compat")
-]
+BEYOND = [p for p in FILES if p.relative_to(PACKAGE).parts[0] in (*ORDER[ORDER.index("theory") :], *BESIDE)]
 
 
 @pytest.mark.parametrize("path", BEYOND, ids=module_name)

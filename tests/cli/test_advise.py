@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ import dpoptim
 from dpoptim import PrivacyPlan, theory
 from dpoptim.cli import advise_table, main
 from dpoptim.cli.model_size import ModelSize, model_size, typed_count
+from dpoptim.optim.geometries import InverseRoot
 from dpoptim.training import Task
 from tests.cli.arguments import changed
+from tests.training.runs import write_rows
 
-TRAINING = ["--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
+DEFAULTS = ["--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
+TRAINING = [*DEFAULTS, "--sampling", "shuffled", "--clip-norm", "1"]
 SMALL = ["advise", "10k", *TRAINING]
 PLAN = PrivacyPlan(num_examples=2000, batch_size=100, steps=60)
 SENTENCE = "noise is added to the clipped gradient of every private record and a public one needs none"
@@ -133,7 +137,7 @@ def test_a_tiny_epsilon_has_every_row(capsys):
     found = printed(capsys, changed(SMALL, ["--epsilon", "1e-6"]))
     assert found.count("BufferedToeplitz(buffers=") >= 3
     assert "- ASSUMED" in found
-    assert printed(capsys, changed(["plan", *TRAINING], ["--epsilon", "1e-6"]))
+    assert printed(capsys, changed(["plan", *DEFAULTS], ["--epsilon", "1e-6"]))
 
 
 def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
@@ -143,7 +147,7 @@ def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
     monkeypatch.setattr("dpoptim.cli.mechanism_rows.rounded_up", fails)
     assert main(SMALL) == 2
     assert capsys.readouterr().out == ""
-    assert main(["plan", *TRAINING]) == 2
+    assert main(["plan", *DEFAULTS]) == 2
     assert capsys.readouterr().out == ""
 
 
@@ -163,7 +167,7 @@ def test_progress_is_lines_where_there_is_no_terminal(capsys):
 
 def test_what_is_printed_to_be_typed_trains(capsys):
     """Plan and optimizer as printed, with a clip norm that is not the default."""
-    lines = printed(capsys, [*SMALL, "--clip-norm", "0.5"]).splitlines()
+    lines = printed(capsys, changed(SMALL, ["--clip-norm", "0.5"])).splitlines()
     names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(
         num_examples=2000, batch_size=100, steps=60, **given), "model": torch.nn.Linear(3, 1)}  # fmt: skip
     (plan_line,) = [line.partition(" = ")[2] for line in lines if line.startswith("  plan = ")]
@@ -175,8 +179,41 @@ def test_what_is_printed_to_be_typed_trains(capsys):
     assert isinstance(optimizer, dpoptim.PrivateOptimizer)
 
 
+def test_defaults_are_those_of_train_and_the_printed_command_does_what_was_advised(capsys, tmp_path):
+    """The advice for a network on a table, and a dry run of the very command that it prints."""
+    data, parameters = write_rows(tmp_path / "rows.csv"), 8898
+    sizes = ["--steps", "20", "--batch-size", "16", "--epsilon", "4", "--delta", "1e-4"]
+    found = json.loads(printed(capsys, ["advise", str(parameters), "--num-examples", "120", *sizes, "--json"]))
+    given = shlex.split(found["train"].replace("MODEL", "mlp").replace("DATA", data))
+    assert given[:2] == ["dpoptim", "train"]
+    whole = ["--validation-fraction", "0", "--dry-run", "--json"]
+    followed = json.loads(printed(capsys, [*given[1:], *whole]))
+    default = json.loads(printed(capsys, ["train", "--model", "mlp", "--data", data, *sizes, *whole]))
+    for run in (followed, default):
+        assert run["trained_parameters"] == found["parameters"] == parameters
+        assert run["noise_multiplier"] == found["noise_multiplier"]
+        assert run["recipe"]["clip_norm"] == found["clip_norm"] == 0.1
+        assert repr(PrivacyPlan.from_dict(run["plan"]).sampling) == found["sampling"]
+    assert followed["recipe"]["variant"] == found["variant"]
+    plan = PrivacyPlan.from_dict(followed["plan"])
+    scale = dpoptim.scale_then_privatize(torch.nn.Linear(3, 1), plan, lr=1.0).geometry
+    assert isinstance(scale, InverseRoot)
+    assert scale.eps_scale == pytest.approx(found["window"]["default"], rel=1e-6)
+
+
+def test_the_printed_command_names_the_model_and_what_is_no_default(capsys, bert):
+    change = ["--sampling", "poisson", "--adjacency", "add_remove"]
+    text = printed(capsys, changed(["advise", str(bert), *TRAINING], change))
+    (line,) = [line for line in text.splitlines() if line.startswith("  or: dpoptim train ")]
+    assert f"--model {bert} --data DATA --epsilon 4.0 --delta 1e-06 --steps 60 --batch-size 100 " in line
+    assert "--clip-norm 1.0 --sampling poisson --noise independent " in line
+    assert line.endswith("--adjacency add_remove --num-examples 2000")
+
+
 def test_poisson_and_other_betas(capsys):
-    found = json.loads(printed(capsys, [*SMALL, "--sampling", "poisson", "--beta2", "0.9", "--bits", "16", "--json"]))
+    change = ["--sampling", "poisson", "--beta2", "0.9", "--bits", "16", "--json"]
+    found = json.loads(printed(capsys, changed(SMALL, change)))
+    assert "--betas 0.9 0.9" in found["train"]
     assert found["sampling"].startswith(("CyclicPoisson", "Poisson"))
     assert {row["sampling"] for row in found["mechanisms"]} >= {"Shuffled()"}
     first, last = found["forecasts"][0], found["forecasts"][-1]

@@ -12,6 +12,7 @@ import pytest
 import dpoptim
 from dpoptim import BandedToeplitz, PrivacyPlan
 from dpoptim.cli import main
+from dpoptim.training.recipes.plans import noise_words
 from tests.cli.arguments import changed
 
 SMALL = ["plan", "--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
@@ -157,6 +158,12 @@ def test_what_cannot_be_read_is_quoted(capsys, change):
         main(changed(SMALL, change))
     assert stopped.value.code == 2
     assert change[1] in capsys.readouterr().err
+
+
+def test_the_help_lists_what_train_can_be_given(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert ", ".join(noise_words()) in capsys.readouterr().out
 
 
 def test_as_a_program():

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from dpoptim.cli import main
+from dpoptim.training.demo import demonstration
+from dpoptim.training.recipes.plans import noise_words
+from dpoptim.training.runs import progress
 from tests.cli.arguments import changed
 from tests.training.runs import write_bert, write_rows
 
@@ -189,6 +193,54 @@ def test_nothing_is_said_to_be_spent_before_the_first_step(base, capsys):
     assert "; epsilon 4.0000 so far" in lines[-1]
 
 
+def test_a_log_is_never_silent_for_long(tmp_path, base, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SILENCE", 0.0)
+    assert main([*base, "--run-dir", "out", "--validation-fraction", "0", "--json"]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    steps = [line for line in printed.err.splitlines() if line.startswith("step ")]
+    assert [line.partition(";")[0] for line in steps] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert steps[-1].startswith("step 4/4; epsilon 4.0000 so far")
+
+
+def test_a_stage_that_takes_long_is_named_and_a_short_one_is_not(capsys, monkeypatch):
+    with progress.Lines(Console(stderr=True)) as lines:
+        lines.tell("reading the records")
+        monkeypatch.setattr(progress, "SILENCE", 0.0)
+        lines.tell("making the privacy plan")
+        assert lines._stage is not None
+        lines._stage.join()
+        monkeypatch.setattr(progress, "SILENCE", 60.0)
+        lines.tell("trying the model")
+    lines._stage.join()  # it ended with the block
+    assert capsys.readouterr().err == "making the privacy plan ...\n"
+
+
+def test_the_demonstration_names_its_stages_where_there_is_no_terminal(capsys, monkeypatch):
+    with demonstration.Stages(Console(stderr=True)) as stages:
+        stages.begin("reading", 8)
+        stages.at(1)
+        monkeypatch.setattr(demonstration, "SILENCE", 0.0)
+        stages.begin("post_processing", 20, line="fine-tuning, 1 of 5")
+        stages.at(10)
+    assert capsys.readouterr().err == "reading ...\nfine-tuning, 1 of 5 ...\nfine-tuning, 1 of 5 10/20\n"
+
+
+def test_the_table_of_the_demonstration_fits_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    scores = {"private": True, "epsilon": 8.0, "loss": 12.345, "perplexity": 123456.7, "seconds": 1234.0}
+    rows = [{"name": method.name, "idea": method.idea, **scores} for method in demonstration.METHODS]
+    sizes = {"public_records": 9, "num_examples": 9, "batch_size": 3, "steps": 3, "parameters": 9, "seconds": 1.0}
+    demonstration.show(
+        {"test_records": 943, "results": rows, "delta": 1e-5, "statement": "Private\n", "kept": None, **sizes}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    for method in demonstration.METHODS:
+        assert sum(line.startswith(f"│ {method.name} ") and "12.345 │   123456.7 │" in line for line in lines) == 1
+
+
 def test_a_person_is_told_where_nothing_is_held_out(tmp_path, base, capsys):
     assert main([*base, "--run-dir", "out", "--validation-fraction", "0"]) == 0
     assert "note: nothing is held out, so no scores will be shown: validation_fraction is 0" in capsys.readouterr().err
@@ -205,8 +257,8 @@ def test_texts_without_a_word_and_columns_for_another_task_are_refused(tmp_path,
     Path("few.jsonl").write_text('{"text": "noise"}\n' * 5)
     Path("labelled.jsonl").write_text('{"text": "noise", "kind": 1}\n{"text": "fox", "kind": 0}\n' * 20)
     for arguments, told in (
-        (["--data", "empty.jsonl"], "empty.jsonl' have no 'text' (first: record 1); remove them"),
-        (["--data", "some.jsonl"], "some.jsonl' have no 'text' (first: record 2); remove them"),
+        (["--data", "empty.jsonl"], "/empty.jsonl', line 1); remove them"),
+        (["--data", "some.jsonl"], "/some.jsonl', line 2); remove them"),
         (["--data", "few.jsonl"], "leaves 5 training records; at least 8 are needed"),
         (["--data", "labelled.jsonl", "--label-column", "kind"], "--task text-classification"),
     ):
@@ -256,6 +308,8 @@ def test_help_reads_well(capsys):
     text = capsys.readouterr().out
     for told in ("model and data:", "privacy:", "optimizer:", "the run:", "examples:", "noise.key", "NOT private"):
         assert told in text
+    for kind in noise_words():
+        assert kind in text
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dpoptim.gradients import clipped_sum
 from dpoptim.training import Kind, Records, Task, add_lora, load_model, load_tokenizer, prepare
 from dpoptim.training.models.builtin import MLP, SmallCNN
 from dpoptim.training.models.loading import load_pixel_scale
+from dpoptim.training.models.task_of_model import task_of_model
 from tests.gradients.one_at_a_time import clipped_sum_one_at_a_time
 from tests.training import tiny
 
@@ -216,6 +218,21 @@ def test_a_model_of_another_task(vit):
 
 
 @pytest.mark.usefixtures("offline")
+def test_a_model_that_makes_a_text_of_a_text_is_told_where_it_is_trained(tmp_path):
+    for name, architecture in (("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")):
+        config = {"model_type": name, "architectures": [architecture]}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"t5' \(T5For.*text-to-text model, .* dpoptim\.training\.PrivateT") as told:
+        task_of_model(str(tmp_path / "t5"))
+    assert "\n" not in str(told.value)
+    with pytest.raises(ValueError, match=r"no AutoModelForCausalLM for.*it is a text-to-text model.*PrivateTrainer"):
+        load_model(Task.CAUSAL_LM, tmp_path / "t5", from_scratch=True)
+    with pytest.raises(ValueError, match=r"text-to-text model.*PrivateTrainer.*or set task \(--task\) to masked-lm$"):
+        task_of_model(str(tmp_path / "bart"))
+    assert hasattr(dpoptim.training, "PrivateTrainer")  # the name that is told
+
+
 def test_a_name_that_the_hub_does_not_give():
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
         with pytest.raises(ValueError, match="no such folder here, and the Hugging Face hub does not give it") as error:

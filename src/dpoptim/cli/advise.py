@@ -20,10 +20,11 @@ from dpoptim.cli.training_options import (
     check_plot,
     uncalibrated_plan,
 )
-from dpoptim.cli.training_text import note_weak_delta, progress_on
+from dpoptim.cli.training_text import note_weak_delta, progress_on, train_line
 from dpoptim.noise import NoiseMemory
 from dpoptim.theory import Advice, Alternative, advise
-from dpoptim.training import Task
+from dpoptim.training import Recipe, Task
+from dpoptim.training.recipes.defaults import CLIP_NORM
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -33,6 +34,7 @@ Say which optimizer variant and which noise to train MODEL with at (epsilon, del
 noise's variance against the squared gradient, how many second moments bias correction would leave negative, the window
 of scale_then_privatize's eps_scale, which constants to try, and what the alternatives would cost.
 
+Clip norm and sampling are those of `dpoptim train` unless given, and the command that follows the advice is printed.
 How long and how evenly spread gradients are is ASSUMED (.27 clip norms, evenly) unless --probe measures it on public
 examples. Which variant wins on a task is an empirical matter; the advice says what it rests on.
 """
@@ -41,8 +43,8 @@ _EXAMPLES = """\
 examples:
   dpoptim advise 4.4M --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
       a model of 4.4 million parameters, gradients as assumed
-  dpoptim advise ./bert-tiny ... --sampling poisson --plot advice.png
-      parameters counted from the folder's config.json; secret sampling; a picture
+  dpoptim advise ./bert-tiny ... --sampling shuffled --plot advice.png
+      parameters counted from the folder's config.json; no amplification; a picture
   dpoptim advise ./bert-tiny ... --probe public.txt --task masked-lm
       gradients measured on PUBLIC texts, one a line
 """
@@ -60,8 +62,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="trained parameters (4.4M), a folder with config.json, or a Hugging Face name"
     )
-    training = add_training(parser)
-    training.add_argument("--clip-norm", type=float, default=1.0, metavar="C", help="of a gradient (default: 1)")
+    training = add_training(parser, sampling=Recipe.sampling)
+    training.add_argument(
+        "--clip-norm", type=float, default=CLIP_NORM, metavar="C", help="of a gradient (default: %(default)s)"
+    )
     training.add_argument("--beta1", type=float, default=0.9, metavar="B", help="of Adam (default: 0.9)")
     training.add_argument("--beta2", type=float, default=0.999, metavar="B", help="of Adam (default: 0.999)")
     add_noise_memory(parser.add_argument_group("the noise"))
@@ -103,11 +107,19 @@ def run(options: Namespace) -> int:
             memory=NoiseMemory(bits=options.bits),
             progress=lambda name: tell(f"optimizing and calibrating {name} ..."),
         )
+    train = train_line(
+        advice.plan,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        variant=advice.variant,
+        betas=(options.beta1, options.beta2),
+        model=None if number is not None else options.model,
+    )
     if options.json:
-        json.dump(as_json(advice, counted=size.counted), sys.stdout, indent=2, allow_nan=False)
+        json.dump({**as_json(advice, counted=size.counted), "train": train}, sys.stdout, indent=2, allow_nan=False)
         print()
     else:
-        advise_table.print_advice(advice, counted=size.counted)
+        advise_table.print_advice(advice, train=train, counted=size.counted)
     note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
         advise_plot.draw(advice, options.plot)

@@ -26,17 +26,20 @@ _CONSTANTS = {
 }
 
 
-def print_advice(advice: Advice, *, counted: str | None = None) -> None:
-    """Print on standard output, once all of it is made; `counted` is the class whose parameters they are."""
+def print_advice(advice: Advice, *, train: str, counted: str | None = None) -> None:
+    """Print on standard output, once all of it is made.
+
+    `train` is the command that follows the advice, `counted` the class whose parameters they are.
+    """
     console = wide_console()
-    for part in list(_parts(advice, counted)):
+    for part in list(_parts(advice, train, counted)):
         if isinstance(part, str):
             print(part)  # to be typed: never wrapped
         else:
             console.print(part, highlight=False)
 
 
-def _parts(advice: Advice, counted: str | None) -> Iterator[RenderableType]:
+def _parts(advice: Advice, train: str, counted: str | None) -> Iterator[RenderableType]:
     plan = advice.plan
     of = "" if counted is None else f" of {counted}"
     known = "measured" if advice.signal.measured else "ASSUMED"
@@ -46,6 +49,7 @@ def _parts(advice: Advice, counted: str | None) -> Iterator[RenderableType]:
     yield _said("with", advice.choice.reason)
     yield f"  plan = {plan_line(plan, epsilon=advice.epsilon, delta=advice.delta)}"
     yield f"  optimizer = {_optimizer_line(advice)}"
+    yield f"  or: {train}"
     if advice.variant == "scale_then_privatize":
         yield Text(f"  {why_default(advice)}")
     yield ""

@@ -24,6 +24,7 @@ from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, S
 from dpoptim.noise.dense import dense_seconds
 from dpoptim.privacy import PrivacyPlan, Shuffled
 from dpoptim.theory import Choice, choose_noise
+from dpoptim.training.recipes.plans import noise_words
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -53,10 +54,10 @@ def add_to(commands: Any) -> None:
         "plan",
         help="compare mechanisms at one (epsilon, delta), and choose one",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        epilog=f"{_EXAMPLES}\nwhat to train with, by dpoptim train ... --noise N:\n  {', '.join(noise_words())}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_training(parser)
+    add_training(parser, sampling="shuffled")
     noise = parser.add_argument_group("the noise")
     noise.add_argument(
         "--parameters",

@@ -15,6 +15,8 @@ from dpoptim.cli.quiet import quieten
 from dpoptim.cli.units import count
 from dpoptim.privacy import Adjacency
 from dpoptim.training.losses.tasks import Task
+from dpoptim.training.recipes.defaults import CLIP_NORM
+from dpoptim.training.recipes.plans import noise_words
 from dpoptim.training.recipes.recipe import SCHEDULES, VARIANTS
 from dpoptim.training.support.plain import plain
 
@@ -99,9 +101,11 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--noise",
         metavar="N",
-        help="auto (default: least error that is proved), independent, banded-toeplitz:32, buffered-toeplitz:3, ...",
+        help=f"auto (default: least error that is proved), {', '.join(noise_words())}; such as banded-toeplitz:32",
     )
-    group.add_argument("--clip-norm", type=float, metavar="C", help="of one example's gradient (default: 0.1)")
+    group.add_argument(
+        "--clip-norm", type=float, metavar="C", help=f"of one example's gradient (default: {CLIP_NORM:g})"
+    )
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:

@@ -18,19 +18,20 @@ MOST_PARAMETERS = 10**13
 _CLIP_NORMS = (1e-9, 1e9)
 
 
-def add_training(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add steps, sizes, (epsilon, delta), sampling and adjacency."""
+def add_training(parser: argparse.ArgumentParser, *, sampling: str) -> argparse._ArgumentGroup:
+    """Add steps, sizes, (epsilon, delta), sampling and adjacency; `sampling` is the default."""
     training = parser.add_argument_group("the training")
     training.add_argument("--steps", type=count, required=True, metavar="N", help="optimizer steps")
     training.add_argument("--batch-size", type=count, required=True, metavar="N", help="examples a step, expected")
-    training.add_argument("--num-examples", type=count, required=True, metavar="N", help="examples in the dataset")
+    training.add_argument("--num-examples", type=count, required=True, metavar="N", help="examples trained on")
     training.add_argument("--epsilon", type=float, required=True, metavar="E")
     training.add_argument("--delta", type=float, required=True, metavar="D", help="1e-7, say: below 1/num-examples")
     training.add_argument(
         "--sampling",
-        choices=["shuffled", "poisson"],
-        default="shuffled",
-        help="shuffled: no amplification (default); poisson: secret sampling, cyclic where noise is correlated",
+        choices=["auto", "poisson", "shuffled"],
+        default=sampling,
+        help="auto and poisson: secret sampling, cyclic where noise is correlated; shuffled: no amplification "
+        "(default: %(default)s)",
     )
     training.add_argument(
         "--adjacency",
@@ -67,7 +68,7 @@ def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyP
         batch_size=options.batch_size,
         steps=options.steps,
         clip_norm=clip_norm,
-        sampling=Poisson() if options.sampling == "poisson" else Shuffled(),
+        sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
         adjacency=Adjacency(options.adjacency),
     )
     if not 0 < options.epsilon < math.inf:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
+from dpoptim.training.recipes.plans import name_of_noise, name_of_sampling
+from dpoptim.training.recipes.recipe import Recipe
 
 
 def wide_console() -> Console:
@@ -49,6 +53,33 @@ def plan_line(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
         f"PrivacyPlan(..., {clip_norm}{adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
         f".calibrate(epsilon={epsilon!r}, delta={delta!r})"
     )
+
+
+def train_line(
+    plan: PrivacyPlan, *, epsilon: float, delta: float, variant: str, betas: tuple[float, float], model: str | None
+) -> str:
+    """What to type to train by the plan and variant; MODEL, where it is None, and DATA are left open.
+
+    Constants that `dpoptim train` makes from the plan in the same way (eps, eps_scale) are left to it.
+    """
+    flags: dict[str, Any] = {
+        "model": model or "MODEL",
+        "data": "DATA",
+        "epsilon": epsilon,
+        "delta": delta,
+        "steps": plan.steps,
+        "batch-size": plan.batch_size,
+        "clip-norm": plan.clip_norm,
+        "sampling": name_of_sampling(plan.sampling),
+        "noise": name_of_noise(plan.noise),
+        "variant": variant,
+    }
+    if plan.adjacency is not Adjacency.ZERO_OUT:
+        flags["adjacency"] = plan.adjacency.value
+    if plan.adjacency is Adjacency.ADD_REMOVE:
+        flags["num-examples"] = plan.num_examples
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["dpoptim", "train", *words, *(["--betas", *map(str, betas)] if betas != Recipe.betas else [])])
 
 
 def note_weak_delta(console: Console, *, delta: float, num_examples: int) -> None:

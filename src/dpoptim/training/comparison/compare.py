@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -21,7 +22,7 @@ from dpoptim.training.runs.checkpoints import checkpoints
 from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run import resume, train
 from dpoptim.training.runs.run_directory import RunDirectory
-from dpoptim.training.runs.run_result import RunResult, is_finished, read_result
+from dpoptim.training.runs.run_result import Diverged, RunResult, has_diverged, is_finished, read_result
 from dpoptim.training.runs.setup import set_up
 from dpoptim.training.support.files import write_text
 from dpoptim.training.support.plain import plain
@@ -104,7 +105,7 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
     """Do what is left of a comparison, and return its result, which is also in comparison.json.
 
     Trials come first; each variant's best setting then runs with every seed, seed by seed, so that what is there after
-    an interruption compares. A run that is finished is never run again, one that was interrupted goes on.
+    an interruption compares. A run that finished or diverged is never run again, one that was interrupted goes on.
     Guarantee: every run of a variant that is compared has the same (ε, δ), sampling, batch size, steps and noise, and a
     noise key of its own. The result states ε of one run, of one run with its tuning, and of everything together.
     Edge cases: `Interrupted` where Ctrl-C stopped it; one ValueError line for bad input, before the first run, and
@@ -170,17 +171,18 @@ class _Runner:
 
     def do(self, job: _Job) -> RunResult:
         self._number += 1
-        if not is_finished(job.place):
+        if not is_finished(job.place) and not has_diverged(job.place):
             left = self._seconds / self._steps * self._steps_left if self._steps else None
             self._watch.begin(self._number, self._total, job.name, left)
             began = time.perf_counter()
             progress = self._watch.progress()
-            if RunDirectory(job.place).recipe_file.exists():
-                summary = resume(job.place, device=self._device, progress=progress)
-            else:
-                summary = train(job.recipe(), job.place, progress=progress)
-            if summary["reason"] != "finished":
-                raise Interrupted(done=self._number - 1, total=self._total, signal=summary.get("signal", 2))
+            with contextlib.suppress(Diverged):  # a score too: the worst
+                if RunDirectory(job.place).recipe_file.exists():
+                    summary = resume(job.place, device=self._device, progress=progress)
+                else:
+                    summary = train(job.recipe(), job.place, progress=progress)
+                if summary["reason"] != "finished":
+                    raise Interrupted(done=self._number - 1, total=self._total, signal=summary.get("signal", 2))
             self._seconds += time.perf_counter() - began
             self._steps += job.steps
         self._steps_left -= job.steps

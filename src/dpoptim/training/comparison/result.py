@@ -127,7 +127,7 @@ def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -
 
 
 def _intervals(runs: Sequence[RunResult], *, before: bool = False) -> dict[str, Any]:
-    has_accuracy = runs[0].last["accuracy"] is not None
+    has_accuracy = runs[0].first["accuracy"] is not None
     losses = _scores(runs, "loss", before=before)
     return {
         "loss": _plain(mean_interval(losses), losses),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class Choice:
     label: str | None
     kind: Kind | None
     names: Sequence[str] | None
+    place: Callable[[int], str] = sources.record_number  # where the record of an index lies, for errors
 
 
 def label_column_of(columns: sources.Columns, asked: Choice) -> str | None:
@@ -80,11 +81,17 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def as_text(value: Any, column: str) -> str:
-    """The text of one record; null is an empty text."""
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"text_column={column!r} holds a {type(value).__name__}, not a string; choose another column")
-    return value or ""
+def texts_of(columns: sources.Columns, column: str, asked: Choice) -> list[str]:
+    """The text of each record; null is an empty text."""
+    texts = []
+    for index, value in enumerate(columns[column]):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(
+                f"text_column={column!r} holds a {type(value).__name__}, not a string (first: {asked.place(index)}); "
+                "choose another column"
+            )
+        texts.append(value or "")
+    return texts
 
 
 def count_empty(texts: Sequence[str]) -> int:
@@ -103,7 +110,7 @@ def labels_of(
     if declared is not None:
         values = [declared[value] if value is not None and value >= 0 else None for value in values]
     try:
-        return labels_among(list(values), asked.names or declared, f"label_column={label!r}")
+        return labels_among(list(values), asked.names or declared, f"label_column={label!r}", asked.place)
     except ValueError:
         if needed or asked.label is not None or asked.names is not None:
             raise
@@ -111,17 +118,21 @@ def labels_of(
 
 
 def labels_among(
-    values: Sequence[Any], declared: Sequence[str] | None, where: str
+    values: Sequence[Any], declared: Sequence[str] | None, where: str, place_of: Callable[[int], str]
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
-    missing = sum(value is None or value == "" for value in values)
+    missing = [index for index, value in enumerate(values) if value is None or value == ""]
     if missing:
-        raise ValueError(f"{where} has {missing} records without a label; every record needs one")
-    odd = {type(value).__name__ for value in values if not isinstance(value, str | int | float)}
-    if odd or any(isinstance(value, float) and not value.is_integer() for value in values):
-        found_kind = ", ".join(sorted(odd)) or "fractions"
         raise ValueError(
-            f"{where} must hold class names or whole numbers, and holds {found_kind}; choose another column"
+            f"{where} has {len(missing)} records without a label (first: {place_of(missing[0])}); every record needs "
+            "one"
+        )
+    odd = [index for index, value in enumerate(values) if not _may_be_label(value)]
+    if odd:
+        kinds = sorted({type(values[index]).__name__ for index in odd} - {"float"})
+        raise ValueError(
+            f"{where} must hold class names or whole numbers, and holds {', '.join(kinds) or 'fractions'} (first: "
+            f"{place_of(odd[0])}); choose another column"
         )
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
@@ -130,14 +141,18 @@ def labels_among(
         names = tuple(str(name) for name in declared)
         if len(set(names)) < len(names):
             raise ValueError(f"label_names={list(names)} has a name twice; give each once")
-        strange = [number for number, name in enumerate(found, start=1) if name not in names]
+        strange = [index for index, name in enumerate(found) if name not in names]
         if strange:  # what they say is private
             raise ValueError(
-                f"{where} has {len(strange)} labels (first: record {strange[0]}) that are not among the "
+                f"{where} has {len(strange)} labels (first: {place_of(strange[0])}) that are not among the "
                 f"{len(names)} declared label_names; add their names, or remove the records"
             )
     place = {name: number for number, name in enumerate(names)}
     return np.array([place[name] for name in found], dtype=np.int64), names
+
+
+def _may_be_label(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
 
 
 def _is_whole(name: str) -> bool:
@@ -153,10 +168,11 @@ def feature_matrix(columns: sources.Columns, names: list[str], asked: Choice) ->
         values = np.array([float(value) if _is_number(value) else np.nan for value in columns[name]])
         with np.errstate(over="ignore"):
             found[:, place] = values
-        odd = int((~np.isfinite(found[:, place])).sum())
-        if odd:
+        odd = np.flatnonzero(~np.isfinite(found[:, place]))
+        if len(odd):
+            first = asked.place(int(odd[0]))
             raise ValueError(
-                f"column {name!r} has {odd} values that are no finite numbers; fill or encode them (by a rule that "
-                "does not look at the other records), or leave the column out"
+                f"column {name!r} has {len(odd)} values that are no finite numbers (first: {first}); "
+                "fill or encode them (by a rule that does not look at the other records), or leave the column out"
             )
     return found

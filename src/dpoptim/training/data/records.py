@@ -12,7 +12,7 @@ dataset's schema) are taken as known to everyone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from dpoptim.training.data import sources
 from dpoptim.training.data.columns import (
     Choice,
     Kind,
-    as_text,
     count_empty,
     feature_matrix,
     label_column_of,
     labels_among,
     labels_of,
     text_column_of,
+    texts_of,
 )
 
 
@@ -56,6 +56,7 @@ class Records:
     label_names: tuple[str, ...] = ()
     empty: int = 0  # texts without any character but blanks
     text_column: str | None = None  # where the texts stood in a table
+    place: Callable[[int], str] = sources.record_number  # where the record of an index lies, for errors
 
     def __post_init__(self) -> None:
         if len(self) == 0:
@@ -93,11 +94,11 @@ class Records:
         ValueError: 1 of 2 records of data 'notes' have no 'text' (first: record 2); remove them
         """
         if self.empty:
-            first = next(place for place, text in enumerate(self.texts, start=1) if not text.strip())
+            first = next(index for index, text in enumerate(self.texts) if not text.strip())
             what = "text" if self.text_column is None else repr(self.text_column)
             raise ValueError(
-                f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: record {first}); "
-                "remove them"
+                f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: "
+                f"{self.place(first)}); remove them"
             )
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
@@ -114,6 +115,7 @@ class Records:
             features=None if self.features is None else self.features[chosen],
             labels=None if self.labels is None else self.labels[chosen],
             empty=sum(not self.texts[i].strip() for i in chosen) if self.kind is Kind.TEXT else 0,
+            place=lambda index: self.place(int(chosen[index])),
         )
 
 
@@ -175,7 +177,7 @@ def read_records(
         if path.suffix.lower() == ".txt":
             return _only_texts(sources.read_lines(path), chosen)
         if path.suffix.lower() in sources.TABLE_SUFFIXES:
-            return _from_columns(sources.read_table(path), chosen)
+            return _from_columns(sources.read_table(path), _in_files(chosen, [path]))
         raise ValueError(
             f"data {str(source)!r} {f'ends in {path.suffix!r}' if path.suffix else 'has no ending'}; give "
             f"{', '.join(sources.TABLE_SUFFIXES)} or .txt, a folder, or a dataset's name"
@@ -189,7 +191,7 @@ def read_records(
 def _from_folder(folder: Path, split: str, asked: Choice) -> Records:
     if sources.is_saved_dataset(folder):
         return _from_dataset(sources.load_saved_dataset(folder, split), asked)
-    texts = sources.read_text_folder(folder) if asked.kind is not Kind.IMAGE else []
+    texts = sources.text_files(folder) if asked.kind is not Kind.IMAGE else []
     images = sources.image_files(folder) if asked.kind is not Kind.TEXT else []
     tables = sources.table_files(folder, split) if asked.kind is not Kind.IMAGE else []
     if bool(texts) + bool(images) + bool(tables) > 1:
@@ -198,12 +200,15 @@ def _from_folder(folder: Path, split: str, asked: Choice) -> Records:
             "tables; point to those of one kind"
         )
     if tables:
-        return _from_columns(sources.read_tables(folder, tables), asked)
+        return _from_columns(sources.read_tables(folder, tables), _in_files(asked, tables))
     if texts:
-        return _only_texts(texts, asked)
+        return _only_texts(sources.read_texts(texts), _in_files(asked, texts))
     if images:
         _refuse_columns(asked)
-        labels, names = labels_among([name for _, name in images], asked.names, "the names of its folders")
+        kinds = [name for _, name in images]
+        labels, names = labels_among(
+            kinds, asked.names, "the names of its folders", lambda index: str(images[index][0])
+        )
         return Records(
             kind=Kind.IMAGE, source=asked.source, images=[path for path, _ in images], labels=labels, label_names=names
         )
@@ -237,7 +242,7 @@ def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
     text = None if asked.kind is Kind.TABULAR else text_column_of(columns, label, asked)
     labels, names = labels_of(columns, label, asked, needed=text is None)
     if text is not None:
-        texts = [as_text(value, text) for value in columns[text]]
+        texts = texts_of(columns, text, asked)
         return Records(
             kind=Kind.TEXT,
             source=asked.source,
@@ -246,6 +251,7 @@ def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
             label_names=names,
             empty=count_empty(texts),
             text_column=text,
+            place=asked.place,
         )
     if label is None:
         raise ValueError(
@@ -267,7 +273,12 @@ def _only_texts(texts: list[str], asked: Choice) -> Records:
     _refuse_columns(asked)
     if asked.kind not in (None, Kind.TEXT):
         raise ValueError(f"data {asked.source!r} holds texts, and the task reads {asked.kind.value} records")
-    return Records(kind=Kind.TEXT, source=asked.source, texts=texts, empty=count_empty(texts))
+    return Records(kind=Kind.TEXT, source=asked.source, texts=texts, empty=count_empty(texts), place=asked.place)
+
+
+def _in_files(asked: Choice, files: Sequence[Path]) -> Choice:
+    """The choice, whose errors name file and line."""
+    return dataclasses.replace(asked, place=lambda index: sources.place_of(files, index))
 
 
 def _refuse_columns(asked: Choice) -> None:

@@ -75,13 +75,17 @@ def read_lines(path: Path) -> list[str]:
         return [text for line in file if (text := line.strip())]
 
 
-def read_text_folder(folder: Path) -> list[str]:
+def text_files(folder: Path) -> list[Path]:
     """The .txt files of a folder and of those below it, in the order of their names; a file is one text."""
+    return [path for path in _visible(folder) if path.suffix == ".txt"]
+
+
+def read_texts(files: Sequence[Path]) -> list[str]:
+    """The text of each file."""
     texts = []
-    for path in _visible(folder):
-        if path.suffix == ".txt":
-            with _utf8(path):
-                texts.append(path.read_text(encoding="utf-8"))
+    for path in files:
+        with _utf8(path):
+            texts.append(path.read_text(encoding="utf-8"))
     return texts
 
 
@@ -172,46 +176,87 @@ class HubColumn(Sequence[Any]):
         return HubColumn(self._dataset.select(indices), self._name)
 
 
+def place_of(files: Sequence[Path], index: int) -> str:
+    """Where record `index` (from 0) of these files lies, by file and line; found again, since only errors tell it."""
+    left = index
+    for path in files:
+        suffix = path.suffix.lower()
+        if suffix == ".txt":  # a file is one text
+            places = [""]
+        elif suffix == ".parquet":
+            rows = needed("pyarrow.parquet", f"reading {path.name}").ParquetFile(path).metadata.num_rows
+            places = [f", row {row}" for row in range(1, rows + 1)]
+        else:
+            lines = [line for line, _ in (_jsonl_lines(path) if suffix == ".jsonl" else _csv_rows(path)[1:])]
+            places = [f", line {line}" for line in lines]
+        if left < len(places):
+            return f"{str(path)!r}{places[left]}"
+        left -= len(places)
+    return record_number(index)
+
+
+def record_number(index: int) -> str:
+    """The place of a record that lies in no file of its own.
+
+    >>> record_number(0)
+    'record 1'
+    """
+    return f"record {index + 1}"
+
+
 def _read_jsonl(path: Path) -> Columns:
     rows: list[dict[str, Any]] = []
-    with _utf8(path), path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"data {str(path)!r}, line {number} is not JSON: {one_line(error)}") from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"data {str(path)!r}, line {number} is a JSON {type(row).__name__}; each line must be an object "
-                    'such as {"text": "…"}'
-                )
-            rows.append(row)
+    for number, line in _jsonl_lines(path):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            reason = error.msg.partition(":")[0]  # what may follow is of the record
+            raise ValueError(
+                f"data {str(path)!r}, line {number} is not JSON: {reason} at column {error.colno}"
+            ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"data {str(path)!r}, line {number} is a JSON {type(row).__name__}; each line must be an object "
+                'such as {"text": "…"}'
+            )
+        rows.append(row)
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
 
 
+def _jsonl_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
+    with _utf8(path), path.open(encoding="utf-8") as file:
+        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+
+
 def _read_csv(path: Path) -> Columns:
+    (_, header), *rows = _csv_rows(path) or [(1, [])]
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise ValueError(f"data {str(path)!r} has the column {repeated[0]!r} more than once; rename one")
+    for line, row in rows:
+        if len(row) != len(header):
+            raise ValueError(
+                f"data {str(path)!r}, line {line} has {len(row)} fields and the header {len(header)}; quote fields "
+                "that hold the separator"
+            )
+    return {name: [row[place] for _, row in rows] for place, name in enumerate(header)}
+
+
+def _csv_rows(path: Path) -> list[tuple[int, list[str]]]:
+    """The rows that are not blank, the header first, each with the line that it begins in."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     with _utf8(path), _long_fields(), path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
+        rows, line = [], 1
         try:
-            header = next(reader, [])
-            repeated = sorted({name for name in header if header.count(name) > 1})
-            if repeated:
-                raise ValueError(f"data {str(path)!r} has the column {repeated[0]!r} more than once; rename one")
-            rows = []
             for row in reader:
-                if row and len(row) != len(header):
-                    raise ValueError(
-                        f"data {str(path)!r}, line {reader.line_num} has {len(row)} fields and the header "
-                        f"{len(header)}; quote fields that hold the separator"
-                    )
                 if row:
-                    rows.append(row)
+                    rows.append((line, row))
+                line = reader.line_num + 1
         except csv.Error as error:
             raise ValueError(f"data {str(path)!r}, line {reader.line_num}: {one_line(error)}") from error
-    return {name: [row[place] for row in rows] for place, name in enumerate(header)}
+    return rows
 
 
 def _read_parquet(path: Path) -> Columns:
@@ -228,10 +273,20 @@ def _read_parquet(path: Path) -> Columns:
 def _utf8(path: Path) -> Iterator[None]:
     try:
         yield
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it first") from error
+    except UnicodeDecodeError:  # it knows the place in what was read last, and holds the record
+        with path.open("rb") as file:
+            line = next(number for number, line in enumerate(file, start=1) if not _is_utf8(line))
+        raise ValueError(f"data {str(path)!r}, line {line} is not UTF-8; convert the file first") from None
     except PermissionError as error:
         raise ValueError(_unreadable(path)) from error
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _unreadable(path: Path) -> str:

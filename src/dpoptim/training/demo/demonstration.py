@@ -20,12 +20,12 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -38,7 +38,7 @@ from dpoptim.training.demo.model import LENGTH, pretrain
 from dpoptim.training.demo.text import texts_of
 from dpoptim.training.recipes.recipe import Recipe
 from dpoptim.training.runs.metrics import evaluate
-from dpoptim.training.runs.progress import ProgressDisplay
+from dpoptim.training.runs.progress import SILENCE, ProgressDisplay
 from dpoptim.training.runs.run import train
 from dpoptim.training.support.optional import needed
 
@@ -92,7 +92,7 @@ METHODS = (
     ),
     Method(
         name="independent_moments",
-        idea="the square is released with noise of its own (IME)",
+        idea="the square has noise of its own (IME)",
         settings={"variant": "independent_moments", "learning_rate": 1e-2},
     ),
     Method(
@@ -131,10 +131,7 @@ def main(
         else:
             folder = Path(keep)
             folder.mkdir(parents=True)
-        columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
-        tell = (lambda text: None) if console.is_terminal else console.print
-        found = fine_tuned_each_way(folder, size, common, progress, tell)
+        found = fine_tuned_each_way(folder, size, common, stack.enter_context(Stages(console)))
     answer = {**found, "delta": delta, "seconds": time.perf_counter() - began, "kept": keep}
     if json_wanted:
         print(json.dumps(answer, indent=2, ensure_ascii=False))
@@ -143,32 +140,61 @@ def main(
     return 0
 
 
-def fine_tuned_each_way(
-    folder: Path, size: Size, common: dict[str, Any], progress: Progress, tell: Callable[[str], Any]
-) -> dict[str, Any]:
+class Stages:
+    """What is being done: a bar a stage in a terminal; elsewhere a line when one begins, and after `SILENCE`."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console = console
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._title, self._total, self._said = "", 0, 0.0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def begin(self, title: str, total: int, *, line: str | None = None) -> None:
+        """A stage of `total` parts; `line` is what a log says where the title alone does not tell."""
+        self._task = self._progress.add_task(title, total=total)
+        self._title, self._total = line or title, total
+        self._say("...")
+
+    def at(self, done: int) -> None:
+        """So many parts are done."""
+        self._progress.update(self._task, completed=done)
+        if time.monotonic() - self._said >= SILENCE:
+            self._say(f"{done}/{self._total}")
+
+    def _say(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(f"{self._title} {text}", highlight=False, soft_wrap=True)
+        self._said = time.monotonic()
+
+
+def fine_tuned_each_way(folder: Path, size: Size, common: dict[str, Any], stages: Stages) -> dict[str, Any]:
     """Read, pretrain, and fine-tune in processes of one thread each; everything is written into `folder`."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with ProcessPoolExecutor(2, mp_context=context, initializer=_worker, initargs=(queue,)) as pool:
         try:
-            tell("reading documentation strings ...")
-            texts = _read(pool, size, progress)
+            texts = _read(pool, size, stages)
             for name in texts:
                 _write(folder / f"{name}.jsonl", texts[name])
             for _ in range(2):
                 pool.submit(_import_ahead)  # the workers are idle while the model is pretrained
-            tell("pretraining on public text ...")
-            task = progress.add_task("pretraining on public text", total=size.pretraining_steps)
+            stages.begin("pretraining on public text", size.pretraining_steps)
             prepared = pretrain(
                 folder / "pretrained",
                 texts["public"],
                 steps=size.pretraining_steps,
                 seed=common["seed"],
-                after_step=lambda: progress.advance(task),
+                after_step=stages.at,
             )
-            tell("fine-tuning on private text, five ways ...")
             test = evaluate(prepared.on(read_records(folder / "test.jsonl")))
-            summaries = _fine_tuned(pool, queue, folder, common, progress)
+            summaries = _fine_tuned(pool, queue, folder, common, stages)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -189,20 +215,21 @@ def fine_tuned_each_way(
 
 
 def _fine_tuned(
-    pool: ProcessPoolExecutor, queue: Any, folder: Path, common: dict[str, Any], progress: Progress
+    pool: ProcessPoolExecutor, queue: Any, folder: Path, common: dict[str, Any], stages: Stages
 ) -> dict[str, dict[str, Any]]:
     """The summary of each method's run, one after the other: two at once took longer than twice one, by trial."""
     summaries = {}
-    for method in METHODS:
-        task = progress.add_task(method.name, total=common["steps"])
+    for number, method in enumerate(METHODS, start=1):
+        told = f"fine-tuning on private text, {number} of {len(METHODS)}, {method.name}"
+        stages.begin(method.name, common["steps"], line=told)
         settings = {**common, **method.settings}
         if not method.private:
             settings.pop("epsilon")
         running = pool.submit(fine_tune, folder, method.name, settings)
         while not running.done():
             with contextlib.suppress(Empty):
-                progress.update(task, completed=queue.get(timeout=0.2))
-        progress.update(task, completed=common["steps"])
+                stages.at(queue.get(timeout=0.2))
+        stages.at(common["steps"])
         summaries[method.name] = running.result()
     return summaries
 
@@ -255,13 +282,14 @@ def _import_ahead() -> None:
     importlib.import_module("transformers.models.bert.modeling_bert")
 
 
-def _read(pool: ProcessPoolExecutor, size: Size, progress: Progress) -> dict[str, list[str]]:
+def _read(pool: ProcessPoolExecutor, size: Size, stages: Stages) -> dict[str, list[str]]:
     """Public texts, private ones, and every sixth private one for the test; no text is there twice."""
-    task = progress.add_task("reading documentation strings", total=len(PUBLIC + PRIVATE))
+    stages.begin("reading documentation strings", len(PUBLIC + PRIVATE))
     seen: set[str] = set()
     found: dict[str, list[str]] = {"public": [], "private": [], "test": []}
     limits = [size.records_per_library] * len(PUBLIC + PRIVATE)
-    for library, texts in zip(PUBLIC + PRIVATE, pool.map(texts_of, PUBLIC + PRIVATE, limits), strict=True):
+    read = zip(PUBLIC + PRIVATE, pool.map(texts_of, PUBLIC + PRIVATE, limits), strict=True)
+    for done, (library, texts) in enumerate(read, start=1):
         new = [text for text in texts if text not in seen]
         seen.update(new)
         if library in PUBLIC:
@@ -269,7 +297,7 @@ def _read(pool: ProcessPoolExecutor, size: Size, progress: Progress) -> dict[str
         else:
             found["test"] += new[TEST_EVERY - 1 :: TEST_EVERY]
             found["private"] += [text for place, text in enumerate(new, 1) if place % TEST_EVERY]
-        progress.advance(task)
+        stages.at(done)
     if not found["public"] or len(found["private"]) < size.batch_size:
         raise ValueError(
             f"the sources of {', '.join(PUBLIC)} (public) and {', '.join(PRIVATE)} (private) were not found beside "
@@ -283,19 +311,18 @@ def _write(path: Path, texts: list[str]) -> None:
 
 
 def show(answer: dict[str, Any]) -> None:
-    """The table and the guarantee."""
+    """The table, which fits in 80 columns, and the guarantee."""
     console = Console()
     table = Table(title=f"Masked words of {answer['test_records']:,} texts of libraries that no run trained on")
-    for title in ("fine-tuning", "how", "ε", "test loss", "perplexity", "seconds"):
-        table.add_column(title, justify="left" if title in ("fine-tuning", "how") else "right")
+    table.add_column("fine-tuning", no_wrap=True)
+    table.add_column("how")
+    for title in ("ε", "loss", "perplexity"):
+        table.add_column(title, justify="right", no_wrap=True)
     best = min((row for row in answer["results"] if row["private"]), key=lambda row: row["loss"])
     for row in answer["results"]:
         style = "bold green" if row is best else "" if row["private"] else "dim"
         spent = "∞" if row["epsilon"] is None else rounded_up(row["epsilon"])
-        seconds = f"{row['seconds']:.0f}" if row["seconds"] else ""
-        table.add_row(
-            row["name"], row["idea"], spent, f"{row['loss']:.3f}", f"{row['perplexity']:.1f}", seconds, style=style
-        )
+        table.add_row(row["name"], row["idea"], spent, f"{row['loss']:.3f}", f"{row['perplexity']:.1f}", style=style)
     console.print(table)
     console.print(
         f"A BERT of {answer['parameters']:,} parameters, pretrained on {answer['public_records']:,} public texts "

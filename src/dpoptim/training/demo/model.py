@@ -17,7 +17,7 @@ VOCABULARY = 2048
 
 
 def pretrain(
-    folder: Path, texts: list[str], *, steps: int, seed: int, after_step: Callable[[], None] = lambda: None
+    folder: Path, texts: list[str], *, steps: int, seed: int, after_step: Callable[[int], None] = lambda done: None
 ) -> Prepared:
     """A BERT of two layers, 64 wide, trained on the public texts by plain Adam; saved into `folder`."""
     import transformers
@@ -45,7 +45,7 @@ def pretrain(
         prepared.loss_per_example(model, batch).mean().backward()
         optimizer.step()
         rate.step()
-        after_step()
+        after_step(step + 1)
     torch.set_num_threads(threads)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -54,6 +54,21 @@ def label_tasks_of_classes(names: Iterable[str]) -> list[str]:
     return [task for task, table in LABEL_TABLES.items() if asked & _class_names(getattr(auto, table))]
 
 
+def trained_elsewhere(names: Iterable[str]) -> str | None:
+    """What a model with classes of these names is where `dpoptim train` does not do its task; None for others.
+
+    >>> trained_elsewhere(["T5ForConditionalGeneration"])
+    'a text-to-text model, trained with dpoptim.training.PrivateTrainer (docs/hugging-face.md), not by `dpoptim train`'
+    """
+    found = label_tasks_of_classes(names)
+    if not found:
+        return None
+    kind = "text-to-text" if "seq2seq-lm" in found else found[0]
+    return (
+        f"a {kind} model, trained with dpoptim.training.PrivateTrainer (docs/hugging-face.md), not by `dpoptim train`"
+    )
+
+
 def _class_names(table: Mapping[str, Any]) -> set[str]:
     names: set[str] = set()
     for value in table.values():

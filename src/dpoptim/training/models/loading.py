@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpoptim.training.losses.task_of_class import trained_elsewhere
 from dpoptim.training.losses.tasks import Task
 from dpoptim.training.models import builtin
 from dpoptim.training.support.optional import needed, one_line
@@ -195,9 +196,10 @@ def _from_transformers(
     except Exception as error:
         raise ValueError(_not_found("model", name, error)) from error
     if type(config) not in auto._model_mapping:
+        elsewhere = trained_elsewhere(config.architectures or ())
         raise ValueError(
             f"model={name!r} is a {config.model_type!r}, which transformers has no {_AUTO_CLASSES[task]} for; choose "
-            "another task or model"
+            f"another task or model{'' if elsewhere is None else f'; it is {elsewhere}'}"
         )
     try:
         if from_scratch:

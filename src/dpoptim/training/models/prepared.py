@@ -32,6 +32,7 @@ from dpoptim.training.losses.causal_check import check_one_direction
 from dpoptim.training.losses.tasks import Outcome, Task, outcome
 from dpoptim.training.losses.token_losses import can_read_targets
 from dpoptim.training.models import builtin
+from dpoptim.training.models.finite import check_finite
 from dpoptim.training.models.loading import load_model, load_pixel_scale, load_tokenizer
 from dpoptim.training.models.padding_check import check_padding
 
@@ -158,7 +159,8 @@ def prepare(
 
     Guarantee: record i is example i. Nothing but the label names is taken from all records: no vocabulary, no mean.
     Edge cases: a text without tokens is one token of padding without a target, its loss is 0. One ValueError line where
-    records, task and model do not fit, where padding changes the model's losses, or where a causal one looks ahead.
+    records, task and model do not fit, where padding changes the model's losses, where a causal one looks ahead, or
+    where a parameter is not finite.
 
     >>> records = Records(
     ...     kind=Kind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32), feature_names=("a", "b", "c"),
@@ -182,6 +184,7 @@ def prepare(
         columns=len(records.feature_names) or None, lora_rank=lora_rank, from_scratch=from_scratch, dtype=dtype,
         seed=seed,
     )  # fmt: skip
+    check_finite(module, name or type(module).__name__)
     made = _for_text if task.reads_text else _for_images if task is Task.IMAGE_CLASSIFICATION else _for_rows
     make_dataset, collate, length = made(
         _Settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dpoptim.training.losses.task_of_class import tasks_of_classes
+from dpoptim.training.losses.task_of_class import tasks_of_classes, trained_elsewhere
 from dpoptim.training.losses.tasks import Task
 from dpoptim.training.models.loading import base_of_adapter
 from dpoptim.training.support.optional import needed, one_line
@@ -17,6 +17,7 @@ def task_of_model(name: str) -> Task:
     """The task that a model's configuration names its class for; the built-in models have one each.
 
     Edge cases: one ValueError line where the configuration cannot be read, or names no class of a known task.
+    A class that also makes a text of a text (BART's) is refused too: which one is meant must be said.
 
     >>> task_of_model("mlp")
     <Task.TABULAR_CLASSIFICATION: 'tabular-classification'>
@@ -43,6 +44,10 @@ def task_of_model(name: str) -> Task:
             f"({one_line(error)}); check the path"
         ) from error
     found = tasks_of_classes(config.architectures or ())
+    elsewhere = trained_elsewhere(config.architectures or ())
+    if elsewhere is not None:
+        own = f"; or set task (--task) to {' or '.join(task.value for task in found)}" if found else ""
+        raise ValueError(f"model={name!r} ({', '.join(config.architectures)}) is {elsewhere}{own}")
     if len(found) == 1:
         return found[0]
     raise ValueError(

@@ -175,11 +175,20 @@ def noise_of(name: str) -> StrategySpec:
     """
     kind, _, number = name.partition(":")
     if kind not in _NOISE:
-        raise ValueError(f"noise={name!r} must be auto or one of {', '.join(map(_usage, _NOISE))}")
+        raise ValueError(f"noise={name!r} must be auto or one of {', '.join(noise_words())}")
     make, argument = _NOISE[kind]
     if (argument is None) != (not number) or (number and not re.fullmatch("[1-9][0-9]{0,8}", number)):
         raise ValueError(f"noise={name!r} must be written as {_usage(kind)}")
     return make() if argument is None else make(**{argument: int(number)})
+
+
+def noise_words() -> list[str]:
+    """How a recipe names each noise; "auto" is left out.
+
+    >>> noise_words()
+    ['independent', 'square-root', 'banded-toeplitz:BANDS', 'banded-inverse:BANDS', 'buffered-toeplitz:BUFFERS']
+    """
+    return [_usage(kind) for kind in _NOISE]
 
 
 def name_of_noise(noise: Any) -> str:

@@ -1,8 +1,11 @@
-"""A run as a person sees it: a bar in a terminal, a line an evaluation elsewhere, nothing for a program."""
+"""A run as a person sees it: a bar in a terminal, a line now and then elsewhere, nothing for a program."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dpoptim.privacy.shown import rounded_up
 
 NOT_PRIVATE = "not private: for debugging"
+SILENCE = 20.0  # seconds after which a log of a batch system gets a line
 
 
 class ProgressDisplay:
@@ -43,29 +47,51 @@ class ProgressDisplay:
 
 
 class Lines(ProgressDisplay):
-    """One line an evaluation, for logs of batch systems."""
+    """One line an evaluation, and one after `SILENCE`: the stage that takes so long, or the step; for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._epsilon, self._seconds, self._steps, self._batch_size, self._loss = 0.0, 0.0, 0, 0, ""
         self._so_far = "so far"
+        self._said = time.monotonic()
+        self._stage: threading.Timer | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end_stage()
+
+    def tell(self, text: str) -> None:
+        self._end_stage()
+        self._stage = threading.Timer(SILENCE, self.say, [f"{text} ..."])
+        self._stage.daemon = True
+        self._stage.start()
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._stage.cancel()
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._said = time.monotonic()
 
     def begin(self, *, step: int, steps: int, batch_size: int, whole_run: bool) -> None:
+        self._end_stage()
         self._steps, self._batch_size, self._so_far = steps, batch_size, "for the whole run" if whole_run else "so far"
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         self._epsilon, self._seconds = epsilon, seconds
+        if time.monotonic() - self._said >= SILENCE:
+            self.say(f"step {step}/{self._steps}{self._spent()}")
 
     def not_private(self, loss: float) -> None:
         self._loss = f", training loss {loss:.4f} ({NOT_PRIVATE})"
 
     def evaluation(self, entry: dict[str, Any]) -> None:
-        rate = f", {self._batch_size / self._seconds:.0f} examples/s" if self._seconds else ""
-        spent = f"; epsilon {rounded_up(self._epsilon)} {self._so_far}{rate}{self._loss}" if entry["step"] else ""
+        spent = self._spent() if entry["step"] else ""
         self.say(f"step {entry['step']}/{self._steps}: {scores_line(entry)}{spent}")
+
+    def _spent(self) -> str:
+        rate = f", {self._batch_size / self._seconds:.0f} examples/s" if self._seconds else ""
+        return f"; epsilon {rounded_up(self._epsilon)} {self._so_far}{rate}{self._loss}"
 
 
 class Bar(Lines):
@@ -104,7 +130,6 @@ class Bar(Lines):
         self._task = self._progress.add_task("training", total=steps, completed=step, told="")
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-        super().step(step=step, epsilon=epsilon, seconds=seconds)
         told = f"ε {rounded_up(epsilon)} {self._so_far}"
         if seconds:
             told += f"  {self._batch_size / seconds:.0f} ex/s"
@@ -120,7 +145,10 @@ def scores_line(entry: dict[str, Any]) -> str:
     >>> scores_line({"loss": 2.5, "accuracy": 0.75, "perplexity": None})
     'held-out loss 2.5000, accuracy 75.0 %'
     """
-    text = "held-out loss not finite" if entry["loss"] is None else f"held-out loss {entry['loss']:.4f}"
+    loss = entry["loss"]
+    if loss is None or not math.isfinite(loss):  # a log has None there
+        return "held-out loss not finite"
+    text = f"held-out loss {loss:.4f}"
     if entry.get("accuracy") is not None:
         text += f", accuracy {entry['accuracy']:.1%}".replace("%", " %")
     if entry.get("perplexity") is not None:

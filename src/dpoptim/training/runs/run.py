@@ -18,6 +18,7 @@ from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 from dpoptim.privacy.released_steps import released_count
 from dpoptim.privacy.statement import headline
+from dpoptim.training.models.finite import not_finite
 from dpoptim.training.recipes.plans import name_of_noise
 from dpoptim.training.recipes.recipe import Recipe
 from dpoptim.training.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
@@ -27,7 +28,7 @@ from dpoptim.training.runs.metrics import evaluate
 from dpoptim.training.runs.progress import ProgressDisplay
 from dpoptim.training.runs.run_directory import RunDirectory
 from dpoptim.training.runs.run_log import RunLog, cut_log, read_log
-from dpoptim.training.runs.run_result import is_finished
+from dpoptim.training.runs.run_result import Diverged, ending_by, is_finished
 from dpoptim.training.runs.setup import Setup, set_up
 from dpoptim.training.runs.tensorboard import tensorboard_writer, write_scalars
 from dpoptim.training.support.files import make_folder
@@ -42,7 +43,8 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | 
 
     Guarantee: what can be wrong with the input is told before the directory is made. The whole run satisfies the
     statement in statement.txt; scores on held-out records, and what `debug` logs, are outside of it.
-    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted". Where
+    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
+    `Diverged`, a ValueError, where parameters are no finite numbers at a log, an evaluation or a checkpoint. Where
     not even the checkpoint before the first step can be written, the directory is removed again.
     """
     progress = progress or ProgressDisplay()
@@ -142,6 +144,7 @@ class _Run:
         self._log, self._loop, self._wish = log, loop, wish
         self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
+        self._finite_at, self._loss_noted = loop.step, False
 
     def train(self, *, resumed_from: int | None) -> dict[str, Any]:
         recipe, loop = self._setup.recipe, self._loop
@@ -163,9 +166,13 @@ class _Run:
                         self._progress.not_private(entry["not_private"]["loss"])
                 self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 last = loop.step == loop.steps
-                if last or loop.step % recipe.evaluate_every == 0:
+                evaluates = last or loop.step % recipe.evaluate_every == 0
+                saves = last or self._wish.signal is not None or loop.step % recipe.checkpoint_every == 0
+                if "released" in entry or evaluates or saves:
+                    self._check_finite()
+                if evaluates:
                     self._evaluate()
-                if last or self._wish.signal is not None or loop.step % recipe.checkpoint_every == 0:
+                if saves:
                     self._checkpoint()
                 if self._wish.signal is not None and not last:
                     return self._end("interrupted")
@@ -196,6 +203,21 @@ class _Run:
             "resumed_from": resumed_from,
         }
 
+    def _check_finite(self) -> None:
+        """Stop where training diverged, before such parameters are saved; they are released, so looking is free."""
+        found = not_finite(self._setup.model)
+        if not found:
+            self._finite_at = self._loop.step
+            return
+        saved = step_of(checkpoints(self._place.checkpoints)[-1])
+        raise Diverged(
+            f"training stopped after step {self._loop.step} of {self._loop.steps}: {len(found)} parameters (first: "
+            f"{found[0]!r}) hold NaN or infinite values, and none did after step {self._finite_at}; learning_rate="
+            f"{self._setup.recipe.learning_rate:g} is probably too large. Train anew with a smaller one in another run "
+            "directory (its privacy loss adds to this one's); --resume would only repeat the same steps. The last good "
+            f"checkpoint, of step {saved}, is kept in {self._place.checkpoints}"
+        )
+
     def _evaluate(self) -> None:
         setup = self._setup
         if setup.validation is None:
@@ -214,6 +236,12 @@ class _Run:
         self._log.write("evaluation", **entry)
         write_scalars(self._writer, {"kind": "evaluation", **entry})
         self._progress.evaluation(entry)
+        if not math.isfinite(scores.loss) and not self._loss_noted:
+            self._loss_noted = True
+            self._progress.say(
+                f"note: the held-out loss is not finite after step {self._loop.step}, while all parameters are; the "
+                "learning rate is probably too large, or a held-out record is far out"
+            )
 
     def _checkpoint(self) -> None:
         path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict(), self._key)
@@ -248,9 +276,8 @@ class _Run:
         return two_digits(time.perf_counter() - self._began)
 
     def _end_with(self, error: BaseException) -> None:
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
         with contextlib.suppress(OSError):  # the disk is full: what matters is the checkpoint, which is whole
-            self._log.write("end", step=self._loop.step, reason=reason, seconds=self._seconds())
+            self._log.write("end", step=self._loop.step, reason=ending_by(error), seconds=self._seconds())
 
 
 def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
