@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import dpoptim
-from dpoptim import Adjacency, BandedToeplitz, BufferedToeplitz, CyclicPoisson, Poisson, PrivacyPlan, SquareRoot
-from dpoptim.audit import audit_plan, games_needed
+from dpoptim import (
+    Adjacency,
+    BandedToeplitz,
+    BufferedToeplitz,
+    CyclicPoisson,
+    Poisson,
+    PrivacyPlan,
+    Shuffled,
+    SquareRoot,
+)
+from dpoptim.audit import PlanAudit, audit_plan, games_needed
+from dpoptim.audit.noise_check import measured, noise_checks
+from dpoptim.privacy import Sampling
 from dpoptim.training.recipes.plans import make_optimizer, release_of
 
 PLAN: dict[str, Any] = {"num_examples": 1000, "batch_size": 100, "steps": 20}
@@ -56,29 +68,29 @@ def test_nothing_is_found_where_all_is_well(variant, changes):
     assert found.gaussian_bound is None or found.gaussian_bound > 3.0
 
 
-def less_noise(optimizer: Any) -> None:
-    optimizer.release._stddevs["gradient"] *= 0.7
+def noise_by(change: Any) -> Any:
+    """Makes row t of the gradient's noise what `change` says of the true rows and t."""
+
+    def damage(optimizer: Any) -> None:
+        for rows in optimizer.release._noise["gradient"]:
+            rows.row = lambda step, true=rows.row: change(true, step)
+
+    return damage
 
 
-def slightly_less_noise(optimizer: Any) -> None:
-    optimizer.release._stddevs["gradient"] *= 0.97
+def weaker(factor: float) -> Any:
+    return noise_by(lambda true, step: factor * true(step))
 
 
-def same_noise_again(optimizer: Any) -> None:
-    """Every step has the noise of step 0."""
-    for rows in optimizer.release._noise["gradient"]:
-        first = rows.row(0).clone()
-        rows.row = lambda step, first=first: first
+def copied_half(true: Any, step: int) -> Any:
+    """The second table has the noise of the first."""
+    row = true(step)
+    half = len(row) // 2
+    return torch.cat([row[:half], row[:half]]) if len(row) % 2 == 0 else row
 
 
 def longer_clips(optimizer: Any) -> None:
     optimizer.release._sums.clip_norm *= 1.5
-
-
-def uniform_noise(optimizer: Any) -> None:
-    for rows in optimizer.release._noise["gradient"]:
-        row = rows.row
-        rows.row = lambda step, row=row: (torch.special.ndtr(row(step)) - 0.5) * 12**0.5
 
 
 def independent_instead(optimizer: Any) -> None:
@@ -88,14 +100,24 @@ def independent_instead(optimizer: Any) -> None:
     optimizer.release._begin_run("other")
 
 
+def one_key_for_all(optimizer: Any) -> None:
+    optimizer.release.key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    optimizer.release._begin_run("audit")
+
+
+LEVEL, AGAIN, KEYS = "noise level", "noise is never the same", "another key is another noise"
 DAMAGE: list[tuple[Any, dict[str, Any], set[str]]] = [
-    (less_noise, {}, {"the claim stands", "the attack's errors", "noise level"}),
-    (slightly_less_noise, {}, {"noise level"}),
-    (less_noise, {"sampling": Poisson()}, {"the attack's errors", "noise level"}),
-    (same_noise_again, {}, {"noise of other steps is other noise"}),
+    (weaker(0.7), {}, {"the claim stands", "the attack's errors", LEVEL}),
+    (weaker(0.97), {}, {LEVEL}),
+    (weaker(0.7), {"sampling": Poisson()}, {"the attack's errors", LEVEL}),
+    (noise_by(lambda true, step: true(step) * (step != 13)), {"steps": 200}, {LEVEL}),
+    (noise_by(lambda true, step: true(0)), {}, {AGAIN}),
+    (noise_by(lambda true, step: true(step % 10)), {}, {AGAIN}),
+    (noise_by(copied_half), {}, {AGAIN}),
+    (noise_by(lambda true, step: (torch.special.ndtr(true(step)) - 0.5) * 12**0.5), {}, {"noise is Gaussian"}),
+    (independent_instead, {"noise": BandedToeplitz(bands=4)}, {AGAIN}),
+    (one_key_for_all, {}, {KEYS}),
     (longer_clips, {}, {"the claim stands", "the attack's errors", "clipping"}),
-    (uniform_noise, {}, {"noise is Gaussian"}),
-    (independent_instead, {"noise": BandedToeplitz(bands=4)}, {"noise of other steps is other noise"}),
 ]
 
 
@@ -104,7 +126,89 @@ def test_what_is_broken_is_found(damage, changes, least):
     plan = plan_of(**changes)
     found = audit_plan(plan, maker("dp_sgd", damage), canaries=6000)
     assert not found.passed
-    assert least <= {check.name for check in found.checks if not check.passed}
+    assert least <= failures(found)
+
+
+def failures(found: PlanAudit) -> set[str]:
+    return {check.name for check in found.checks if not check.passed}
+
+
+def silent_squares(optimizer: Any) -> None:
+    optimizer.release._stddevs["square"] = 0.0
+
+
+def one_stream_for_both(optimizer: Any) -> None:
+    optimizer.release._noise["square"] = optimizer.release._noise["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "least"),
+    [(silent_squares, {"square: noise level"}), (one_stream_for_both, {"square: it has noise of its own"})],
+)
+@pytest.mark.parametrize("variant", ["independent_moments", "joint_moments"])
+def test_the_noise_of_squares_is_looked_at(variant, damage, least):
+    plan = plan_of(variant)
+    found = audit_plan(plan, maker(variant, damage), canaries=1000)
+    assert least <= failures(found)
+    assert all(name.startswith("square: ") for name in failures(found))
+
+
+def at_random(true: Any, step: int) -> Any:
+    return np.random.default_rng(step).choice(PLAN["num_examples"], PLAN["batch_size"], replace=False)
+
+
+def one_often(true: Any, step: int) -> Any:
+    return np.unique(np.append(true(step)[1:], 5)) if step % 2 else true(step)
+
+
+DRAWS: list[tuple[Sampling, Any, str]] = [
+    (Shuffled(), at_random, "takes part"),
+    (Shuffled(), lambda true, step: true(step)[1:], "has not 100 different examples"),
+    (Shuffled(), lambda true, step: true(step % 3), "takes part in 7 steps, and the plan allows 2"),
+    (Shuffled(), lambda true, step: true(step if step < 10 else (29 - step)), "takes part again after 1 steps"),
+    (Poisson(), lambda true, step: np.unique(np.append(true(step), [7])), "is drawn in 20 of 20 steps"),
+    (Poisson(), lambda true, step: true(step // 2), "two steps share"),
+    (Poisson(), lambda true, step: np.arange(100) + 50 * step % 900, "two steps share"),
+    (Poisson(), lambda true, step: np.unique(np.append(true(step), np.arange(12))), "is drawn in"),
+    (Poisson(), lambda true, step: true(step)[:80], "in the mean"),
+    (Poisson(), lambda true, step: np.arange(300) if step == 3 else true(step), "a batch has 300 examples"),
+    (Poisson(max_batch_size=120), lambda true, step: np.arange(130), "and the plan allows 120"),
+    (CyclicPoisson(bands=4), lambda true, step: true(0), "turns of two groups"),
+    (CyclicPoisson(bands=4), lambda true, step: true(step % 4), "two steps share"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "change", "said"), DRAWS)
+def test_batches_that_are_drawn_otherwise_are_found(monkeypatch, sampling, change, said):
+    kind, indices = type(sampling), type(sampling).indices
+
+    def other(self: Any, key: Any, step: int, **sizes: Any) -> Any:
+        return np.asarray(change(lambda at: indices(self, key, at, **sizes), step))
+
+    plan = plan_of(sampling=sampling)
+    monkeypatch.setattr(kind, "indices", other)
+    monkeypatch.setattr(kind, "largest_batch", lambda self, batch_size: 10**6)  # which the release looks at
+    found = audit_plan(plan, maker("dp_sgd"), canaries=1000)
+    wrong = [check.found for check in found.checks if check.name == "batches are drawn as planned"]
+    assert "batches are drawn as planned" in failures(found)
+    assert said in wrong[0]
+
+
+def test_a_training_that_diverges_is_not_judged():
+    def nowhere(true: Any, step: int) -> Any:
+        return true(step) / (step != 3)
+
+    with pytest.raises(ValueError, match="release 4 of the training over canaries is not finite"):
+        audit_plan(plan_of(), maker("dp_sgd", noise_by(nowhere)), canaries=1000)
+
+
+def test_checks_are_wrong_by_chance_no_more_often_than_they_say():
+    """Small chances are rare."""
+    generator = np.random.default_rng(0)
+    games = [measured(generator.normal(size=(20, 400))) for _ in range(300)]
+    twice = np.array([game.twice for game in games])
+    assert (twice < 0.05).mean() <= 0.05
+    assert all(check.passed for game in games for check in noise_checks([game]))
 
 
 def test_a_seed_repeats_an_audit_and_another_does_not():
@@ -127,10 +231,16 @@ def test_values_are_plain():
         (PrivacyPlan(**PLAN, noise_multiplier=0.0, delta=1e-5), {}, "nothing to audit"),
         (PrivacyPlan(**PLAN, noise_multiplier=1.0), {}, "no delta"),
         (PrivacyPlan(**{**PLAN, "steps": 9000}, noise=SquareRoot(), noise_multiplier=1.0, delta=1e-5), {}, "8,000"),
-        (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"canaries": 99}, "canaries=99"),
+        (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"canaries": 99}, "canaries=99 must be"),
         (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"confidence": 1.0}, "confidence=1.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_audited_is_refused(plan, changes, said):
     with pytest.raises(ValueError, match=said):
         audit_plan(plan, maker("dp_sgd"), **changes)
+
+
+def test_more_steps_than_an_audit_takes_are_refused():
+    plan = PrivacyPlan(**{**PLAN, "steps": 400_000}, noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="canaries=10,000 take 80 trainings of 400,000 steps each"):
+        audit_plan(plan, maker("dp_sgd"))

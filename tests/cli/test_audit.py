@@ -39,7 +39,7 @@ def test_a_run_and_what_is_wrong_with_it(tmp_path, capsys):
     train(rows_recipe(tmp_path, steps=6), tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
     told = capsys.readouterr().out
-    assert "The run's files" in told
+    assert "Files" in told
     assert "FAILED" not in told
     (tmp_path / "run" / "statement.txt").write_text("epsilon = 0")
     assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 1
@@ -57,6 +57,20 @@ def test_a_plan_in_a_file(tmp_path, capsys):
     assert main(["audit", str(tmp_path / "plan.json"), *FEW, "--variant", "independent_moments", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["plan"]["release"]["kind"] == "IndependentMoments"
+
+
+def test_a_claim_beside_a_plan_is_held_against_it(tmp_path, capsys):
+    plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
+    assert main(["audit", str(tmp_path / "plan.json"), *FEW]) == 1
+    assert "FAILED  epsilon follows from the plan: claimed is 3.0000" in capsys.readouterr().out
+
+
+def test_a_run_without_its_key_is_not_wholly_looked_at(tmp_path, capsys):
+    train(rows_recipe(tmp_path, steps=6), tmp_path / "run")
+    (tmp_path / "run" / "noise.key").unlink()
+    assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 0
+    assert "nothing contradicts the claim; 2 not looked at" in capsys.readouterr().out
 
 
 def test_a_claim_that_does_not_stand_is_exit_status_1(monkeypatch, capsys):
@@ -86,7 +100,9 @@ def test_a_picture(tmp_path, capsys):
         ([".", "--files-only", "--plot", "a.png"], "plays none"),
         ([*SIZES, "--noise", "pink"], "noise='pink' must be auto or one of"),
         ([*SIZES, "--canaries", "3"], "canaries=3 must be"),
-        ([*SIZES, "--confidence", "2"], "confidence=2.0 must lie"),
+        ([*SIZES, "--canaries", "1e12"], "to 1,000,000"),
+        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "--epsilon 1e+06 must lie above 0, and be 100 at most"),
+        ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):

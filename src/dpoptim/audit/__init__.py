@@ -2,6 +2,6 @@
 
 from dpoptim.audit.check import Check
 from dpoptim.audit.plan_audit import PlanAudit, audit_plan, games_needed
-from dpoptim.audit.run_folder import audit_folder
+from dpoptim.audit.run_folder import audit_folder, epsilon_check
 
-__all__ = ["Check", "PlanAudit", "audit_folder", "audit_plan", "games_needed"]
+__all__ = ["Check", "PlanAudit", "audit_folder", "audit_plan", "epsilon_check", "games_needed"]

@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What was asked, whether all is well, and what was found."""
+    """What was asked, whether all is well (None: it could not be looked at), and what was found."""
 
     name: str
-    passed: bool
+    passed: bool | None
     found: str
 
     def as_values(self) -> dict[str, Any]:

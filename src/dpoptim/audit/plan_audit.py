@@ -1,4 +1,4 @@
-"""The audit of a plan: games of canaries, lower bounds on ε, and whether noise and clipping are as planned."""
+"""The audit of a plan: games of canaries, lower bounds on ε, and whether draws, clipping and noise are as planned."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import kolmogorov, ndtr
 
 from dpoptim.audit.bounds import gaussian_bound, guessing_bound
-from dpoptim.audit.canaries import MakeOptimizer, play
+from dpoptim.audit.canaries import MakeOptimizer, Observed, play
+from dpoptim.audit.chance import UNLIKELY, correlation_chance
 from dpoptim.audit.check import Check
-from dpoptim.audit.evidence import Evidence, evidence_of, together
+from dpoptim.audit.draws_check import wrong_draws
+from dpoptim.audit.evidence import gradient_residuals, gradient_whitening, scores, square_residuals
+from dpoptim.audit.noise_check import Noise, keys_check, measured, noise_checks
 from dpoptim.audit.tradeoff import TradeOff, errors_check, trade_off_of
 from dpoptim.noise import Independent
 from dpoptim.privacy import Gradient, PrivacyPlan
@@ -23,8 +25,9 @@ from dpoptim.privacy.shown import rounded_up
 
 CANARIES = 10_000
 CONFIDENCE = 0.99
-_ALLOWED = 4.5  # standard deviations that a check may be off: by chance once in 150,000 times
-_MOST_VALUES = 400_000_000  # released values of one game that are kept, 4 bytes each
+MOST_CANARIES = 1_000_000
+_MOST_VALUES = 50_000_000  # released values of one game that are kept, 8 bytes each
+_MOST_STEPS = 1_000_000  # of all games
 _MOST_CORRELATED_STEPS = 8_000  # C is taken as a whole matrix
 
 
@@ -52,7 +55,7 @@ class PlanAudit:
 
     @property
     def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
+        return all(check.passed is not False for check in self.checks)
 
     def as_values(self) -> dict[str, Any]:
         """Plain values, without the scores."""
@@ -100,29 +103,30 @@ def audit_plan(
     (True, True)
     """
     check_auditable(plan)
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 100:
-        raise ValueError(f"canaries={canaries!r} must be a whole number, 100 at least: fewer show nothing")
-    if not 0.5 <= confidence < 1.0:
-        raise ValueError(f"confidence={confidence!r} must lie between 0.5 and 1, and below 1")
-    games, found, coins = games_needed(plan, canaries), [], []
-    for game in range(games):
-        observed = play(
-            plan,
-            make_optimizer,
-            canaries=_in_one_game(plan, canaries),
-            seed=seed * games + game,
-            after_step=after_step,
+    if isinstance(canaries, bool) or not isinstance(canaries, int) or not 100 <= canaries <= MOST_CANARIES:
+        raise ValueError(
+            f"canaries={canaries!r} must be a whole number from 100, since fewer show nothing, to {MOST_CANARIES:,}"
         )
-        found.append(evidence_of(plan, observed))
-        coins.append(observed.included)
-    evidence, included = together(found), np.concatenate(coins)
-    epsilon, delta = plan.epsilon(), plan.delta
+    if not 0.5 <= confidence < 1.0:
+        raise ValueError(f"confidence={confidence!r} must be at least 0.5, and below 1")
+    games, size, found = games_needed(plan, canaries), _in_one_game(plan, canaries), _Found(plan)
+    if games * plan.steps > _MOST_STEPS:
+        raise ValueError(
+            f"canaries={canaries:,} take {games:,} trainings of {plan.steps:,} steps each, and an audit takes at most "
+            f"{_MOST_STEPS:,} steps in all; ask for fewer canaries, or audit a plan of fewer steps"
+        )
+    for game in range(games):
+        own = 2 * (seed * games + game)
+        found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step))
+    another = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1)  # under another key
+    scored, included = np.concatenate(found.scores), np.concatenate(found.included)
+    epsilon, delta, allowed = plan.epsilon(), plan.delta, trade_off_of(plan)
     assert delta is not None  # checked
-    guessed = guessing_bound(evidence.scores, included, delta=delta, confidence=confidence)
-    allowed = trade_off_of(plan)
+    each = 1.0 - (1.0 - confidence) / 3  # of three bounds
+    guessed = guessing_bound(scored, included, delta=delta, confidence=each)
     as_gaussian = None
     if isinstance(plan.run, GaussianRun):
-        as_gaussian = gaussian_bound(evidence.scores, included, delta=delta, confidence=confidence)
+        as_gaussian = gaussian_bound(scored, included, delta=delta, confidence=each)
     return PlanAudit(
         epsilon=epsilon,
         delta=delta,
@@ -134,10 +138,14 @@ def audit_plan(
         allowed=allowed,
         checks=[
             _claim(plan, guessed, as_gaussian),
-            errors_check(allowed, evidence.scores, included, confidence=confidence),
-            *_mechanism(evidence),
+            errors_check(allowed, scored, included, confidence=each),
+            found.draws_check(),
+            found.clipping_check(),
+            *noise_checks(found.gradients),
+            keys_check(found.gradients[0].first, gradient_residuals(plan, another)[0]),
+            *found.square_checks(),
         ],
-        scores=evidence.scores,
+        scores=scored,
         included=included,
     )
 
@@ -166,55 +174,61 @@ def _claim(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -> Chec
     return Check(name="the claim stands", passed=most <= claim, found=f"{said}; claimed {rounded_up(claim)}")
 
 
-def _mechanism(evidence: Evidence) -> list[Check]:
-    """Noise and clipping, measured in what was released."""
-    count = evidence.residual_count
-    level, level_limit = math.sqrt(evidence.residual_squares / count), _ALLOWED / math.sqrt(2 * count)
-    checks = [
-        Check(
-            name="noise level",
-            passed=abs(level - 1.0) <= level_limit,
-            found=f"{level:.5f} times the plan's (chance: 1 ± {level_limit:.5f})",
-        )
-    ]
-    if evidence.expected_signal > 0:
-        length = evidence.signal / evidence.expected_signal
-        length_limit = _ALLOWED / math.sqrt(evidence.expected_signal)
-        checks.append(
-            Check(
-                name="clipping",
-                passed=abs(length - 1.0) <= length_limit,
-                found=f"canaries of 1,000,000 clip norms move the sum by {length:.4f} (chance: 1 ± {length_limit:.4f})",
-            )
-        )
-    if len(evidence.lagged):
-        correlation, limit = (
-            float(np.abs(evidence.lagged).max()) / evidence.residual_squares,
-            _ALLOWED / math.sqrt(count),
-        )
-        checks.append(
-            Check(
-                name="noise of other steps is other noise",
-                passed=correlation <= limit,
-                found=f"largest correlation up to {len(evidence.lagged)} steps apart {correlation:.5f} "
-                f"(chance: {limit:.5f})",
-            )
-        )
-    distance = _distance_from_normal(evidence.sample)
-    chance = float(kolmogorov(distance * math.sqrt(len(evidence.sample))))
-    checks.append(
-        Check(
-            name="noise is Gaussian",
-            passed=chance >= 1e-5,
-            found=f"largest distance from the normal distribution {distance:.4f} (by chance as large with probability "
-            f"{chance:.2g})",
-        )
-    )
-    return checks
+class _Found:
+    """What is kept of the games."""
 
+    def __init__(self, plan: PrivacyPlan) -> None:
+        self._plan = plan
+        self.scores: list[NDArray[np.float64]] = []
+        self.included: list[NDArray[np.bool_]] = []
+        self.gradients: list[Noise] = []
+        self._squares: list[Noise] = []
+        self._wrong_draws: list[str] = []
+        self._moved = self._meant = 0.0  # along what canaries are meant to add, in squared standard deviations
+        self._of_streams, self._values = 0.0, 0
 
-def _distance_from_normal(sample: NDArray[np.float64]) -> float:
-    """Kolmogorov and Smirnov's: between the sample's distribution function and Φ."""
-    expected = ndtr(np.sort(sample))
-    places = np.arange(len(sample) + 1) / len(sample)
-    return float(max(np.abs(expected - places[1:]).max(), np.abs(expected - places[:-1]).max()))
+    def add(self, observed: Observed) -> None:
+        plan = self._plan
+        self.scores.append(scores(plan, observed))
+        self.included.append(observed.included)
+        if (wrong := wrong_draws(plan, observed)) is not None:
+            self._wrong_draws.append(wrong)
+        residuals = gradient_residuals(plan, observed)
+        self.gradients.append(measured(residuals))
+        meant = gradient_whitening(plan)(observed.drawn * observed.directions)
+        self._meant += float((meant**2).sum())
+        self._moved += float((meant * (residuals + meant)).sum())
+        squares = square_residuals(plan, observed)
+        if squares is not None:
+            self._squares.append(measured(squares))
+            self._of_streams += float((squares * residuals).sum())
+            self._values += squares.size
+
+    def draws_check(self) -> Check:
+        said = "how often, how far apart, how many at once"
+        return Check(
+            name="batches are drawn as planned",
+            passed=not self._wrong_draws,
+            found=self._wrong_draws[0] if self._wrong_draws else said,
+        )
+
+    def clipping_check(self) -> Check:
+        if not self._meant:
+            return Check(name="clipping", passed=None, found="no canary was drawn")
+        length, chance = self._moved / self._meant, 5.0 / math.sqrt(self._meant)
+        return Check(
+            name="clipping",
+            passed=abs(length - 1.0) <= chance,
+            found=f"a long gradient moves the sum by {length:.4f} clip norms (chance: 1 ± {chance:.4f})",
+        )
+
+    def square_checks(self) -> list[Check]:
+        if not self._squares:
+            return []
+        chance = correlation_chance(self._of_streams, self._values)
+        own = Check(
+            name="square: it has noise of its own",
+            passed=chance >= UNLIKELY,
+            found=f"its correlation with the gradient's is as large by chance with probability {chance:.2g}",
+        )
+        return [*noise_checks(self._squares, which="square: "), own]

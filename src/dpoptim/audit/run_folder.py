@@ -16,6 +16,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.released_steps import released_count, released_settings
 from dpoptim.privacy.shown import rounded_up
+from dpoptim.training.recipes.plans import noise_of, sampling_of
 from dpoptim.training.recipes.recipe import Recipe, read_recipe
 from dpoptim.training.runs.identity import plan_values
 from dpoptim.training.runs.run_directory import RunDirectory
@@ -27,23 +28,30 @@ _PIECE = 1 << 24  # bytes of a file that are searched at a time
 def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     """The run's plan and recipe, and what was found about its files.
 
-    Edge cases: one ValueError line where there is no run, or its plan cannot be read. Without the noise key (a run that
-    was handed on) the steps file is not verified, and the check says so.
+    Edge cases: one ValueError line where there is no run, or its plan cannot be read. What cannot be looked at without
+    the noise key (a run that was handed on) has passed = None.
     """
     run = RunDirectory(folder)
     if not run.plan_file.is_file() or not run.recipe_file.is_file():
-        raise ValueError(f"RUN {folder} is no run directory (plan.json or recipe.toml is missing); check the path")
+        raise ValueError(
+            f"RUN {folder} is no run directory of `dpoptim train` (plan.json or recipe.toml is missing); check the "
+            "path, or, for PrivateTrainer and loops of your own, give a file with json.dumps(plan.to_dict())"
+        )
     recipe = read_recipe(run.recipe_file)
     try:
         plan, claimed = run.read_plan(), _claimed(run)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{run.plan_file} is no plan of a run ({type(error).__name__})") from None
-    checks = [_epsilon(plan, claimed), _second_opinion(plan), _asked(recipe, plan), _statement(run, plan)]
-    key = None
-    if run.key_file.is_file():
-        key_check, key = _key(run)
-        checks.append(key_check)
-    checks += [_steps(run, plan, key), _log(run, claimed)]
+        raise ValueError(f"{run.plan_file} is no plan of a run ({type(error).__name__}); put its own back") from None
+    key_check, key = _key(run)
+    checks = [
+        epsilon_check(plan, claimed),
+        _second_opinion(plan),
+        _asked(recipe, plan),
+        _statement(run, plan),
+        key_check,
+        _steps(run, plan, key),
+        _log(run, recipe, claimed),
+    ]
     return plan, recipe, checks
 
 
@@ -52,12 +60,13 @@ def _claimed(run: RunDirectory) -> float:
     return math.inf if value is None or value == "inf" else float(value)
 
 
-def _epsilon(plan: PrivacyPlan, claimed: float) -> Check:
+def epsilon_check(plan: PrivacyPlan, claimed: float) -> Check:
+    """Whether the plan spends no more than is claimed for it."""
     now = plan.epsilon()
     return Check(
         name="epsilon follows from the plan",
         passed=now <= claimed * (1 + 1e-9),
-        found=f"plan.json claims {rounded_up(claimed)} at delta = {plan.delta:g}; accounted anew {rounded_up(now)}",
+        found=f"claimed is {rounded_up(claimed)} at delta = {plan.delta:g}; accounted anew {rounded_up(now)}",
     )
 
 
@@ -70,44 +79,62 @@ def _second_opinion(plan: PrivacyPlan) -> Check:
     return Check(name=name, passed=looser >= plan.epsilon() * (1 - 1e-6), found=found)
 
 
+_SETTINGS = ("num_examples", "batch_size", "steps", "delta", "clip_norm", "adjacency", "noise", "sampling")
+
+
 def _asked(recipe: Recipe, plan: PrivacyPlan) -> Check:
-    sizes = [name for name in ("num_examples", "batch_size", "steps", "delta") if _differs(recipe, plan, name)]
+    words = {"adjacency": plan.adjacency.value, "noise": repr(plan.noise), "sampling": repr(plan.sampling)}
+    asked = {name: getattr(recipe, name) for name in _SETTINGS}
+    if recipe.noise != "auto":
+        asked["noise"] = repr(noise_of(recipe.noise))
+    if recipe.sampling != "auto":
+        asked["sampling"] = repr(sampling_of(recipe.sampling, plan.noise))
+    differ = [
+        name
+        for name, value in asked.items()
+        if value not in (None, "auto", words[name] if name in words else getattr(plan, name))
+    ]
     epsilon = plan.epsilon()
     over = recipe.epsilon is not None and epsilon > recipe.epsilon * (1 + 1e-9)
-    found = "sizes and epsilon are those of recipe.toml"
-    if sizes:
-        found = f"{', '.join(sizes)} of plan.json and recipe.toml differ"
+    found = "sizes, clip norm, sampling, noise and epsilon are those of recipe.toml"
+    if differ:
+        found = f"{', '.join(differ)} of plan.json and recipe.toml differ"
     elif over:
         found = f"recipe.toml asks for epsilon = {recipe.epsilon:g} and the plan spends {rounded_up(epsilon)}"
-    return Check(name="the plan is the recipe's", passed=not sizes and not over, found=found)
-
-
-def _differs(recipe: Recipe, plan: PrivacyPlan, name: str) -> bool:
-    return getattr(recipe, name) not in (None, getattr(plan, name))
+    return Check(name="the plan is the recipe's", passed=not differ and not over, found=found)
 
 
 def _statement(run: RunDirectory, plan: PrivacyPlan) -> Check:
     name = "statement.txt is the plan's"
     if not run.statement_file.is_file():
-        return Check(name=name, passed=False, found="statement.txt is missing")
-    same = run.statement_file.read_text(encoding="utf-8").strip() == plan.statement().strip()
-    return Check(name=name, passed=same, found="word for word" if same else "it says something else than the plan does")
+        return Check(name=name, passed=False, found="statement.txt is missing; print(plan.statement()) writes it again")
+    said = run.statement_file.read_text(encoding="utf-8").strip().splitlines()
+    own = plan.statement().strip().splitlines()
+    if said == own:
+        return Check(name=name, passed=True, found="word for word")
+    line = next((place for place, pair in enumerate(zip(said, own, strict=False), 1) if pair[0] != pair[1]), len(own))
+    found = f"from line {line} on it says something else: it was edited, or another version of dpoptim wrote it"
+    return Check(name=name, passed=False, found=found)
 
 
 def _key(run: RunDirectory) -> tuple[Check, NoiseKey | None]:
     name = "the noise key is kept"
-    mode = stat.S_IMODE(run.key_file.stat().st_mode)
-    if os.name == "posix" and mode & 0o077:
-        found = f"noise.key has mode {mode:04o}: others may read it, and take the noise off; chmod 600"
-        return Check(name=name, passed=False, found=found), None
-    secret = run.key_file.read_bytes()
+    if not run.key_file.is_file():
+        return Check(name=name, passed=None, found="noise.key is not here"), None
+    secret, mode = run.key_file.read_bytes(), stat.S_IMODE(run.key_file.stat().st_mode)
+    try:
+        key = NoiseKey.from_bytes(secret)
+    except ValueError as error:
+        return Check(name=name, passed=False, found=f"noise.key: {error}"), None
     found_in = [file for file in _files(run) if file != run.key_file and _holds(file, secret)]
+    wrong = []
+    if os.name == "posix" and mode & 0o077:
+        wrong.append(f"noise.key has mode {mode:04o}: others may read it, and take the noise off; chmod 600")
     if found_in:
-        where = ", ".join(str(file.relative_to(run.path)) for file in found_in[:3])
-        return Check(name=name, passed=False, found=f"its bytes lie in {where} too"), None
-    return Check(name=name, passed=True, found="mode 0600, and in no other file of the run"), NoiseKey.load(
-        run.key_file
-    )
+        wrong.append(f"its bytes lie in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])} too")
+    return Check(
+        name=name, passed=not wrong, found="; ".join(wrong) or "mode 0600, and in no other file of the run"
+    ), key
 
 
 def _files(run: RunDirectory) -> Iterator[Path]:
@@ -137,8 +164,11 @@ def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None) -> Check:
         return Check(name=name, passed=False, found=said)
     if count > plan.steps:
         return Check(name=name, passed=False, found=f"{count:,} were released and the plan covers {plan.steps:,}")
+    logged = max((step for entry in _entries(run) if isinstance(step := entry.get("step"), int)), default=0)
+    if logged > count:
+        return Check(name=name, passed=False, found=f"{count:,} are counted, and the log has step {logged:,}")
     if key is None:
-        return Check(name=name, passed=True, found=f"{count:,} of {plan.steps:,}; not verified, since no key is here")
+        return Check(name=name, passed=None, found=f"{count:,} of {plan.steps:,}, which only the key could vouch for")
     if settings.get("plan") != _plain(plan_values(plan)):
         return Check(name=name, passed=False, found="the steps were released under another plan than plan.json's")
     return Check(name=name, passed=True, found=f"{count:,} of {plan.steps:,}, under this plan, as the key vouches")
@@ -148,16 +178,25 @@ def _plain(values: dict[str, Any]) -> Any:
     return json.loads(json.dumps(values))
 
 
-def _log(run: RunDirectory, claimed: float) -> Check:
-    name = "the log tells released values alone"
+def _entries(run: RunDirectory) -> list[dict[str, Any]]:
+    lines = log_lines(run.log_file) if run.log_file.is_file() else []
+    return [line.entry for line in lines if line.entry is not None]
+
+
+def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
+    name = "the log has nothing that is marked as not private"
     if not run.log_file.is_file():
-        return Check(name=name, passed=True, found="there is no log")
-    entries = [line.entry for line in log_lines(run.log_file) if line.entry is not None]
-    private = [entry for entry in entries if "not_private" in entry]
-    if private:
-        found = f"{len(private):,} lines hold values that are not private (the run was made with debug): keep it secret"
+        return Check(name=name, passed=None, found="log.jsonl is not here")
+    lines, entries = log_lines(run.log_file), _entries(run)
+    broken = [line.place for line in lines[:-1] if line.entry is None]
+    if broken:
+        return Check(name=name, passed=False, found=f"line {broken[0]} is no JSON: the file was changed")
+    private = sum("not_private" in entry for entry in entries)
+    if private or recipe.debug:
+        found = f"the run was made with debug, {private:,} lines hold values that are not private: keep the log secret"
         return Check(name=name, passed=False, found=found)
-    spent = max((entry["epsilon"] for entry in entries if isinstance(entry.get("epsilon"), float)), default=0.0)
+    values = [entry.get("epsilon") for entry in entries]
+    spent = max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
     if spent > claimed * (1 + 1e-9):
         return Check(name=name, passed=False, found=f"it has epsilon = {rounded_up(spent)}, which is above the claim")
     return Check(name=name, passed=True, found=f"{len(entries):,} lines; epsilon up to {rounded_up(spent)}")

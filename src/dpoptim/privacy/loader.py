@@ -252,11 +252,13 @@ class _OneByOne(torch.utils.data.Dataset[Any]):
 
 
 def _is_transformed(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset` with a transform, which would be given a whole batch."""
-    while type(dataset) is torch.utils.data.Subset:
+    """Whether it is a `datasets.Dataset` that makes something of a whole batch: by a transform, or by a format such as
+    "torch", which makes fractions of all numbers where one is missing.
+    """
+    while isinstance(dataset, torch.utils.data.Subset):
         dataset = dataset.dataset
     form = getattr(dataset, "format", None)
-    return hasattr(dataset, "column_names") and isinstance(form, Mapping) and form.get("type") == "custom"
+    return hasattr(dataset, "column_names") and isinstance(form, Mapping) and form.get("type") not in (None, "python")
 
 
 def private_loader(
@@ -300,8 +302,9 @@ def private_loader(
     million short texts). For a dataset on the disk give it: a version, or
     `dpoptim.privacy.digest_records(dataset, key).whole`, which reads every example once; without it only the number
     of examples is checked.
-    Examples of a `datasets.Dataset` with a transform are read one by one: it would be given a whole batch, and may mix
-    it. A `__getitems__` or `collate_fn` of your own is given one too: see that each example is made of itself alone.
+    Examples of a `datasets.Dataset` with a transform or a format ("torch") are read one by one: they are given a whole
+    batch, and may mix it; without them reading is faster. A `__getitems__` or `collate_fn` of your own is given one
+    too: see that each example is made of itself alone.
     Examples must have one form (the same keys, and numbers, texts or arrays of one type at each): collators take the
     form of a whole batch from its first example, so that one would change the others. Lists and tuples, and Subsets and
     ConcatDatasets of them, are compared at once (2 s for a million short texts), other datasets batch by batch as they

@@ -121,7 +121,10 @@ def _pmf(noise_multiplier: float, sampling_prob: float, direction: Direction, in
     grid: Floats = np.arange(first, last + 1).astype(np.float64) * interval
     # Rounding may make the curve rise by an ulp; δ(ε) never rises.
     deltas = np.minimum.accumulate(hockey_stick(grid, noise_multiplier, sampling_prob, direction))
-    return create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
+    try:
+        return create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
+    except OverflowError:
+        raise ValueError(f"noise_multiplier={noise_multiplier:g} is too small to be accounted for; take more") from None
 
 
 def smallest_interval(noise_multiplier: float, sampling_prob: float, adjacency: Adjacency) -> float:
