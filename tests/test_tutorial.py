@@ -29,10 +29,11 @@ def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
                 assert name == "dpoptim"
                 assert main(arguments) == 0, capsys.readouterr().err
                 commands += 1
-    assert commands == 6
+    assert commands == 7
     printed = capsys.readouterr()
     assert "Differentially private: epsilon = 3.0000 at delta = 1e-05" in printed.out
     assert printed.out.count("outside the guarantee: True") == 11
+    assert "nothing contradicts the claim" in printed.out
     assert "already finished: all" in printed.err
     assert "predicted: ['well', 'ill']" in printed.out
     for run in ("first", "second", "third"):
