@@ -57,7 +57,6 @@ def add_to(commands: Any) -> None:
         help="say which variant, noise and constants to train with, and why",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "model", metavar="MODEL", help="trained parameters (4.4M), a folder with config.json, or a Hugging Face name"

@@ -33,7 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     probe.add_argument(
         "--task",
         choices=[task.value for task in Task],
-        help="what MODEL learns; needed with --probe (default: what MODEL's configuration says)",
+        metavar="TASK",
+        help=f"what MODEL learns, needed with --probe: {', '.join(task.value for task in Task)} (default: what MODEL's "
+        "configuration says)",
     )
     probe.add_argument("--text-column", metavar="NAME", help="of --probe, where the texts are")
     probe.add_argument("--label-column", metavar="NAME", help="of --probe, where the labels are")

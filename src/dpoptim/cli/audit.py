@@ -58,7 +58,6 @@ def add_to(commands: Any) -> None:
         help="attack a guarantee with canaries, and check a run's folder",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a plan's .json")
     plan = parser.add_argument_group("a plan, where no RUN is given")
@@ -73,7 +72,10 @@ def add_to(commands: Any) -> None:
     plan.add_argument("--clip-norm", type=float, metavar="C", help="default: 1")
     game = parser.add_argument_group("the game")
     game.add_argument(
-        "--variant", choices=VARIANTS, help="which optimizer trains (default: the run's, else scale_then_privatize)"
+        "--variant",
+        choices=VARIANTS,
+        metavar="NAME",
+        help=f"which optimizer trains: {', '.join(VARIANTS)} (default: the run's, else {VARIANTS[0]})",
     )
     game.add_argument("--canaries", type=count, default=10_000, metavar="N", help="more prove more (default: 10,000)")
     game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")

@@ -51,7 +51,6 @@ def add_to(commands: Any) -> None:
         help="compare variants at one privacy budget: seeds, tuning and its cost, intervals",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=None,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with a [compare] table or without")

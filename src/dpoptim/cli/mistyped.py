@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -31,6 +32,22 @@ _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORE
 _EITHER = {"--eps": ("--epsilon", "--adam-eps")}  # two things of one name
 
 
+class _Paragraphs(argparse.HelpFormatter):
+    """Paragraphs as wide as the terminal; those with lines that are set in, such as examples, stay as they are.
+
+    >>> print(_Paragraphs("x", width=32)._fill_text("one two three four five six seven\\n\\nexamples:\\n  x y", 30, ""))
+    one two three four five six
+    seven
+    <BLANKLINE>
+    examples:
+      x y
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(part if "\n " in f"\n{part}" else textwrap.fill(part, width) for part in parts)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line; the whole usage is behind --help.
 
@@ -39,7 +56,7 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **{**named, "allow_abbrev": False})
+        super().__init__(*arguments, **{"formatter_class": _Paragraphs, **named, "allow_abbrev": False})
         self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

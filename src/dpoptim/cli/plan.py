@@ -55,7 +55,6 @@ def add_to(commands: Any) -> None:
         help="compare mechanisms at one (epsilon, delta), and choose one",
         description=_DESCRIPTION,
         epilog=f"{_EXAMPLES}\nwhat to train with, by dpoptim train ... --noise N:\n  {', '.join(noise_words())}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_training(parser, sampling="shuffled")
     noise = parser.add_argument_group("the noise")

@@ -41,7 +41,6 @@ def add_to(commands: Any) -> None:
         help="show what runs did and guarantee, as one HTML file",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"

@@ -48,7 +48,6 @@ def add_to(commands: Any) -> None:
         help="run the paper's experiments again: results, tables and pictures",
         description=_DESCRIPTION + listed,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("experiments", nargs="+", metavar="NAME", choices=[*NAMES, "all"], help="as listed above")
     what = parser.add_argument_group("what is run")

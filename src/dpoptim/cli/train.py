@@ -53,7 +53,6 @@ def add_to(commands: Any) -> None:
         help="train a model privately: from a recipe, from flags, or a demonstration with neither",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=None,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file; flags are put over its settings")
@@ -69,7 +68,10 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="M", help='a folder, a Hugging Face name, "mlp" or "small-cnn"')
     group.add_argument("--data", metavar="D", help=".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
     group.add_argument(
-        "--task", choices=[task.value for task in Task], help="default: what the model's configuration says"
+        "--task",
+        choices=[task.value for task in Task],
+        metavar="NAME",
+        help=f"{', '.join(task.value for task in Task)} (default: what the model's configuration says)",
     )
     group.add_argument("--split", metavar="NAME", help="of the data (default: train)")
     group.add_argument("--text-column", metavar="NAME")
@@ -110,7 +112,9 @@ def _add_privacy(parser: argparse.ArgumentParser) -> None:
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
-    group.add_argument("--variant", choices=VARIANTS, help="default: scale_then_privatize")
+    group.add_argument(
+        "--variant", choices=VARIANTS, metavar="NAME", help=f"{', '.join(VARIANTS)} (default: {VARIANTS[0]})"
+    )
     group.add_argument(
         "--learning-rate", type=float, metavar="LR", help="default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 built-in"
     )
