@@ -177,8 +177,9 @@ def hugging_face(rows: Any) -> Any:
 GAP: Any = [{"x": 0.5, "label": 1}] * 5 + [{"x": 0.5, "label": None}]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("make", "rows"), [(OnDisk, MIXED), (OnDisk, GAP), (hugging_face, GAP)])
+@pytest.mark.parametrize(
+    ("make", "rows", "workers"), [(OnDisk, MIXED, 0), (OnDisk, GAP, 0), (hugging_face, GAP, 0), (OnDisk, GAP, 1)]
+)
 def test_examples_on_the_disk_are_compared_batch_by_batch(make, rows, workers):
     def collate(rows: list[Any]) -> int:
         assert rows == rows[:1] * len(rows), "of one form, and here of one content"

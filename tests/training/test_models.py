@@ -233,7 +233,8 @@ def test_a_model_that_makes_a_text_of_a_text_is_told_where_it_is_trained(tmp_pat
     assert hasattr(dpoptim.training, "PrivateTrainer")  # the name that is told
 
 
-def test_a_name_that_the_hub_does_not_give():
+def test_a_name_that_the_hub_does_not_give(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried for a minute
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
         with pytest.raises(ValueError, match="no such folder here, and the Hugging Face hub does not give it") as error:
             load("nobody/no-such-model")
