@@ -11,7 +11,8 @@ from scipy.special import ndtr, ndtri
 
 from dpoptim import PrivacyPlan
 from dpoptim.audit.bounds import gaussian_bound, guessing_bound, guessing_chance
-from dpoptim.audit.tradeoff import TradeOff, errors_check, trade_off_of, upper_limit
+from dpoptim.audit.chance import upper_limit
+from dpoptim.audit.tradeoff import TradeOff, errors_check, trade_off_of
 from dpoptim.privacy.gaussian import gaussian_epsilon
 
 

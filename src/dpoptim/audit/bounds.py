@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import bdtrc, expit, ndtri
+from scipy.special import expit, ndtri
 
-from dpoptim.audit.tradeoff import upper_limit
+from dpoptim.audit.chance import count_chance, upper_limit
 from dpoptim.privacy.gaussian import gaussian_epsilon
 
 Floats = NDArray[np.float64]
@@ -67,15 +67,9 @@ def guessing_chance(canaries: int, guesses: int, right: int, *, epsilon: float, 
     if right == 0:
         return 1.0
     probability = float(expit(epsilon))
-    at_least = _at_least(np.arange(right, -1, -1), guesses, probability)  # P[X ≥ v], P[X ≥ v − 1], ..., 1
+    at_least = count_chance(np.arange(right, -1, -1), guesses, probability, only_more=True)  # of v, v − 1, ..., 0
     more = (at_least[1:] - at_least[0]) / np.arange(1, right + 1)
     return min(1.0, float(at_least[0] + 2.0 * canaries * delta * more.max()))
-
-
-def _at_least(counts: NDArray[np.int64], of: int, probability: float) -> Floats:
-    """P[Binomial(of, probability) ≥ counts]."""
-    values = bdtrc(np.maximum(counts - 1, 0).astype(np.float64), of, probability)
-    return np.where(counts <= 0, 1.0, values)
 
 
 def gaussian_bound(scores: Floats, included: Bools, *, delta: float, confidence: float) -> float:

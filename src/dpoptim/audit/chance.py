@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import bdtr, bdtrc, chdtr, chdtrc
+from scipy.special import bdtr, bdtrc, betaincinv, chdtr, chdtrc
 
 Floats = NDArray[np.float64]
 
@@ -45,3 +45,12 @@ def count_chance(found: NDArray[np.int64] | int, of: int, rate: float, *, only_m
     if only_more:
         return np.asarray(more)
     return np.minimum(1.0, 2.0 * np.minimum(more, bdtr(counts, of, rate)))
+
+
+def upper_limit(count: int, of: int, error: float) -> float:
+    """Of the rate behind `count` cases (Clopper and Pearson): it lies above with probability at most `error`.
+
+    >>> round(upper_limit(0, 10, 0.05), 4)
+    0.2589
+    """
+    return 1.0 if count == of else float(betaincinv(count + 1, of - count, 1.0 - error))

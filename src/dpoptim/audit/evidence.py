@@ -7,6 +7,8 @@ the canary adds v = (its column of C)/(κ·std). A released square is of the sam
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,9 +47,20 @@ def gradient_whitening(plan: PrivacyPlan) -> Whitening:
     return Whitening(plan.strategy, level, is_identity=isinstance(plan.noise, Independent))
 
 
-def gradient_residuals(plan: PrivacyPlan, observed: Observed) -> Floats:
-    """Unit normals, if clipping and noise are the plan's, [steps, canaries]."""
-    return gradient_whitening(plan)(observed.gradient - observed.drawn * observed.directions)
+class Whitened(NamedTuple):
+    """Releases of the gradient, and what canaries are meant to add to them, both times C/(κ·std), [steps, canaries]."""
+
+    released: Floats
+    meant: Floats
+
+    @property
+    def residuals(self) -> Floats:
+        """Unit normals, if clipping and noise are the plan's."""
+        return self.released - self.meant
+
+
+def whitened_gradient(whitening: Whitening, observed: Observed) -> Whitened:
+    return Whitened(whitening(observed.gradient), whitening(observed.drawn * observed.directions))
 
 
 def square_residuals(plan: PrivacyPlan, observed: Observed) -> Floats | None:
@@ -68,10 +81,9 @@ def square_residuals(plan: PrivacyPlan, observed: Observed) -> Floats | None:
     return whitening(observed.square - observed.drawn * observed.directions**2 * one)
 
 
-def scores(plan: PrivacyPlan, observed: Observed) -> Floats:
+def scores(plan: PrivacyPlan, whitening: Whitening, observed: Observed, whitened: Floats) -> Floats:
     """ln P[w | in] − ln P[w | out] of each canary; where batches are secret, over all draws that may have been."""
-    whitening, replaces = gradient_whitening(plan), plan.adjacency is Adjacency.REPLACE
-    whitened = whitening(observed.gradient)
+    replaces = plan.adjacency is Adjacency.REPLACE
     if not plan.sampling.is_random:
         added = whitening(observed.drawn.astype(np.float64))
         along = (whitened * added).sum(axis=0)

@@ -15,7 +15,7 @@ from dpoptim.audit.canaries import MakeOptimizer, Observed, play
 from dpoptim.audit.chance import UNLIKELY, correlation_chance
 from dpoptim.audit.check import Check
 from dpoptim.audit.draws_check import wrong_draws
-from dpoptim.audit.evidence import gradient_residuals, gradient_whitening, scores, square_residuals
+from dpoptim.audit.evidence import gradient_whitening, scores, square_residuals, whitened_gradient
 from dpoptim.audit.noise_check import Noise, keys_check, measured, noise_checks
 from dpoptim.audit.tradeoff import TradeOff, errors_check, trade_off_of
 from dpoptim.noise import Independent
@@ -142,7 +142,7 @@ def audit_plan(
             found.draws_check(),
             found.clipping_check(),
             *noise_checks(found.gradients),
-            keys_check(found.gradients[0].first, gradient_residuals(plan, another)[0]),
+            keys_check(found.gradients[0].first, whitened_gradient(found.whitening, another).residuals[0]),
             *found.square_checks(),
         ],
         scores=scored,
@@ -178,7 +178,7 @@ class _Found:
     """What is kept of the games."""
 
     def __init__(self, plan: PrivacyPlan) -> None:
-        self._plan = plan
+        self._plan, self.whitening = plan, gradient_whitening(plan)
         self.scores: list[NDArray[np.float64]] = []
         self.included: list[NDArray[np.bool_]] = []
         self.gradients: list[Noise] = []
@@ -189,15 +189,15 @@ class _Found:
 
     def add(self, observed: Observed) -> None:
         plan = self._plan
-        self.scores.append(scores(plan, observed))
+        gradient = whitened_gradient(self.whitening, observed)
+        self.scores.append(scores(plan, self.whitening, observed, gradient.released))
         self.included.append(observed.included)
         if (wrong := wrong_draws(plan, observed)) is not None:
             self._wrong_draws.append(wrong)
-        residuals = gradient_residuals(plan, observed)
+        residuals = gradient.residuals
         self.gradients.append(measured(residuals))
-        meant = gradient_whitening(plan)(observed.drawn * observed.directions)
-        self._meant += float((meant**2).sum())
-        self._moved += float((meant * (residuals + meant)).sum())
+        self._meant += float((gradient.meant**2).sum())
+        self._moved += float((gradient.meant * gradient.released).sum())
         squares = square_residuals(plan, observed)
         if squares is not None:
             self._squares.append(measured(squares))

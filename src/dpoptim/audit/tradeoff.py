@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv
 
+from dpoptim.audit.chance import upper_limit
 from dpoptim.audit.check import Check
 from dpoptim.privacy import PrivacyPlan
 
@@ -63,12 +63,3 @@ def errors_check(allowed: TradeOff, scores: Floats, included: NDArray[np.bool_],
         if math.isfinite(closest):
             found += f"; at the closest {closest:.3f} times as many, where chance explains 0.9 and more"
     return Check(name="the attack's errors", passed=not contradicted, found=found)
-
-
-def upper_limit(count: int, of: int, error: float) -> float:
-    """Of the rate behind `count` cases (Clopper and Pearson): it lies above with probability at most `error`.
-
-    >>> round(upper_limit(0, 10, 0.05), 4)
-    0.2589
-    """
-    return 1.0 if count == of else float(betaincinv(count + 1, of - count, 1.0 - error))
