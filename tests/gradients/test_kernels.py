@@ -224,9 +224,9 @@ class TestKernels:
         for a, b in zip(back, kernels.layer_norm_gradient(*given), strict=True):
             assert torch.equal(a, b)
 
-    @pytest.mark.parametrize("classes", [None, 30_001, 50_257])
+    @pytest.mark.parametrize("classes", [None, 2047, 2048, 30_001, 50_257])
     def test_softmax_gradient(self, shape, scaled, dtype, classes):
-        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 3 if scaled else 0
+        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 67 if scaled else 0
         logits = made(rows, classes + padding, dtype=dtype, device="cuda")
         labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).cuda()
         exact = logits.double()

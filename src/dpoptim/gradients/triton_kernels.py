@@ -86,41 +86,66 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
     return out.sum(1, dtype=torch.float64), (apart.sum(1, dtype=torch.float64) * positions).sqrt()
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _softmax_gradient(logits, labels, losses, lengths, classes, stride, BLOCK: tl.constexpr):
-    """One row, which is read twice; every lane has a maximum and a sum of its own until the end."""
-    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+def _more(x, largest, total):
+    """Largest value and Σ 2^(x − largest) of each lane, with some more values of x."""
+    larger = tl.maximum(largest, tl.max(x, 1))
+    return larger, total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x - larger[:, None]), 1)
+
+
+@triton.jit
+def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: tl.constexpr, SIDE: tl.constexpr):
+    """One row, which is read twice; every lane takes SIDE columns at a time and has a maximum and a sum of its own
+    until the end. Logarithms are to base 2. Only the last columns need a mask.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
     base = logits + row * stride
     label = tl.load(labels + row)
-    valid = label >= 0
-    largest, total = tl.full([BLOCK], -1e30, tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tl.where(valid, classes, 0), BLOCK):
-        col = start + lane
-        x = tl.load(base + col, mask=col < stride, other=0.0).to(tl.float32)  # `stride` is aligned, `classes` is not
-        x = tl.where(col < classes, x, -float("inf"))
-        larger = tl.maximum(largest, x)
-        total = total * tl.exp(largest - larger) + tl.exp(x - larger)
-        largest = larger
+    whole = classes // (LANES * SIDE) * (LANES * SIDE)
+    last, nothing = whole + place, tl.zeros([LANES, SIDE], logits.dtype.element_ty)
+    if label < 0:
+        for start in range(0, stride, LANES * SIDE):
+            tl.store(base + start + place, nothing, mask=start + place < stride)
+        tl.store(losses + row, 0.0)
+        tl.store(lengths + row, 0.0)
+        return
+    largest, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
+    for start in range(0, whole, LANES * SIDE):
+        x = tl.load(base + start + place, eviction_policy="evict_last").to(tl.float32) * _LOG2_E
+        largest, total = _more(x, largest, total)
+    # Loads are as wide as `stride` allows, which is aligned where `classes` is not.
+    x = tl.load(base + last, mask=last < stride, other=0.0).to(tl.float32) * _LOG2_E
+    largest, total = _more(tl.where(last < classes, x, -float("inf")), largest, total)
     top = tl.max(largest, 0)
-    log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    picked = tl.load(base + tl.maximum(label, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(valid, log_sum - picked, 0.0))
+    log_sum = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
+    picked = tl.load(base + label).to(tl.float32) * _LOG2_E
+    tl.store(losses + row, (log_sum - picked) / _LOG2_E)
+    at_label = tl.exp2(picked - log_sum) - 1.0
     tl.debug_barrier()
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, stride, BLOCK):
-        col = start + lane
-        x = tl.load(base + col, mask=(col < stride) & valid, other=0.0).to(tl.float32)
-        gradient = tl.exp(x - log_sum) - tl.where(col == label, 1.0, 0.0)
-        gradient = tl.where(valid & (col < classes), gradient, 0.0)
+    squares = tl.zeros([LANES, SIDE], tl.float32)
+    for start in range(0, whole, LANES * SIDE):
+        y = tl.load(base + start + place, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.where(place == label - start, at_label, tl.exp2(y * _LOG2_E - log_sum))
         squares += gradient * gradient
-        tl.store(base + col, gradient.to(logits.dtype.element_ty), mask=col < stride)
-    tl.store(lengths + row, tl.sqrt(tl.sum(squares, 0)))
+        tl.store(base + start + place, gradient.to(logits.dtype.element_ty))
+    y = tl.load(base + last, mask=last < stride, other=0.0).to(tl.float32)
+    gradient = tl.where(last == label, at_label, tl.exp2(y * _LOG2_E - log_sum))
+    gradient = tl.where(last < classes, gradient, 0.0)
+    squares += gradient * gradient
+    tl.store(base + last, gradient.to(logits.dtype.element_ty), mask=last < stride)
+    for start in range(whole + LANES * SIDE, stride, LANES * SIDE):
+        tl.store(base + start + place, nothing, mask=start + place < stride)
+    tl.store(lengths + row, tl.sqrt(tl.sum(tl.sum(squares, 1), 0)))
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     losses, lengths = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _softmax_gradient[(len(logits),)](
-            logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), BLOCK=1024, num_warps=4
+            logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), LANES=256, SIDE=8, num_warps=8
         )
     return losses, lengths

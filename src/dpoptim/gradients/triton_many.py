@@ -12,7 +12,7 @@ from torch import Tensor
 from dpoptim.noise.triton_tables import DTYPES, addresses_of, parts_of
 
 _SPAN = 1 << 15  # elements of one gradient that a program squares
-_BLOCK = 512  # elements that a program sums over examples
+_BLOCK = 256  # elements that a program sums over examples
 
 
 def _whole(grads: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _squares(addresses, parts, out, tensors, DTYPE: tl.constexpr, SCALED: tl.con
 
 @triton.jit
 def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.constexpr, ADD: tl.constexpr,
-                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
     numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
@@ -94,12 +94,12 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.const
     at = first + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros([EXAMPLES, BLOCK], tl.float32)
-    for start in range(0, examples, EXAMPLES):
+    for start in tl.range(0, examples, EXAMPLES, num_stages=STAGES):  # loads run ahead of the sums
         example = start + tl.arange(0, EXAMPLES)
-        weight = tl.load(weights + example, mask=example < examples, other=0.0)
-        there = (weight != 0)[:, None] & inside[None, :]  # what has weight 0 is not even read
+        there = (example < examples)[:, None] & inside[None, :]
+        weight = tl.load(weights + example, mask=example < examples, other=0.0)[:, None]
         value = tl.load(grads + example.to(tl.int64)[:, None] * stride + at[None, :], mask=there, other=0.0)
-        total += weight[:, None] * value.to(tl.float32)
+        total += tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
     found = tl.sum(total, 0)
     if ADD:
         found += tl.load(into + at, mask=inside, other=0.0)
@@ -130,5 +130,5 @@ def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[
         parts = launch.parts(_BLOCK)
         _weighted_sums[(parts.shape[0],)](
             launch.addresses, parts, weights, len(weights), len(launch.grads), DTYPE=DTYPES[launch.dtype], ADD=add,
-            STEP=launch.step, EXAMPLES=16, BLOCK=_BLOCK,
+            STEP=launch.step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
         )  # fmt: skip
