@@ -57,7 +57,12 @@ def add_to(commands: Any) -> None:
         default="small",
         help="smoke: seconds; small: minutes on two cores (default); paper: the paper's size",
     )
-    what.add_argument("--only", action="append", metavar="NAME=VALUE", help="cells with this setting; may be repeated")
+    what.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME=VALUE",
+        help="cells with this setting; may be repeated (of one name, any of its values)",
+    )
     what.add_argument("--seeds", type=count, metavar="N", help="how many, where an experiment has seeds")
     what.add_argument("--data", metavar="D", help="data, where an experiment needs it; without it, it is passed over")
     what.add_argument("--model", metavar="M", help="a model's folder or name, where an experiment needs one")

@@ -63,9 +63,17 @@ class Request:
         return self.out / f"{name}.jsonl"
 
     def wants(self, cell: Mapping[str, Any]) -> bool:
-        """Whether `only` leaves this cell in; a setting that the cell does not have leaves it out."""
-        asked = [text.split("=", 1) for text in self.only]
-        return all(name in cell and str(cell[name]) == value for name, value in asked)
+        """Whether `only` leaves this cell in: it has one of the values asked for of each name.
+
+        >>> request = Request(scale="smoke", out=Path(), only=("row=a", "row=b", "column=x"))
+        >>> [request.wants({"row": name, "column": "x"}) for name in "abc"], request.wants({"row": "a"})
+        ([True, True, False], False)
+        """
+        asked: dict[str, list[str]] = {}
+        for text in self.only:
+            name, _, value = text.partition("=")
+            asked.setdefault(name, []).append(value)
+        return all(name in cell and str(cell[name]) in values for name, values in asked.items())
 
     def seconds_left(self) -> float:
         """Until the limit is over; infinite where there is none."""
