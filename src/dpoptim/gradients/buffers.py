@@ -7,6 +7,7 @@ batch, is saved with the model where it is persistent, and is met by later examp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class BufferWatch:
             return
         now = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
         if self._is_first or _state(now) != self._state:
-            versions = dict(zip(self._names, self._state[1::2], strict=True))
+            versions = dict(zip(self._names, self._state[len(self._names) :], strict=True))
             before = dict(zip(self._names, self._marks, strict=True))
             after = dict(self._tensors())
             changed = [
@@ -101,10 +102,11 @@ class BufferWatch:
 
 
 def _state(tensors: list[Tensor]) -> list[int]:
+    """The identities of the tensors, then their versions."""
     try:
-        return [number for tensor in tensors for number in (id(tensor), tensor._version)]
+        return [*map(id, tensors), *map(attrgetter("_version"), tensors)]
     except RuntimeError:  # one of them was made in inference mode
-        return [number for tensor in tensors for number in (id(tensor), _version(tensor))]
+        return [*map(id, tensors), *map(_version, tensors)]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -209,7 +209,7 @@ class Engine:
         self.buffers.begin(anew=False)  # where layers are called by themselves
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
-        if len(tensor) > 1 and torch._C._current_graph_task_id() == -1:
+        if tensor.shape[0] > 1 and torch._C._current_graph_task_id() == -1:
             self._look_at(tensor, layer, is_tied)
         if self.examples is None:
             self.examples = tensor.shape[0]
@@ -235,7 +235,7 @@ class Engine:
             return
         trial, found = self.probe.trial, (layer, tensor.ndim)
         follows = tensor.requires_grad and found in trial.shared  # on shared rows, which a layer before has expanded
-        if trial.passed and len(tensor) == self.examples and found not in trial.met and not follows:
+        if trial.passed and tensor.shape[0] == self.examples and found not in trial.met and not follows:
             self._tell(
                 f"layer '{layer}' was not met, or with other axes, when {type(self.model).__name__} was tried on one "
                 "example less, so nothing shows that the first axis of its input is the batch",
@@ -265,7 +265,9 @@ class Engine:
             raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
         batch = self._batch_of(use, torch._C._current_graph_task_id())
-        gradients = batch.gradients.setdefault(name, ExampleGradients(parameter.shape, wide_dtype(parameter.dtype)))
+        gradients = batch.gradients.get(name)
+        if gradients is None:
+            gradients = batch.gradients[name] = ExampleGradients(parameter.shape, wide_dtype(parameter.dtype))
         form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
         batch.spare_bytes -= spent
         if batch.examples and form.examples != batch.examples:

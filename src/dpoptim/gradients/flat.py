@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from dpoptim.gradients.kernels import wide_dtype
 
@@ -35,12 +36,12 @@ class FlatTensors(Mapping[str, Tensor]):
         self.names: list[list[str]] = []  # of the parameters in each vector
         self._views: dict[str, Tensor] = {}
         for (dtype, device), names in kinds_of(parameters).items():
-            sizes = [parameters[name].numel() for name in names]
-            vector = torch.empty(sum(sizes), dtype=dtype, device=device) if make is None else make(sum(sizes))
+            own = [parameters[name] for name in names]
+            numel = sum(parameter.numel() for parameter in own)
+            vector = torch.empty(numel, dtype=dtype, device=device) if make is None else make(numel)
             self.vectors.append(vector)
             self.names.append(names)
-            for name, part in zip(names, vector.split(sizes), strict=True):
-                self._views[name] = part.view(parameters[name].shape)
+            self._views.update(zip(names, _unflatten_dense_tensors(vector, own), strict=True))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """The same with `function` of each vector."""

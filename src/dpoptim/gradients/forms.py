@@ -108,7 +108,6 @@ def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]
     """(the form to keep, how many of the spare bytes it takes): g_j itself where memory allows, else its factors."""
     if isinstance(form, Rows) and form.is_small_formed(shape[0]):
         return form.formed(shape[0]), 0
-    if isinstance(form, Outer) and form.can_be_formed and form.extra_bytes <= spare_bytes:
-        formed = form.formed()
-        return Dense(formed.grads.view(-1, *shape)), max(0, form.extra_bytes)
+    if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= spare_bytes:
+        return Dense(form.formed().grads.view(-1, *shape)), max(0, extra)
     return form, 0

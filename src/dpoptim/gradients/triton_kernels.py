@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpoptim.gradients.triton_many import many_squares, many_weighted_sums
 from dpoptim.gradients.triton_norm import WIDEST, layer_norm, layer_norm_gradient
+from dpoptim.noise.triton_tables import cdiv, next_power_of_2
 
 __all__ = [
     "WIDEST",
@@ -40,7 +41,7 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     examples, positions, width = values.shape
     out = torch.zeros(examples, width, dtype=torch.float32, device=values.device)
     if examples and positions:
-        _position_sums[(examples, triton.cdiv(width, 1024))](
+        _position_sums[(examples, cdiv(width, 1024))](
             values, weights.contiguous(), out, positions, width, values.stride(1), BLOCK=1024
         )
     return out
@@ -74,8 +75,8 @@ def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     examples, positions, width = values.shape
-    block = min(128, triton.next_power_of_2(width))
-    out, apart = torch.zeros(2, examples, triton.cdiv(width, block), dtype=torch.float32, device=values.device)
+    block = min(128, next_power_of_2(width))
+    out, apart = torch.zeros(2, examples, cdiv(width, block), dtype=torch.float32, device=values.device)
     if examples and positions:
         sorted_ids, order = torch.sort(ids.long(), dim=1, stable=True)
         given = values if scale is None else scale.float().contiguous()

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpoptim.noise.triton_tables import cdiv, next_power_of_2
+
 WIDEST = 4096  # of what a program holds a whole row
 _TILE = 2048  # elements that a program holds at once, where a row is shorter
 _PROGRAMS = 1056  # are enough for a large GPU
@@ -59,7 +61,7 @@ def _layer_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight,
 
 def _tile(width: int) -> tuple[int, int, int]:
     """(rows of a tile, columns of it, warps)."""
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     return max(1, _TILE // columns), columns, 4 if columns <= 1024 else 8
 
 
@@ -69,7 +71,7 @@ def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tupl
     mean, rstd = torch.empty(2, *inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
     if rows:
         together, columns, warps = _tile(width)
-        _layer_norm[(triton.cdiv(rows, together),)](
+        _layer_norm[(cdiv(rows, together),)](
             inputs, weight.contiguous(), bias.contiguous(), output, mean, rstd, rows, width, eps,
             BR=together, BW=columns, num_warps=warps,
         )  # fmt: skip
@@ -86,9 +88,9 @@ def layer_norm_gradient(
         nothing = torch.zeros(examples, width, dtype=torch.float32, device=grad.device)
         return to_inputs, nothing, nothing
     together, columns, warps = _tile(width)
-    parts = max(1, min(triton.cdiv(_PROGRAMS, examples), triton.cdiv(positions, together)))
-    chunk = triton.cdiv(triton.cdiv(positions, parts), together) * together
-    parts = triton.cdiv(positions, chunk)
+    parts = max(1, min(cdiv(_PROGRAMS, examples), cdiv(positions, together)))
+    chunk = cdiv(cdiv(positions, parts), together) * together
+    parts = cdiv(positions, chunk)
     sums = torch.empty(2, examples, parts, width, dtype=torch.float32, device=grad.device)
     _layer_norm_gradient[(examples, parts)](
         grad, inputs, weight.contiguous(), mean.contiguous(), rstd.contiguous(), to_inputs, sums[0], sums[1],

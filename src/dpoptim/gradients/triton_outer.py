@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dpoptim.noise.triton_tables import cdiv, next_power_of_2
+
 
 @triton.jit
 def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
@@ -96,11 +98,11 @@ class _Tiles:
         left, right = _loadable(left.to(dtype)), _loadable(right.to(dtype))
         (self.examples, positions, self.rows), self.cols = left.shape, right.shape[2]
         high, wide, self.block, warps, stages, at_once = _sizes(positions, self.rows, self.cols, dtype)
-        self.high = max(16, min(high, triton.next_power_of_2(self.rows)))
-        self.wide = max(16, min(wide, triton.next_power_of_2(self.cols)))
-        self.blocks = triton.cdiv(positions, self.block)
-        self.across = triton.cdiv(self.cols, self.wide)
-        self.count = triton.cdiv(self.rows, self.high) * self.across
+        self.high = max(16, min(high, next_power_of_2(self.rows)))
+        self.wide = max(16, min(wide, next_power_of_2(self.cols)))
+        self.blocks = cdiv(positions, self.block)
+        self.across = cdiv(self.cols, self.wide)
+        self.count = cdiv(self.rows, self.high) * self.across
         self.left = TensorDescriptor(left, list(left.shape), list(left.stride()), [1, self.block, self.high])
         self.right = TensorDescriptor(right, list(right.shape), list(right.stride()), [1, self.block, self.wide])
         self.slots = at_once * _processors(left.device)
@@ -112,7 +114,7 @@ def _sizes(positions: int, rows: int, cols: int, dtype: torch.dtype) -> tuple[in
     """(rows and columns of a tile, positions at a time, warps, stages, programs that a processor runs at once)."""
     if dtype == torch.float32:
         return 64, 64, 32, 4, 3, 3
-    halves = triton.cdiv(positions, 32)
+    halves = cdiv(positions, 32)
     if halves % 2 == 0:
         return 128, 128, 64, 8, 5, 1
     if halves > 6 and min(rows, cols) >= 256:
@@ -133,7 +135,7 @@ def _examples_together(tiles: int, examples: int, slots: int, *, most: int, over
     """
 
     def cost(group: int) -> float:
-        rounds = triton.cdiv(tiles * triton.cdiv(examples, group), slots)
+        rounds = cdiv(tiles * cdiv(examples, group), slots)
         return rounds * (group + overhead)
 
     return min(range(1, min(most, examples) + 1), key=cost)
@@ -146,7 +148,7 @@ def _loadable(tensor: Tensor) -> Tensor:
     if even and tensor.data_ptr() % 16 == 0 and min(tensor.stride()) > 0:
         return tensor
     width = tensor.shape[2]
-    padded = tensor.new_empty(*tensor.shape[:2], triton.cdiv(width, step) * step)
+    padded = tensor.new_empty(*tensor.shape[:2], cdiv(width, step) * step)
     padded[..., :width] = tensor
     return padded[..., :width]
 
@@ -159,7 +161,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     out = torch.empty(examples, tiles.count * tiles.high, dtype=torch.float32, device=left.device)
     group = _examples_together(tiles.count, examples, tiles.slots, most=32, overhead=0.5)
     given = out if scale is None else scale.float().contiguous()
-    _outer_squares[(tiles.count, triton.cdiv(examples, group))](
+    _outer_squares[(tiles.count, cdiv(examples, group))](
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
         SCALED=scale is not None, **tiles.constants, **tiles.options,
     )  # fmt: skip
@@ -172,7 +174,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
     tiles = _Tiles(left, right)
     share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
-    shares = triton.cdiv(examples, share)
+    shares = cdiv(examples, share)
     out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
     _outer_weighted_sum[(tiles.count, shares)](
         tiles.left, tiles.right, weights.float().contiguous(), out, examples, share, tiles.blocks, rows, cols,
@@ -195,8 +197,8 @@ def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor,
         return torch.zeros(examples, dtype=torch.float64, device=left.device)
     is_full = dtype == torch.float32
     high, wide = (32, 64) if is_full else (128, 128)
-    wide = max(16, min(wide, triton.next_power_of_2(cols)))
-    grid = (examples, triton.cdiv(tokens, high), triton.cdiv(cols, wide))
+    wide = max(16, min(wide, next_power_of_2(cols)))
+    grid = (examples, cdiv(tokens, high), cdiv(cols, wide))
     out = torch.empty(grid, dtype=torch.float32, device=left.device)
     given = values if scale is None else scale.float().contiguous()
     _outer_row_products[grid](

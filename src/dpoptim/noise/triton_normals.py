@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from dpoptim.noise.boxmuller import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
-from dpoptim.noise.triton_tables import table_of
+from dpoptim.noise.triton_tables import cdiv, table_of
 
 BLOCKS = 128  # ChaCha20 blocks of 64 bytes, eight normals each, that a program makes
 
@@ -229,6 +229,6 @@ def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], co
         return
     factors = table_of(tuple(coefs), row.dtype, row.device)
     indices = table_of(tuple(slots), torch.int64, row.device)
-    _substitute[(triton.cdiv(row.numel(), _ELEMENTS),)](
+    _substitute[(cdiv(row.numel(), _ELEMENTS),)](
         row, ring, factors, indices, len(slots), row.numel(), ring.stride(0), BLOCK=_ELEMENTS, enable_fp_fusion=False
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.noise.triton_tables import DTYPES, addresses_of, parts_of
+from dpoptim.noise.triton_tables import DTYPES, addresses_of, cdiv, parts_of
 
 _BLOCK = 1024
 
@@ -83,7 +83,5 @@ def _inverse_root(moment, out, numel, share, start, top, eps, BLOCK: tl.constexp
 def inverse_root(moment: Tensor, *, share: float, start: float, top: float, eps: float) -> Tensor:
     out = torch.empty_like(moment)
     if len(moment):
-        _inverse_root[(triton.cdiv(len(moment), _BLOCK),)](
-            moment, out, len(moment), share, start, top, eps, BLOCK=_BLOCK
-        )
+        _inverse_root[(cdiv(len(moment), _BLOCK),)](moment, out, len(moment), share, start, top, eps, BLOCK=_BLOCK)
     return out

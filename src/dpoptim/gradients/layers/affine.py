@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from dpoptim.gradients import kernels
 from dpoptim.gradients.forms import Dense
 from dpoptim.gradients.kernels import wide, wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
 
 
 class _ScaleAndShift(torch.autograd.Function):
@@ -93,9 +93,9 @@ class _LayerNorm(torch.autograd.Function):
 def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
     if _runs_whole(module, inputs):
-        flat = inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
-        output = _LayerNorm.apply(flat, module.weight, module.bias, module.eps, keeper, keeper.use())
-        return output.reshape(inputs.shape)
+        flat = inputs if inputs.ndim == 3 else inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
+        output = applied(_LayerNorm, flat, module.weight, module.bias, module.eps, keeper, keeper.use())
+        return output if inputs.ndim == 3 else output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)
     return _apply(normalised, module, first_axis, name, keeper)
@@ -136,4 +136,4 @@ def _apply(normalised: Tensor, module: Any, first_axis: int, name: str, keeper: 
     if first_axis < 1:
         raise ValueError(f"layer '{name}' normalises over the batch axis; add the batch in front of its input")
     bias = getattr(module, "bias", None)
-    return _ScaleAndShift.apply(normalised, module.weight, bias, first_axis, keeper, keeper.use())
+    return applied(_ScaleAndShift, normalised, module.weight, bias, first_axis, keeper, keeper.use())

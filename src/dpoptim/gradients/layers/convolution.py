@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Form, Outer
 from dpoptim.gradients.kernels import wide
-from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
 
 Settings = tuple[list[int], list[int], list[int], int]
 
@@ -136,4 +136,4 @@ def convolution(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], k
     else:
         padding = list(module.padding)
     settings = (list(module.stride), padding, list(module.dilation), module.groups)
-    return _Convolution.apply(inputs, module.weight, module.bias, settings, keeper, keeper.use())
+    return applied(_Convolution, inputs, module.weight, module.bias, settings, keeper, keeper.use())

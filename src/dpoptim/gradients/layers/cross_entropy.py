@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Outer
 from dpoptim.gradients.kernels import position_sums, softmax_gradient_
-from dpoptim.gradients.layers.rule import Keeper, Use, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, trainable
 
 _ALIGNMENT = 64  # classes are padded to a multiple of this: tensor cores want aligned rows
 
@@ -76,4 +76,4 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(inputs.device.type):  # as autocast does for a linear layer
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     use = None if keeper is None else keeper.use()
-    return _LinearCrossEntropy.apply(inputs, weight, bias, labels, keeper, use)
+    return applied(_LinearCrossEntropy, inputs, weight, bias, labels, keeper, use)

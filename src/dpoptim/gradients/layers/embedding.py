@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Rows
-from dpoptim.gradients.layers.rule import Keeper, Use, only_input
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input
 
 
 class _Embedding(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _Embedding(torch.autograd.Function):
 def embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
     ids = keeper.agree_on_batch(only_input(args, kwargs), name)
-    return _Embedding.apply(ids, module.weight, module.padding_idx, keeper, keeper.use())
+    return applied(_Embedding, ids, module.weight, module.padding_idx, keeper, keeper.use())
 
 
 def scaled_embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

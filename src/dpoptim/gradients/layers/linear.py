@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Outer
 from dpoptim.gradients.kernels import wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
 
 
 class _Linear(torch.autograd.Function):
@@ -56,7 +56,7 @@ class _Linear(torch.autograd.Function):
 
 def apply_linear(keeper: Keeper, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
     """inputs @ weight.T + bias, through the engine."""
-    return _Linear.apply(inputs, weight, bias, False, keeper, keeper.use())
+    return applied(_Linear, inputs, weight, bias, False, keeper, keeper.use())
 
 
 def linear(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -70,7 +70,7 @@ def conv1d_of_transformers(
 ) -> Tensor:
     """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
     inputs = _with_batch(keeper, name, only_input(args, kwargs))
-    return _Linear.apply(inputs, module.weight, module.bias, True, keeper, keeper.use())
+    return applied(_Linear, inputs, module.weight, module.bias, True, keeper, keeper.use())
 
 
 def _with_batch(keeper: Keeper, name: str, inputs: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ the per-example gradient of each trainable parameter, as a form, to the keeper. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from dpoptim.gradients.forms import Form
 
@@ -50,6 +53,21 @@ class Layer:
 def batch_axis(module: nn.Module) -> int:
     """Where torch's own layers have the examples in their first input."""
     return 1 if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first else 0
+
+
+def applied(function: type[Function], *args: Any) -> Any:
+    """function.apply(*args). Outside of torch.func's transforms it goes without the search for what they have left
+    behind, which takes longer than a layer rule itself.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return _apply_of(function)(*args)
+
+
+@functools.cache
+def _apply_of(function: type[Function]) -> Callable[..., Any]:
+    apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
