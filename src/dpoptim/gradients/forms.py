@@ -53,7 +53,8 @@ class Outer:
         It costs no more than the weight gradient that it replaces.
         """
         left = with_padding(self.left) if self.left.is_cuda else self.left
-        return Dense(torch.bmm(left.mT, self.right)[:, : self.left.shape[2]])
+        grads = torch.bmm(left.mT, self.right)
+        return Dense(grads if left is self.left else grads[:, : self.left.shape[2]])
 
 
 @dataclass(frozen=True)
@@ -109,5 +110,6 @@ def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]
     if isinstance(form, Rows) and form.is_small_formed(shape[0]):
         return form.formed(shape[0]), 0
     if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= spare_bytes:
-        return Dense(form.formed().grads.view(-1, *shape)), max(0, extra)
+        formed = form.formed()
+        return formed if len(shape) == 2 else Dense(formed.grads.view(-1, *shape)), max(0, extra)
     return form, 0

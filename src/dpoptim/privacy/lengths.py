@@ -19,6 +19,8 @@ Row = Tensor | Sequence[int] | NDArray[Any]
 PART_PRICE = 131_072
 """What one more part costs, in tokens: its launches take about as long as this many tokens of padding."""
 
+_IMPOSSIBLE = np.iinfo(np.int64).max
+
 
 def cut_by_length(
     lengths: Integers,
@@ -57,7 +59,7 @@ def cut_by_length(
         width = widths[places[k] - 1]
         examples = places[k] - places[:k]
         fits = (examples <= most) & ((examples * width <= max_tokens) | (examples == 1))
-        costs = np.where(fits, cheapest[:k] + examples * width + price, np.iinfo(np.int64).max)
+        costs = np.where(fits, cheapest[:k] + examples * width + price, _IMPOSSIBLE)
         before[k] = np.argmin(costs)
         cheapest[k] = costs[before[k]]
     cuts, k = [], int(before[-1])

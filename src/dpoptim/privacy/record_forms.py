@@ -116,9 +116,13 @@ def collate_one_form(collate: Callable[[list[Any]], Any], records: list[Any]) ->
     Traceback (most recent call last):
     ValueError: a batch of dataset: record 1 has int at ['x'], where the records before it have float; collators ...
     """
-    same = OneForm("a batch of dataset")
-    for place, record in enumerate(records if isinstance(records, list) else ()):  # else a dataset has made a batch
-        same(place, record)
+    if not isinstance(records, list):  # a dataset has made a batch
+        return collate(records)
+    types = set(map(type, records))
+    if len(types) != 1 or not types <= _PLAIN:
+        same = OneForm("a batch of dataset")
+        for place, record in enumerate(records):
+            same(place, record)
     return collate(records)
 
 
