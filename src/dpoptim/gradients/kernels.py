@@ -222,6 +222,11 @@ def row_weighted_sum(
 
     It is added to `into` where that is given.
     """
+    kernels = on_gpu(values, weights)
+    if kernels is not None and ids.stride(0) != 0 and num_rows > _FEW_ROWS:
+        total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
+        kernels.row_weighted_sum(ids, values, weights, total)
+        return total
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
     if ids.stride(0) == 0:  # the same for every example, as positions are

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dpoptim.gradients.triton_many import many_squares, many_weighted_sums
 from dpoptim.gradients.triton_norm import WIDEST, layer_norm, layer_norm_gradient
-from dpoptim.noise.triton_tables import cdiv, next_power_of_2
+from dpoptim.gradients.triton_rows import row_squares, row_weighted_sum
+from dpoptim.noise.triton_tables import cdiv
 
 __all__ = [
     "WIDEST",
@@ -19,6 +20,7 @@ __all__ = [
     "many_weighted_sums",
     "position_sums",
     "row_squares",
+    "row_weighted_sum",
     "softmax_gradient_",
 ]
 
@@ -45,46 +47,6 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
             values, weights.contiguous(), out, positions, width, values.stride(1), BLOCK=1024
         )
     return out
-
-
-@triton.jit
-def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
-    """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
-    example = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BW + tl.arange(0, BW)
-    inside = col < width
-    total = tl.zeros([BW], tl.float32)
-    run = tl.zeros([BW], tl.float32)
-    alone = tl.zeros([BW], tl.float32)
-    for at in range(positions):
-        here = tl.load(ids + example * positions + at)
-        place = tl.load(order + example * positions + at)
-        value = tl.load(values + (example * positions + place) * width + col, mask=inside, other=0.0).to(tl.float32)
-        if SCALED:
-            value = value * tl.load(scale + here * width + col, mask=inside, other=0.0)
-        alone += value * value
-        run += value
-        after = tl.load(ids + example * positions + min(at + 1, positions - 1))
-        if (at == positions - 1) | (after != here):
-            total += run * run
-            run = tl.zeros([BW], tl.float32)
-    tl.store(out + example * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
-    tl.store(apart + example * tl.num_programs(1) + tl.program_id(1), tl.sum(alone, 0))
-
-
-def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    values = values.contiguous()
-    examples, positions, width = values.shape
-    block = min(128, next_power_of_2(width))
-    out, apart = torch.zeros(2, examples, cdiv(width, block), dtype=torch.float32, device=values.device)
-    if examples and positions:
-        sorted_ids, order = torch.sort(ids.long(), dim=1, stable=True)
-        given = values if scale is None else scale.float().contiguous()
-        _row_squares[tuple(out.shape)](
-            sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,
-            BW=block, num_warps=1,
-        )  # fmt: skip
-    return out.sum(1, dtype=torch.float64), (apart.sum(1, dtype=torch.float64) * positions).sqrt()
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
