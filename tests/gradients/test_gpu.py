@@ -91,27 +91,3 @@ def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
     exact = row_weighted_sum(ids.cpu(), values.double().cpu(), weights.double().cpu(), rows)
     torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-4)
     assert torch.are_deterministic_algorithms_enabled() == asked
-
-
-@pytest.mark.parametrize("width", [8, 128, 200])
-@pytest.mark.parametrize("kind", ["padding", "one", "aligned", "few"])
-def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width):
-    """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    ids = torch.randint(0, 500, (40, 640), device="cuda", generator=generator)
-    if kind == "padding":
-        ids[:, 200:] = 7
-    elif kind == "one":
-        ids[:] = 499
-    elif kind == "aligned":
-        ids = (torch.arange(40 * 640, device="cuda") // 64).view(40, 640)
-    else:
-        ids = ids[:3, :30]
-    values = torch.randn(*ids.shape, width, device="cuda", generator=generator)
-    weights = torch.rand(len(ids), device="cuda", generator=generator)
-    weights[1], values[1] = 0, torch.nan
-    begun = torch.randn(500, width, device="cuda", generator=generator)
-    exact = row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
-    found = row_weighted_sum(ids, values, weights, 500, into=begun)
-    assert found is begun
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The inner loops against brute force, and the kernels against the plain functions."""
+"""The inner loops against brute force."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 from dpoptim.gradients import kernels
 
-GPU = pytest.mark.skipif(kernels._kernels() is None, reason="needs a CUDA device and Triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
 SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
@@ -132,109 +131,6 @@ def test_softmax_gradient_is_autograds(padding):
     close(lengths, free.grad.norm(dim=1), 1e-12)
     close(logits[:, :11], free.grad, 1e-12)
     assert not logits[:, 11:].any()
-
-
-@GPU
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scaled", [False, True])
-class TestKernels:
-    """Kernels and plain functions from the same numbers of a narrow dtype: both accumulate in float32 or more."""
-
-    def test_outer(self, shape, scaled, dtype):
-        examples, positions, rows, cols = shape
-        left = made(examples, positions, rows + 3, dtype=dtype, device="cuda")[..., :rows]  # at a stride
-        right = made(examples, positions, cols, seed=1, dtype=dtype, device="cuda")
-        scale = made(rows, cols, seed=2, dtype=torch.float32, device="cuda").abs() if scaled else None
-        weights = made(examples, seed=3, dtype=torch.float32, device="cuda")
-        exact = left.double().mT @ right.double()
-        factor = 1.0 if scale is None else scale.double()
-        total = torch.einsum("j,jrc->rc", weights.double(), exact)
-        for _ in range(2):
-            close(kernels.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
-            close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
-        again = kernels.outer_squares(left, right, scale)
-        assert torch.equal(again, kernels.outer_squares(left, right, scale))
-        without_first = weights.clone()
-        without_first[0] = 0
-        left[0] = torch.nan
-        total = torch.einsum("j,jrc->rc", weights[1:].double(), exact[1:])
-        close(kernels.outer_weighted_sum(left, right, without_first), total, 3e-6)
-
-    def test_many(self, shape, scaled, dtype):
-        examples, _, rows, cols = shape
-        apart = made(examples, rows + 1, cols, dtype=dtype, device="cuda")[:, :rows]  # examples at a stride
-        vectors = [made(examples, 8 * n, seed=n, dtype=dtype, device="cuda") for n in (1, 130, 5000)]
-        grads = [apart, *vectors, made(examples, cols, seed=1, device="cuda", dtype=torch.float32)]
-        scales = [made(*grad.shape[1:], seed=3, dtype=torch.float32, device="cuda").abs() for grad in grads]
-        each = sum(
-            (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
-            for g, s in zip(grads, scales, strict=True)
-        )
-        found = kernels.many_squares(grads, scales if scaled else None)
-        close(found, each, 1e-6)
-        assert torch.equal(found, kernels.many_squares(grads, scales if scaled else None))
-        check_weighted_sums(grads, made(examples, seed=4, dtype=torch.float32, device="cuda"), 1e-6)
-
-    def test_many_examples_in_shares(self, shape, scaled, dtype):
-        grads = [made(777, 40, dtype=dtype, device="cuda"), made(777, 3, 5, seed=1, dtype=dtype, device="cuda")]
-        check_weighted_sums(grads, made(777, seed=4, dtype=torch.float32, device="cuda"), 1e-6)
-
-    def test_rows(self, shape, scaled, dtype):
-        examples, positions, rows, cols = shape
-        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).cuda()
-        values = made(examples, positions, cols, dtype=dtype, device="cuda")
-        scale = made(rows, cols, seed=2, dtype=torch.float32, device="cuda").abs() if scaled else None
-        wide = None if scale is None else scale.double()
-        exact = kernels.row_squares(ids, values.double(), wide, rows)
-        for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
-            close(found, expected, 1e-6)
-        weights = made(examples, seed=7, dtype=torch.float32, device="cuda")
-        total = kernels.row_weighted_sum(ids, values, weights, rows)
-        close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
-        check_first_left_out(ids, values, weights, rows)
-        by_position = made(examples, positions, seed=8, dtype=dtype, device="cuda")
-        close(
-            kernels.position_sums(values, by_position),
-            kernels.position_sums(values.double(), by_position.double()),
-            1e-6,
-        )
-        left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device="cuda")
-        right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device="cuda")
-        found = kernels.outer_row_products(left, right, ids, values, scale)
-        close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
-
-    def test_layer_norm(self, shape, scaled, dtype):
-        examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
-        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device="cuda") for n in (0, 1))
-        weight, bias = (made(width, seed=n, dtype=dtype, device="cuda") for n in (2, 3))
-        if scaled:  # at a stride
-            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
-        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-        found = kernels.layer_norm(inputs, weight, bias, 1e-5)
-        exact = kernels.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
-        for a, b, bound in zip(found, exact, (rounding, 2e-6, 2e-6), strict=True):
-            close(a, b, bound)
-        given = (grad, inputs, weight, *found[1:])
-        back = kernels.layer_norm_gradient(*given)
-        expected = kernels.layer_norm_gradient(*(tensor.double() for tensor in given))
-        for a, b, bound in zip(back, expected, (rounding, 2e-6, 2e-6), strict=True):
-            close(a, b, bound)
-        for a, b in zip(back, kernels.layer_norm_gradient(*given), strict=True):
-            assert torch.equal(a, b)
-
-    @pytest.mark.parametrize("classes", [None, 2047, 2048, 30_001, 50_257])
-    def test_softmax_gradient(self, shape, scaled, dtype, classes):
-        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 67 if scaled else 0
-        logits = made(rows, classes + padding, dtype=dtype, device="cuda")
-        labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).cuda()
-        exact = logits.double()
-        found, expected = (kernels.softmax_gradient_(x, labels, classes) for x in (logits, exact))
-        close(found[0], expected[0], 1e-6)
-        close(found[1], expected[1], 1e-5)
-        close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
-        assert not logits[:, classes:].any()
 
 
 def test_ids_that_all_examples_share():

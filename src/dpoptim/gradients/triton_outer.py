@@ -31,7 +31,7 @@ def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.co
 @triton.jit
 def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols, tiles_across, SCALED: tl.constexpr,
                    BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    tile, tiles = tl.program_id(0), tl.num_programs(0).to(tl.int64)
     row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
     down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
     if SCALED:
@@ -43,7 +43,7 @@ def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols,
         if SCALED:
             total = total * weight
         # One number for each row of the tile: summing further here would make the warps wait for each other.
-        tl.store(out + (example.to(tl.int64) * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
+        tl.store(out + (example * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
 
 
 @triton.jit

@@ -1,0 +1,151 @@
+"""Triton's kernels against the plain functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpoptim.gradients import kernels
+from tests.gradients.test_kernels import check_first_left_out, check_weighted_sums, close, made
+from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
+SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
+CLASSES = [None, 2047, 2048, 30_001, 50_257]
+EXAMPLES = 40
+if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise than GPUs do
+    DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (3, 40, 17, 130)]
+    CLASSES, EXAMPLES = [None, 2047, 2048, 4100], 3
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [False, True])
+class TestKernels:
+    """Kernels and plain functions from the same numbers of a narrow dtype: both accumulate in float32 or more."""
+
+    def test_outer(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        left = made(examples, positions, rows + 3, dtype=dtype, device=DEVICE)[..., :rows]  # at a stride
+        right = made(examples, positions, cols, seed=1, dtype=dtype, device=DEVICE)
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
+        weights = made(examples, seed=3, dtype=torch.float32, device=DEVICE)
+        exact = left.double().mT @ right.double()
+        factor = 1.0 if scale is None else scale.double()
+        total = torch.einsum("j,jrc->rc", weights.double(), exact)
+        for _ in range(2):
+            close(kernels.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
+            close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
+        again = kernels.outer_squares(left, right, scale)
+        assert torch.equal(again, kernels.outer_squares(left, right, scale))
+        without_first = weights.clone()
+        without_first[0] = 0
+        left[0] = torch.nan
+        total = torch.einsum("j,jrc->rc", weights[1:].double(), exact[1:])
+        close(kernels.outer_weighted_sum(left, right, without_first), total, 3e-6)
+
+    def test_many(self, shape, scaled, dtype):
+        examples, _, rows, cols = shape
+        apart = made(examples, rows + 1, cols, dtype=dtype, device=DEVICE)[:, :rows]  # examples at a stride
+        vectors = [made(examples, 8 * n, seed=n, dtype=dtype, device=DEVICE) for n in (1, 130, 5000)]
+        grads = [apart, *vectors, made(examples, cols, seed=1, device=DEVICE, dtype=torch.float32)]
+        scales = [made(*grad.shape[1:], seed=3, dtype=torch.float32, device=DEVICE).abs() for grad in grads]
+        each = sum(
+            (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
+            for g, s in zip(grads, scales, strict=True)
+        )
+        found = kernels.many_squares(grads, scales if scaled else None)
+        close(found, each, 1e-6)
+        assert torch.equal(found, kernels.many_squares(grads, scales if scaled else None))
+        check_weighted_sums(grads, made(examples, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
+
+    def test_many_examples_in_shares(self, shape, scaled, dtype):
+        grads = [made(777, 40, dtype=dtype, device=DEVICE), made(777, 3, 5, seed=1, dtype=dtype, device=DEVICE)]
+        check_weighted_sums(grads, made(777, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
+
+    def test_rows(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        values = made(examples, positions, cols, dtype=dtype, device=DEVICE)
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
+        wide = None if scale is None else scale.double()
+        exact = kernels.row_squares(ids, values.double(), wide, rows)
+        for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
+            close(found, expected, 1e-6)
+        weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
+        total = kernels.row_weighted_sum(ids, values, weights, rows)
+        close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
+        check_first_left_out(ids, values, weights, rows)
+        by_position = made(examples, positions, seed=8, dtype=dtype, device=DEVICE)
+        close(
+            kernels.position_sums(values, by_position),
+            kernels.position_sums(values.double(), by_position.double()),
+            1e-6,
+        )
+        left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device=DEVICE)
+        right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device=DEVICE)
+        found = kernels.outer_row_products(left, right, ids, values, scale)
+        close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
+
+    def test_layer_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, bias = (made(width, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        found = kernels.layer_norm(inputs, weight, bias, 1e-5)
+        exact = kernels.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
+        for a, b, bound in zip(found, exact, (rounding, 2e-6, 2e-6), strict=True):
+            close(a, b, bound)
+        given = (grad, inputs, weight, *found[1:])
+        back = kernels.layer_norm_gradient(*given)
+        expected = kernels.layer_norm_gradient(*(tensor.double() for tensor in given))
+        for a, b, bound in zip(back, expected, (rounding, 2e-6, 2e-6), strict=True):
+            close(a, b, bound)
+        for a, b in zip(back, kernels.layer_norm_gradient(*given), strict=True):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("classes", CLASSES)
+    def test_softmax_gradient(self, shape, scaled, dtype, classes):
+        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 67 if scaled else 0
+        logits = made(rows, classes + padding, dtype=dtype, device=DEVICE)
+        labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        exact = logits.double()
+        found, expected = (kernels.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+        close(found[0], expected[0], 1e-6)
+        close(found[1], expected[1], 1e-5)
+        close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
+        assert not logits[:, classes:].any()
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8, 130])
+@pytest.mark.parametrize("kind", ["padding", "one", "aligned", "few"])
+def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch):
+    """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
+    from dpoptim.gradients import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_TOGETHER", 8)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    ids = torch.randint(0, 500, (EXAMPLES, 640), device=DEVICE, generator=generator)
+    if kind == "padding":
+        ids[:, 200:] = 7
+    elif kind == "one":
+        ids[:] = 499
+    elif kind == "aligned":
+        ids = (torch.arange(EXAMPLES * 640, device=DEVICE) // 64).view(EXAMPLES, 640)
+    else:
+        ids = ids[:3, :30]
+    values = torch.randn(*ids.shape, width, device=DEVICE, generator=generator)
+    weights = torch.rand(len(ids), device=DEVICE, generator=generator)
+    weights[1], values[1] = 0, torch.nan
+    begun = torch.randn(500, width, device=DEVICE, generator=generator)
+    exact = kernels.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
+    found = kernels.row_weighted_sum(ids, values, weights, 500, into=begun)
+    assert found is begun
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
