@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -24,18 +27,30 @@ needs_triton = pytest.mark.skipif(
 
 def _take_cpu_tensors() -> None:
     """From now on kernels take tensors of the CPU, where they are interpreted."""
-    from dpoptim.gradients import kernels, triton_kernels, triton_outer
-    from dpoptim.noise import triton_tables
+    import triton.language as tl
 
+    from dpoptim.gradients import kernels, triton_kernels, triton_outer
+    from dpoptim.noise import triton_normals, triton_tables
+
+    def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype)
+
+    # What CUDA's library rounds correctly, numpy does too.
+    rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
     in_place_of = {
         (kernels, "_run_on_gpu"): lambda tensors: all(t is None or t.dtype != torch.float64 for t in tensors),
         (kernels, "_kernels"): lambda: triton_kernels,
         (kernels, "_outer_kernels"): lambda: triton_outer,
         (triton_outer, "_processors"): lambda device: 2,
-        (triton_tables, "table_of"): lambda numbers, dtype, device: torch.tensor(numbers, dtype=dtype),
+        (triton_tables, "table_of"): table_of,
+        (triton_normals, "table_of"): table_of,
+        (triton_normals, "libdevice"): rounded,
     }
-    for (module, name), function in in_place_of.items():
-        setattr(module, name, function)
+    for (module, name), other in in_place_of.items():
+        setattr(module, name, other)
+    for name, value in vars(triton_normals).copy().items():
+        if isinstance(value, tl.constexpr):
+            setattr(triton_normals, name, value.value)
 
 
 if IS_INTERPRETED:
