@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from dpoptim.gradients import end_to_end
 
@@ -87,5 +88,4 @@ class Bundle:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Views into a vector, of the parameters' shapes."""
-        parts = vector.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return list(_unflatten_dense_tensors(vector, self.parameters))
