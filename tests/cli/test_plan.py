@@ -176,3 +176,17 @@ def test_as_a_program():
     assert "compare mechanisms" in listed.stdout
     none = subprocess.run([sys.executable, "-m", "dpoptim"], capture_output=True, text=True, check=False)
     assert none.returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    settings = "plan --steps 20 --batch-size 10 --num-examples 200 --epsilon 3 --delta 1e-6 --json"
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "dpoptim", *settings.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert ran.stdout is not None
+    assert ran.stderr is not None
+    ran.stdout.close()
+    said = ran.stderr.read()
+    assert ran.wait() == 141
+    assert "Broken pipe" not in said
+    assert "Traceback" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at the end
+        return 141
     except (ValueError, OSError) as error:
         print(f"dpoptim: {error}", file=sys.stderr)
         return 2
