@@ -132,13 +132,13 @@ def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch
 
     monkeypatch.setattr(triton_rows, "_TOGETHER", 8)
     generator = torch.Generator(DEVICE).manual_seed(1)
-    ids = torch.randint(0, 500, (EXAMPLES, 640), device=DEVICE, generator=generator)
+    ids = torch.randint(0, 500, (EXAMPLES, 650), device=DEVICE, generator=generator)
     if kind == "padding":
         ids[:, 200:] = 7
     elif kind == "one":
         ids[:] = 499
     elif kind == "aligned":
-        ids = (torch.arange(EXAMPLES * 640, device=DEVICE) // 64).view(EXAMPLES, 640)
+        ids = (torch.arange(EXAMPLES * 650, device=DEVICE) // 64).view(EXAMPLES, 650)
     else:
         ids = ids[:3, :30]
     values = torch.randn(*ids.shape, width, device=DEVICE, generator=generator)
@@ -146,6 +146,8 @@ def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch
     weights[1], values[1] = 0, torch.nan
     begun = torch.randn(500, width, device=DEVICE, generator=generator)
     exact = kernels.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
+    again = kernels.row_weighted_sum(ids, values, weights, 500, into=begun.clone())
     found = kernels.row_weighted_sum(ids, values, weights, 500, into=begun)
     assert found is begun
+    assert torch.equal(found, again)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)

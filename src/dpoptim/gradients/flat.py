@@ -41,7 +41,7 @@ class FlatTensors(Mapping[str, Tensor]):
             vector = torch.empty(numel, dtype=dtype, device=device) if make is None else make(numel)
             self.vectors.append(vector)
             self.names.append(names)
-            self._views.update(zip(names, _unflatten_dense_tensors(vector, own), strict=True))
+            self._views.update(zip(names, views_of(vector, own), strict=True))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """The same with `function` of each vector."""
@@ -56,6 +56,16 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+def views_of(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views into a vector, of the shapes of `like`, one behind the other.
+
+    >>> [tuple(view.shape) for view in views_of(torch.zeros(7), [torch.ones(2, 3), torch.ones(0, 3), torch.ones(())])]
+    [(2, 3), (0, 3), ()]
+    """
+    views = _unflatten_dense_tensors(vector, like)  # older ones forget the shape of an empty tensor
+    return [view if tensor.numel() else view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
 def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

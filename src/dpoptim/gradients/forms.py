@@ -111,5 +111,5 @@ def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]
         return form.formed(shape[0]), 0
     if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= spare_bytes:
         formed = form.formed()
-        return formed if len(shape) == 2 else Dense(formed.grads.view(-1, *shape)), max(0, extra)
+        return formed if formed.grads.shape[1:] == shape else Dense(formed.grads.view(-1, *shape)), max(0, extra)
     return form, 0

@@ -49,20 +49,17 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
 @triton.jit
 def _more(x, largest, total):
-    """Largest value and Σ 2^(x − largest) of each lane, with some more values of x."""
+    """Largest value and Σ exp(x − largest) of each lane, with some more values of x."""
     larger = tl.maximum(largest, tl.max(x, 1))
-    return larger, total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x - larger[:, None]), 1)
+    return larger, total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
 
 
 @triton.jit
 def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: tl.constexpr, SIDE: tl.constexpr):
     """One row, which is read twice; every lane takes SIDE columns at a time and has a maximum and a sum of its own
-    until the end. Logarithms are to base 2. Only the last columns need a mask.
+    until the end. Only the last columns need a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
@@ -78,25 +75,25 @@ def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: t
         return
     largest, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
     for start in range(0, whole, LANES * SIDE):
-        x = tl.load(base + start + place, eviction_policy="evict_last").to(tl.float32) * _LOG2_E
+        x = tl.load(base + start + place, eviction_policy="evict_last").to(tl.float32)
         largest, total = _more(x, largest, total)
     # Loads are as wide as `stride` allows, which is aligned where `classes` is not.
-    x = tl.load(base + last, mask=last < stride, other=0.0).to(tl.float32) * _LOG2_E
+    x = tl.load(base + last, mask=last < stride, other=0.0).to(tl.float32)
     largest, total = _more(tl.where(last < classes, x, -float("inf")), largest, total)
     top = tl.max(largest, 0)
-    log_sum = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
-    picked = tl.load(base + label).to(tl.float32) * _LOG2_E
-    tl.store(losses + row, (log_sum - picked) / _LOG2_E)
-    at_label = tl.exp2(picked - log_sum) - 1.0
+    log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    picked = tl.load(base + label).to(tl.float32)
+    tl.store(losses + row, log_sum - picked)
+    at_label = tl.exp(picked - log_sum) - 1.0
     tl.debug_barrier()
     squares = tl.zeros([LANES, SIDE], tl.float32)
     for start in range(0, whole, LANES * SIDE):
         y = tl.load(base + start + place, eviction_policy="evict_first").to(tl.float32)
-        gradient = tl.where(place == label - start, at_label, tl.exp2(y * _LOG2_E - log_sum))
+        gradient = tl.where(place == label - start, at_label, tl.exp(y - log_sum))
         squares += gradient * gradient
         tl.store(base + start + place, gradient.to(logits.dtype.element_ty))
     y = tl.load(base + last, mask=last < stride, other=0.0).to(tl.float32)
-    gradient = tl.where(last == label, at_label, tl.exp2(y * _LOG2_E - log_sum))
+    gradient = tl.where(last == label, at_label, tl.exp(y - log_sum))
     gradient = tl.where(last < classes, gradient, 0.0)
     squares += gradient * gradient
     tl.store(base + last, gradient.to(logits.dtype.element_ty), mask=last < stride)

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
-from dpoptim.gradients import end_to_end
+from dpoptim.gradients import end_to_end, views_of
 
 SCALARS = {"noise_moment"}
 """State that is one number for all parameters of a bundle."""
@@ -88,4 +87,4 @@ class Bundle:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Views into a vector, of the parameters' shapes."""
-        return list(_unflatten_dense_tensors(vector, self.parameters))
+        return views_of(vector, self.parameters)
