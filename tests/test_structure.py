@@ -94,7 +94,8 @@ RELEASED_ONLY = {
     "dpoptim.gradients",
     "dpoptim.gradients.PrivateRelease",
     "dpoptim.gradients.Released",
-    "dpoptim.gradients.end_to_end",  # a function of the tensors it is given
+    "dpoptim.gradients.end_to_end",  # a function of the tensors it is given, as the next
+    "dpoptim.gradients.views_of",
 }
 
 
