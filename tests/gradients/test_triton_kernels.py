@@ -125,7 +125,7 @@ class TestKernels:
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [8, 130])
-@pytest.mark.parametrize("kind", ["padding", "one", "aligned", "few"])
+@pytest.mark.parametrize("kind", ["padding", "one", "aligned", "tail", "few"])
 def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch):
     """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
     from dpoptim.gradients import triton_rows
@@ -137,13 +137,16 @@ def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch
         ids[:, 200:] = 7
     elif kind == "one":
         ids[:] = 499
+    elif kind == "tail":
+        ids[ids == 499] = 0
+        ids[-1, -50:] = 499
     elif kind == "aligned":
         ids = (torch.arange(EXAMPLES * 650, device=DEVICE) // 64).view(EXAMPLES, 650)
     else:
         ids = ids[:3, :30]
     values = torch.randn(*ids.shape, width, device=DEVICE, generator=generator)
     weights = torch.rand(len(ids), device=DEVICE, generator=generator)
-    weights[1], values[1] = 0, torch.nan
+    weights[0], values[0] = 0, torch.nan  # the first: the last look-ups must count
     begun = torch.randn(500, width, device=DEVICE, generator=generator)
     exact = kernels.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
     again = kernels.row_weighted_sum(ids, values, weights, 500, into=begun.clone())
