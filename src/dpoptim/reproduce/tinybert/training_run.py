@@ -44,7 +44,7 @@ class Ground:
     device: str
     longest: int = 512
     bucket: int = 64
-    part_tokens: int = 2**18  # more parts have less padding, and take longer on the host
+    part_tokens: int = 2**17  # more parts have less padding and take longer on the host, which several workers share
     validation_examples: int = 4096
 
     @property
