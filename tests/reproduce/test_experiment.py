@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -120,6 +121,10 @@ def test_renders_the_largest_scale_from_the_file(tmp_path):
     assert text.startswith("before\n<!-- begin x -->\nsum 2\n")
     assert "(images/results-x-p.png)" in text
     assert text.endswith("<!-- end x -->\nafter\n")
+    short = tmp_path / "short.md"
+    short.write_text("<!-- begin x table -->\n<!-- end x table -->\n")
+    assert render_into(short, replace(EXPERIMENT, table=lambda lines: f"{len(lines)} lines"), tmp_path) == [short]
+    assert short.read_text() == "<!-- begin x table -->\n1 lines\n<!-- end x table -->\n"
     with pytest.raises(ValueError, match="holds no result"):
         lines_of(EXPERIMENT, tmp_path / "nowhere")
 

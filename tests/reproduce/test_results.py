@@ -29,6 +29,14 @@ def test_the_page_holds_what_the_results_give(name):
     assert between_marks(name) == section(one, lines_of(one, RESULTS))
 
 
+def test_the_readme_shows_the_table_of_the_results():
+    one = experiment("tinybert")
+    assert one.table is not None
+    begin, end = "<!-- begin tinybert table -->\n", "\n<!-- end tinybert table -->"
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+    assert shown == one.table(lines_of(one, RESULTS))
+
+
 @pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
 def test_a_changed_result_would_be_seen(name):
     """All numbers of any one line, doubled, change the page: every line of these is in it."""

@@ -103,6 +103,7 @@ class Experiment:
     markdown: the section of tables for the lines of ONE scale; its pictures are linked as images/NAME-PICTURE.png.
     pictures: what to draw for them, each a function that returns a matplotlib figure, by PICTURE.
     results: the experiment whose file of results it reads and adds to, where it has none of its own.
+    table: the one table of the section that another page may show, where there is one.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Experiment:
     markdown: Callable[[Sequence[Line]], str]
     pictures: Callable[[Sequence[Line]], Mapping[str, Callable[[], Any]]]
     results: str = ""
+    table: Callable[[Sequence[Line]], str] | None = None
 
     @property
     def file(self) -> str:

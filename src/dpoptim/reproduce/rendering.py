@@ -37,10 +37,17 @@ def render(experiment: Experiment, out: Path, *, scale: str | None = None, pictu
 def render_into(
     document: Path, experiment: Experiment, out: Path, *, scale: str | None = None, pictures: bool = True
 ) -> list[Path]:
-    """Put the section between its marks in a page, and its pictures as images/results-NAME-PICTURE.png beside it."""
+    """Put the section between its marks in a page, and its pictures as images/results-NAME-PICTURE.png beside it.
+
+    A page that has only the marks of NAME's table gets that table and no pictures.
+    """
     lines = lines_of(experiment, out, scale)
-    text = replaced(document.read_text(encoding="utf-8"), experiment.name, section(experiment, lines))
-    write_text(document, text)
+    text = document.read_text(encoding="utf-8")
+    the_table = f"{experiment.name} table"
+    if experiment.table is not None and f"<!-- begin {the_table} -->" in text:
+        write_text(document, replaced(text, the_table, experiment.table(lines)))
+        return [document]
+    write_text(document, replaced(text, experiment.name, section(experiment, lines)))
     folder = document.parent / "images"
     return [document, *(_draw(experiment, lines, folder, f"results-{experiment.name}") if pictures else [])]
 

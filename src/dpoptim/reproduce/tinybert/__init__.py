@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from dpoptim.reproduce.experiment import Experiment
 from dpoptim.reproduce.tinybert.experiment import run_table
-from dpoptim.reproduce.tinybert.report import markdown
+from dpoptim.reproduce.tinybert.report import main_table, markdown
 
-EXPERIMENT = Experiment(name="tinybert", run=run_table, markdown=markdown, pictures=lambda lines: {})
+EXPERIMENT = Experiment(name="tinybert", run=run_table, markdown=markdown, pictures=lambda lines: {}, table=main_table)

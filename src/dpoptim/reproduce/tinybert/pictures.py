@@ -11,6 +11,7 @@ import numpy as np
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.schedule import SWEEP
 from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, row
+from dpoptim.theory import clip_norm_window
 from dpoptim.theory import picture_style as style
 
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
@@ -30,8 +31,8 @@ CAPTIONS = {
     "negative": "Share of coordinates whose second moment, without the noise's known part, is negative.",
     "moments": "Second moments at the end of a run, without noise in them, against φ, the noise's variance. NOT "
     "private.",
-    "clipping": "Scale-then-privatize against the clip norm of the paper's parametrisation, in units of B/σ, where the "
-    "theory has the upper end of the window; tuning runs.",
+    "clipping": "Scale-then-privatize against the clip norm of the paper's parametrisation, in units of B/σ; below, "
+    "thick, the theory's window of each noise (for a constant gradient and independent noise); tuning runs.",
 }
 """Of each picture, in the page's order."""
 
@@ -51,8 +52,9 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
         "gradients": (gradient_norms, _with(final, "gradient_norms")),
         "negative": (negative_fractions, _with(final, "negative_fractions")),
         "moments": (second_moments, _with(final, "second_moments")),
-        "clipping": (clip_norms, [line for line in lines if line["cell"]["purpose"] == SWEEP]),
     }
+    if swept := [line for line in lines if line["cell"]["purpose"] == SWEEP]:
+        wanted["clipping"] = (clip_norms, swept + _with(final, "second_moments"))
     return {name: functools.partial(draw, own) for name, (draw, own) in wanted.items() if own}
 
 
@@ -131,21 +133,36 @@ def second_moments(lines: Sequence[Line]) -> Any:
 
 
 def clip_norms(lines: Sequence[Line]) -> Any:
-    """Loss of scale-then-privatize against the paper's clip norm ζ = B/(k·σ), and the theory's upper end B/σ."""
-    figure = style.new_figure(6.0, 3.6)
+    """Loss of scale-then-privatize against the paper's clip norm ζ = B/(k·σ), and the theory's window of each noise.
+
+    The window is that of a constant gradient and independent noise; m counts the coordinates whose second moment
+    without noise is not 0, where a run has kept them.
+    """
+    figure = style.new_figure(6.0, 3.9)
     panel = figure.subplots()
-    for kind, colour in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), strict=True):
+    moments = next((line["result"]["second_moments"] for line in lines if "second_moments" in line["result"]), None)
+    heights = (0.10, 0.06, 0.02)  # of the windows, as parts of the panel
+    for kind, colour, height in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), heights, strict=True):
+        own = [line for line in lines if line["cell"]["purpose"] == SWEEP and line["cell"]["column"] == kind.name]
         points = sorted(
             (1 / line["cell"]["eps_over_noise"], line["result"]["validation"])
-            for line in lines
-            if line["cell"]["column"] == kind.name and line["result"]["validation"] is not None
+            for line in own
+            if line["result"]["validation"] is not None
         )
         if points:
             panel.plot(*zip(*points, strict=True), "o-", color=colour, label=kind.label, markersize=3.5)
+        if points and moments is not None and kind.noise_multiplier is not None:
+            low, high = clip_norm_window(
+                dimension=sum(moments["counts"]), noise_multiplier=kind.noise_multiplier,
+                batch_size=own[0]["cell"]["standing_for"],
+            )  # fmt: skip
+            ends = [low / high, 1.0]
+            panel.plot(ends, [height, height], color=colour, linewidth=4, transform=panel.get_xaxis_transform())
     panel.axvline(1.0, color=style.GREY, linestyle="--", label="upper end of the window, ζ = B/σ")
     style.label(
-        panel, "scale-then-privatize: the clip norm and the window", "clip norm ζ over B/σ (of the paper's "
+        panel, "scale-then-privatize: the clip norm and the window (thick)", "clip norm ζ over B/σ (of the paper's "
         "parametrisation)", "validation loss", log="x",
     )  # fmt: skip
+    panel.margins(y=0.16)
     panel.legend(frameon=False)
     return figure

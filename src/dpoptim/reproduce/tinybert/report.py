@@ -34,7 +34,7 @@ def markdown(lines: Sequence[Line]) -> str:
     parts = [
         made_by(lines, f"dpoptim reproduce tinybert --scale {scale} --data DIR --model DIR --device cuda"),
         _what(lines, SIZES[scale]),
-        _main(found),
+        main_table(lines),
         _signal(lines),
         _in_both_precisions(lines),
         _guarantees(lines),
@@ -57,7 +57,9 @@ def _what(lines: Sequence[Line], size: Size) -> str:
     )
 
 
-def _main(found: dict[tuple[str, str], Score]) -> str:
+def main_table(lines: Sequence[Line]) -> str:
+    """Our test losses beside the paper's, by optimizer and noise."""
+    found = scores(lines)
     titles = ["test loss, ours (the paper's)", *(each.label for each in WITH_NOISE)]
     rows = [["no fine-tuning", _beside(found.get(("none", "none")), PAPER_WITHOUT_NOISE["none"]), "", ""]]
     for name in NON_PRIVATE:
