@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 import dpoptim
 from dpoptim.gradients import clipped_sum
+from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.kernels import row_weighted_sum
 from tests.gradients.models import CASES, case
 from tests.gradients.one_at_a_time import random_scale
@@ -37,6 +38,24 @@ def test_clipped_sums_are_those_of_the_cpu(name, scaled):
     torch.testing.assert_close(found.cpu(), norms, rtol=rounding, atol=rounding / 100)
     for n, total in expected.items():
         torch.testing.assert_close(sums[n].cpu(), total, rtol=10 * rounding, atol=rounding / 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tied", "cnn", "bare parameters", "embedding", "layer norm", "BertForMaskedLM"])
+def test_sums_of_squares_are_those_of_the_cpu(name, dtype):
+    found = []
+    for device in ("cpu", "cuda"):
+        made = case(name, dtype)
+        model, batch = made.model.to(device), pytree.tree_map(lambda t, d=device: t.to(d), made.batch)
+        sums = ClippedSums(model, clip_norm=0.8, squares=True)
+        sums.engine.attach()
+        with torch.device(device):
+            made.loss_fn(model, batch).sum().backward()
+        squares = sums.take()[1]
+        assert squares is not None
+        found.append(torch.cat([squares[n].flatten().cpu().double() for n in sorted(squares)]))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert float((found[0] - found[1]).norm() / found[0].norm()) <= tolerance
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,17 @@ def close(found, expected, tolerance):
     assert float(error) < tolerance, float(error)
 
 
+def square_sum(grads, weights):
+    return (weights.double().view(-1, *[1] * (grads.ndim - 1)) * grads.double()).square().sum(0)
+
+
 def check_weighted_sums(grads, weights, tolerance):
     """Against the definition, as new sums and as added ones; an example of weight 0 is not looked at."""
+    squared = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
+    for times, add in enumerate((False, True), start=1):
+        kernels.many_weighted_sums(grads, weights, squared, add=add, squared=True)
+        for grad, total in zip(grads, squared, strict=True):
+            close(total, times * square_sum(grad, weights), tolerance)
     into = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
     kernels.many_weighted_sums(grads, weights, into, add=False)
     for grad, total in zip(grads, into, strict=True):
@@ -36,8 +45,31 @@ def check_weighted_sums(grads, weights, tolerance):
     for grad in grads:
         grad[0] = torch.nan
     kernels.many_weighted_sums(grads, without_first, into, add=False)
-    for grad, total in zip(grads, into, strict=True):
+    kernels.many_weighted_sums(grads, without_first, squared, add=False, squared=True)
+    for grad, total, squares in zip(grads, into, squared, strict=True):
         close(total, torch.tensordot(weights[1:].double(), grad[1:].double(), 1), tolerance)
+        close(squares, square_sum(grad[1:], weights[1:]), tolerance)
+
+
+def check_square_sums(left, right, ids, values, weights, rows, tolerance):
+    """Of looked-up rows, of outer products and of both together; an example of weight 0 is not looked at."""
+    left, values = left.clone(), values.clone()
+    for _ in range(2):
+        tables = values.new_zeros(len(ids), rows, values.shape[2], dtype=torch.float64)
+        for j in range(len(ids)):
+            tables[j].index_add_(0, ids[j], values[j].double())
+        products = left.double().mT @ right.double()
+        counted = weights != 0
+        of_rows, of_products, of_both = (
+            square_sum(each[counted], weights[counted]) for each in (tables, products, tables + products)
+        )
+        close(kernels.row_square_sum(ids, values, weights, rows), of_rows, tolerance)
+        close(kernels.outer_square_sum(left, right, weights), of_products, tolerance)
+        found = kernels.outer_square_sum(left, right, weights, ids, values)
+        close(found, of_both, tolerance)
+        assert torch.equal(found, kernels.outer_square_sum(left, right, weights, ids, values))
+        weights = weights.clone()
+        weights[0], left[0], values[0] = 0, torch.nan, torch.inf
 
 
 def check_first_left_out(ids, values, weights, rows):
@@ -93,6 +125,7 @@ class TestPlain:
         weights = made(examples, seed=7)
         close(kernels.row_weighted_sum(ids, values, weights, rows), torch.einsum("j,jrc->rc", weights, tables), 1e-12)
         check_first_left_out(ids, values, weights, rows)
+        check_square_sums(left, right, ids, values, weights, rows, 1e-12)
         by_position = made(examples, positions, seed=8)
         close(kernels.position_sums(values, by_position), torch.einsum("jt,jtc->jc", by_position, values), 1e-12)
         products = left.mT @ right

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpoptim.gradients import kernels
-from tests.gradients.test_kernels import check_first_left_out, check_weighted_sums, close, made
+from tests.gradients.test_kernels import check_first_left_out, check_square_sums, check_weighted_sums, close, made
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,6 +87,10 @@ class TestKernels:
         )
         left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device=DEVICE)
         right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device=DEVICE)
+        if not scaled:
+            check_square_sums(left, right, ids, values, weights, rows, 1e-5)
+        else:  # one dtype is wider
+            check_square_sums(left, right, ids, values.float() * 1.001, weights, rows, 1e-5)
         found = kernels.outer_row_products(left, right, ids, values, scale)
         close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 

@@ -164,9 +164,12 @@ class ClippedSums:
     def _sum(self, gradients: Mapping[str, ExampleGradients], weights: Tensor) -> None:
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
         self._sums.add_dense(dense, weights)
+        if self._square_sums is not None:
+            self._square_sums.add_dense(dense, weights, squared=True)
         for name, own in gradients.items():
-            if name not in dense:
-                self._sums.add_sum(name, own, weights.to(own.precision))
+            if name in dense:
+                continue
+            self._sums.add_sum(name, own, weights.to(own.precision))
             if self._square_sums is not None:
                 self._square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
@@ -237,15 +240,15 @@ class _Accumulator:
             gradients.weighted_sum_into(total, weights)
             self._begun.add(name)
 
-    def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor) -> None:
-        """Add Σ_j weights[j]·gradients[name][j] for all names."""
+    def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor, *, squared: bool = False) -> None:
+        """Add Σ_j weights[j]·gradients[name][j] for all names, or the squares of what is summed."""
         kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
         for name in gradients:
             target = self._target(name)
             kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
         for (begun, dtype, _), names in kinds.items():
             grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
-            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun)
+            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
             self._begun.update(names)
 
     def taken(self) -> FlatTensors:

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from dpoptim.gradients import compiled_outer, kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
-from dpoptim.gradients.kernels import DOT_ELEMENTS, wide, wide_dtype
-
-BLOCK_ELEMENTS = 1 << 24
-"""Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
+from dpoptim.gradients.kernels import BLOCK_ELEMENTS, DOT_ELEMENTS, wide, wide_dtype
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
@@ -290,12 +287,17 @@ class ExampleGradients:
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
         """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
+        if self.dense is not None and self.is_dense:
+            kernels.many_weighted_sums([self.dense], weights, [total], add=False, squared=True)
+            return total
+        ids, values = self._lookups() if self.rows else (None, None)
+        if self.dense is None and ids is not None and values is not None and not self.outers:
+            return kernels.row_square_sum(ids, values, weights, self.shape[0])
+        if self.dense is None and kernels.outer_on_gpu(*self._factors(), values, weights) is not None:
+            return kernels.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
         if not bool((weights != 0).all()):
             return self.select(weights != 0).weighted_square_sum(weights[weights != 0])
-        if not self.shape:
-            assert self.dense is not None
-            return (weights * wide(self.dense)).square().sum()
-        total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
         for rows, block in self._blocks():  # weighted before squared: g² may overflow where (c·g)² does not
             total[rows] = block.mul_(weights.view(-1, *[1] * (block.ndim - 1))).square_().sum(0)
         return total

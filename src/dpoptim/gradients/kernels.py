@@ -18,6 +18,8 @@ from torch import Tensor
 from dpoptim.gradients import compiled_outer
 from dpoptim.noise import gpu
 
+BLOCK_ELEMENTS = 1 << 24
+"""Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
 _FEW_ROWS = 8  # of a table, as token types have: a product is faster than a sort
 
 
@@ -97,19 +99,35 @@ def self_products(vectors: Tensor) -> Tensor:
     return total
 
 
-def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool) -> None:
-    """into[i] becomes Σ_j weights[j]·grads[i][j], or that is added to it; `into` is contiguous, of weights' dtype."""
+def many_weighted_sums(
+    grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool = False
+) -> None:
+    """into[i] becomes Σ_j weights[j]·grads[i][j], or that is added to it; `into` is contiguous, of weights' dtype.
+
+    `squared` takes Σ_j (weights[j]·grads[i][j])², element by element.
+    """
     kernels = on_gpu(*grads, weights)
     if kernels is not None:
-        kernels.many_weighted_sums(grads, weights, into, add=add)
+        kernels.many_weighted_sums(grads, weights, into, add=add, squared=squared)
         return
     keep = weights != 0
     if not bool(keep.all()):
         grads, weights = [grad[keep] for grad in grads], weights[keep]
     for grad, total in zip(grads, into, strict=True):
         flat = total.view(-1)
+        if squared:
+            _add_squares(grad.reshape(len(grad), total.numel()), weights, flat, add=add)
+            continue
         by_example = wide(grad).to(weights.dtype).reshape(len(grad), total.numel())
         torch.addmv(flat, by_example.T, weights, beta=float(add), out=flat)
+
+
+def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) -> None:
+    """Weighted before they are squared: g² may overflow where (c·g)² does not."""
+    columns = max(1, BLOCK_ELEMENTS // max(1, len(vectors)))
+    for part, into in zip(vectors.split(columns, 1), total.split(columns), strict=True):
+        squares = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
+        torch.add(squares, into, out=into) if add else into.copy_(squares)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
@@ -154,6 +172,24 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
     else:
         right = right * weights[:, None, None]
     return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1), out=out)
+
+
+def outer_square_sum(
+    left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None = None, values: Tensor | None = None
+) -> Tensor:
+    """Σ_j (weights[j]·(D_j + E_j))², element by element, in the dtype of `weights`: D_j = Σ_t left[j, t] ⊗ right[j, t],
+    and E_j the table that receives values[j, u] at row ids[j, u], if they are given.
+    """
+    kernels = outer_on_gpu(left, right, weights, values)
+    if kernels is not None:
+        total: Tensor = kernels.outer_square_sum(left, right, weights, ids, values)
+        return total
+    keep = weights != 0
+    grads = wide(left[keep]).mT @ wide(right[keep])
+    if ids is not None and values is not None:
+        rows = torch.arange(len(grads), device=ids.device)[:, None], ids[keep]
+        grads.index_put_(rows, wide(values[keep]), accumulate=True)
+    return (grads * weights[keep][:, None, None]).square_().sum(0)
 
 
 def with_padding(values: Tensor) -> Tensor:
@@ -238,6 +274,14 @@ def row_weighted_sum(
     if into is None:
         into = weighted.new_zeros(num_rows, values.shape[-1])
     return into.index_add_(0, ids.flatten(), weighted)
+
+
+def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+    """Σ_j (weights[j]·(the table that receives values[j, t] at row ids[j, t]))², element by element."""
+    slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
+    distinct, where = torch.unique(slots, return_inverse=True)
+    of_examples = row_weighted_sum(where, values, weights, len(distinct))  # every row of every example by itself
+    return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
 
 
 def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:

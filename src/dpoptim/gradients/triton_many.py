@@ -82,7 +82,8 @@ def _squares(addresses, parts, out, tensors, DTYPE: tl.constexpr, SCALED: tl.con
 
 @triton.jit
 def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.constexpr, ADD: tl.constexpr,
-                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                   SQUARED: tl.constexpr, STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
     numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
@@ -99,7 +100,8 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.const
         there = (example < examples)[:, None] & inside[None, :]
         weight = tl.load(weights + example, mask=example < examples, other=0.0)[:, None]
         value = tl.load(grads + example.to(tl.int64)[:, None] * stride + at[None, :], mask=there, other=0.0)
-        total += tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
+        share = tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
+        total += share * share if SQUARED else share
     found = tl.sum(total, 0)
     if ADD:
         found += tl.load(into + at, mask=inside, other=0.0)
@@ -122,7 +124,9 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     return total
 
 
-def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool) -> None:
+def many_weighted_sums(
+    grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool
+) -> None:
     grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
     if not len(weights) and not add:
         torch._foreach_zero_(list(into))
@@ -130,5 +134,5 @@ def many_weighted_sums(grads: Sequence[Tensor], weights: Tensor, into: Sequence[
         parts = launch.parts(_BLOCK)
         _weighted_sums[(parts.shape[0],)](
             launch.addresses, parts, weights, len(weights), len(launch.grads), DTYPE=DTYPES[launch.dtype], ADD=add,
-            STEP=launch.step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
+            SQUARED=squared, STEP=launch.step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
         )  # fmt: skip

@@ -63,6 +63,43 @@ def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows
 
 
 @triton.jit
+def _with_lookups(total, ids, values, example, lookups, cols, down, across, BT: tl.constexpr):
+    """The tile and what values[example, u] add to its rows ids[example, u]: rows are picked by a product with 0 and 1,
+    where there is one to pick.
+    """
+    for start in range(0, lookups, BT):
+        u = start + tl.arange(0, BT).to(tl.int64)  # so that places in `values` are counted in 64 bits
+        here = tl.load(ids + example * lookups + u, mask=u < lookups, other=-1)
+        picked = down[:, None] == here[None, :]
+        if tl.sum(tl.sum(picked.to(tl.int32), 1), 0) > 0:
+            value = tl.load(
+                values + (example * lookups + u[:, None]) * cols + across[None, :],
+                mask=(u[:, None] < lookups) & (across[None, :] < cols), other=0.0,
+            )  # fmt: skip
+            total = tl.dot(picked.to(value.dtype), value, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _outer_square_sum(left, right, ids, values, weights, out, examples, share, blocks, rows, cols, tiles_across,
+                      lookups, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
+    first = tl.program_id(1) * share
+    for example in range(first, tl.minimum(first + share, examples)):
+        weight = tl.load(weights + example)
+        if weight != 0:
+            total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+            total = _with_lookups(total, ids, values, example, lookups, cols, down, across, 32)
+            total = total * weight
+            sums += total * total
+    place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
+    tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
+
+
+@triton.jit
 def _outer_row_products(left, right, ids, values, scale, out, positions, tokens, cols, left_example, left_position,
                         SCALED: tl.constexpr, BI: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     example = tl.program_id(0).to(tl.int64)
@@ -181,6 +218,27 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
         tiles.across, **tiles.constants, **tiles.options,
     )  # fmt: skip
     return (out[0] if shares == 1 else out.sum(0)).to(weights.dtype)
+
+
+def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None, values: Tensor | None) -> Tensor:
+    examples, rows, cols = len(left), left.shape[2], right.shape[2]
+    if ids is None or values is None:
+        ids, values = torch.zeros(examples, 0, device=left.device), right.new_empty(examples, 0, cols)
+    if not examples or not rows or not cols:
+        return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
+    if not left.shape[1]:
+        left, right = left.new_zeros(examples, 1, rows), right.new_zeros(examples, 1, cols)
+    if not left.dtype == right.dtype == values.dtype:  # one that is measured in full must be summed so, too
+        left, right, values = left.float(), right.float(), values.float()
+    tiles = _Tiles(left, right)
+    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
+    shares = cdiv(examples, share)
+    out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    _outer_square_sum[(tiles.count, shares)](
+        tiles.left, tiles.right, ids.int().contiguous(), values.contiguous(), weights.float().contiguous(), out,
+        examples, share, tiles.blocks, rows, cols, tiles.across, ids.shape[1], **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return out.sum(0).to(weights.dtype)
 
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
