@@ -83,6 +83,30 @@ def test_parts_that_overflow_leave_the_example_out():
     assert counts.nonfinite == 1
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("formed", [False, True], ids=["positions", "formed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
+    """‖D‖² + 2⟨D, E⟩ + ‖E‖² loses twice the digits that D + E does."""
+    for seed, size in enumerate([3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-11] * 4):
+        generator = torch.Generator().manual_seed(seed)
+        left, right = (torch.zeros(1, 1, 50, dtype=dtype), torch.randn(1, 1, 16, generator=generator).to(dtype))
+        left[0, 0, 7] = 1
+        left += size * torch.randn(1, 1, 50, generator=generator).to(dtype)
+        value = -right + size * torch.randn(1, 1, 16, generator=generator).to(dtype)
+        gradients = ExampleGradients(torch.Size([50, 16]), dtype)
+        gradients.add(Dense(left.mT @ right) if formed else Outer(left, right))
+        gradients.add(Rows(torch.full((1, 1), 7), value))
+        model = Parameters(w=(50, 16)).to(dtype)
+        sums = ClippedSums(model, clip_norm=1e-12)
+        scale = torch.rand(50, 16, generator=generator).to(dtype) / 2 + 0.5
+        sums.scale = {"w": scale} if scaled else None
+        with torch.no_grad():
+            sums._add(PhysicalBatch(gradients={"w": gradients}, examples=1))
+        total = sums.take()[0]["w"].double()
+        assert float((total * scale if scaled else total).norm()) <= 1e-12 * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("kind", ["alone", "with a position of inf times 0", "tied", "beside float64"])
 def test_positions_that_cancel(kind):
     """Rounding is then larger than the gradient: it is measured and summed as one and the same vector."""

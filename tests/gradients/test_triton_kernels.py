@@ -94,6 +94,54 @@ class TestKernels:
         found = kernels.outer_row_products(left, right, ids, values, scale)
         close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 
+    def test_strides(self, shape, scaled, dtype):
+        """The same numbers laid out otherwise: ids of time-major batches, say."""
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        given = ids, *(
+            made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE)
+            for n, width in enumerate((cols, rows, cols))
+        ), made(rows, cols, seed=5, dtype=torch.float32, device=DEVICE).abs()  # fmt: skip
+        weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
+        results = []
+        for turn in (False, True):
+            i, values, left, right, scale = (each.mT.contiguous().mT if turn else each for each in given)
+            by = scale if scaled else None
+            results.append([
+                *kernels.row_squares(i, values, by, rows),
+                kernels.row_weighted_sum(i, values, weights, rows),
+                kernels.row_square_sum(i, values, weights, rows),
+                kernels.outer_squares(left, right, by),
+                kernels.outer_weighted_sum(left, right, weights),
+                kernels.outer_square_sum(left, right, weights, i, values),
+                kernels.outer_row_products(left, right, i, values, by),
+                kernels.many_squares([values], [made(positions, cols, device=DEVICE).float()] if scaled else None),
+                kernels.position_sums(values, right[..., 0]),
+            ])  # fmt: skip
+        for straight, turned in zip(*results, strict=True):
+            assert torch.equal(straight, turned)
+
+    def test_nothing(self, shape, scaled, dtype):
+        """No examples, or examples without positions."""
+        _, _, rows, cols = shape
+        for examples, positions in ((0, 3), (2, 0)):
+            ids = torch.zeros(examples, positions, dtype=torch.long, device=DEVICE)
+            values, right = (made(examples, positions, cols, dtype=dtype, device=DEVICE) for _ in range(2))
+            left = made(examples, positions, rows, dtype=dtype, device=DEVICE)
+            scale = made(rows, cols, dtype=torch.float32, device=DEVICE) if scaled else None
+            weights = torch.ones(examples, device=DEVICE)
+            for found, size in (
+                (kernels.row_squares(ids, values, scale, rows)[0], (examples,)),
+                (kernels.outer_squares(left, right, scale), (examples,)),
+                (kernels.outer_row_products(left, right, ids, values, scale), (examples,)),
+                (kernels.row_weighted_sum(ids, values, weights, rows), (rows, cols)),
+                (kernels.outer_weighted_sum(left, right, weights), (rows, cols)),
+                (kernels.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
+                (kernels.position_sums(values, values[..., 0]), (examples, cols)),
+            ):
+                assert found.shape == size
+                assert not found.any()
+
     def test_layer_norm(self, shape, scaled, dtype):
         examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
         inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
@@ -124,6 +172,15 @@ class TestKernels:
         close(found[1], expected[1], 1e-5)
         close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
         assert not logits[:, classes:].any()
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_a_label_that_is_no_class_leaves_its_example_out():
+    logits = made(3, 20, dtype=torch.float32, device=DEVICE)
+    losses, lengths = kernels.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
+    assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]
+    assert logits[:, :17].isnan().all(1).tolist() == [False, True, False]
 
 
 @needs_triton

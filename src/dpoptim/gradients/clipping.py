@@ -23,9 +23,6 @@ from dpoptim.gradients.explanation import Explanation, explain
 from dpoptim.gradients.flat import FlatTensors
 from dpoptim.gradients.kernels import wide_dtype
 
-CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
-"""Examples whose parts exceed their sum by this factor are measured and summed from one and the same rounded vector."""
-
 
 @dataclass
 class ClippingCounts:
@@ -60,8 +57,6 @@ class ClippedSums:
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        precisions = {wide_dtype(p.dtype) for p in self.parameters.values()}
-        self._cancellation = min((CANCELLATION[precision] for precision in precisions), default=0.0)
         self._with_squares = squares
         self.clear_sums()
         self._examples = 0
@@ -117,13 +112,13 @@ class ClippedSums:
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared, bounds = self._measured(batch.gradients)
+        squared, least = self._measured(batch.gradients)
         norms = squared.sqrt() * factor
         weights = self._weights(norms) * factor
         apart = torch.zeros_like(weights, dtype=torch.bool)
         indices: Callable[[], list[int]] = list
-        if bounds is not None:  # which may be NaN
-            apart = (weights > 0) & ~(bounds * factor <= self._cancellation * norms)
+        if least is not None:  # which may be NaN
+            apart = (weights > 0) & ~(least * factor <= norms)
             indices = _told_later(apart)
         weights = weights.masked_fill(apart, 0.0)  # which leaves an example out of every sum, whatever it holds
         self._sum(batch.gradients, weights)
@@ -144,22 +139,22 @@ class ClippedSums:
         self._explanation = self._explained[kind]
 
     def _measured(self, gradients: Mapping[str, ExampleGradients]) -> tuple[Tensor, Tensor | None]:
-        """Squared norms over all parameters, and what `ExampleGradients.measured` says of cancellation."""
+        """Squared norms over all parameters, and the least norms that can be trusted, if any cannot."""
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
         squared: Tensor | float = 0.0
-        bounds: Tensor | None = None
+        least: Tensor | None = None
         if dense:
             scales = None if self.scale is None else [self.scale[name] for name in dense]
             squared = kernels.many_squares(list(dense.values()), scales)
         for name, own in gradients.items():
             if name in dense:
                 continue
-            more, bound = own.measured(None if self.scale is None else self.scale[name])
+            more, trusted = own.measured(None if self.scale is None else self.scale[name])
             squared = squared + more
-            if bound is not None:
-                bounds = bound if bounds is None else bounds + bound
+            if trusted is not None:
+                least = trusted if least is None else least + trusted
         assert isinstance(squared, Tensor)
-        return squared, bounds
+        return squared, least
 
     def _sum(self, gradients: Mapping[str, ExampleGradients], weights: Tensor) -> None:
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}

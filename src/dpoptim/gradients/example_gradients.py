@@ -20,6 +20,11 @@ from dpoptim.gradients import compiled_outer, kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
 from dpoptim.gradients.kernels import BLOCK_ELEMENTS, DOT_ELEMENTS, wide, wide_dtype
 
+CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
+"""By how much the parts of a gradient may exceed it before their rounding shows, where it is linear in them; where
+squares of the parts are added up and cancel, that is by how much these may exceed the square.
+"""
+
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
@@ -122,19 +127,19 @@ class ExampleGradients:
         return Way.GRAM if not scaled and self.positions * (rows + cols) < rows * cols else Way.BLOCKS
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and a bound
-        on the norms if nothing in g_j cancelled.
+        """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and the least
+        norm that can be trusted: below it so much in g_j cancels that rounding is no longer small beside the norm.
 
-        Where the bound far exceeds the norm, rounding is no longer small beside the norm. None says that the very
-        vector that is measured is the one that is summed.
+        None says that the very vector that is measured is the one that is summed.
         """
         match self.way(scaled=scale is not None):
             case Way.ROWS:
-                return kernels.row_squares(*self._lookups(), scale, self.shape[0])
+                squares, uncancelled = kernels.row_squares(*self._lookups(), scale, self.shape[0])
+                return squares, uncancelled / CANCELLATION[self.precision]
             case Way.PARTS:
                 return self._by_parts(scale)
             case Way.GRAM | Way.BLOCKS:
-                return self.squared_norms(scale), self._uncancelled(scale)
+                return self.squared_norms(scale), self._uncancelled(scale) / CANCELLATION[self.precision]
         return self.squared_norms(scale), None
 
     @property
@@ -174,8 +179,12 @@ class ExampleGradients:
         return torch.cat([use.ids for use in self.rows], 1), torch.cat([use.values for use in self.rows], 1)
 
     def _by_parts(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed."""
-        projected = replace(self, rows=[], kept=[]).squared_norms(scale)
+        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed.
+
+        What these three are off by is linear in their own parts, but where D and E cancel it shows in full.
+        """
+        alone = replace(self, rows=[], kept=[])
+        projected = alone.squared_norms(scale)
         ids, values = self._lookups()
         looked_up, bound = kernels.row_squares(ids, values, scale, self.shape[0])
         if self.dense is not None:
@@ -183,7 +192,13 @@ class ExampleGradients:
         else:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
         # Where positions of the projection cancel, its rounding shows beside D; a fifth of their bound is bound enough.
-        return (projected + 2 * cross + looked_up).clamp(min=0), projected.sqrt() + bound + self._unprojected(scale) / 5
+        unprojected, d, e = self._unprojected(scale), projected.sqrt(), looked_up.sqrt()
+        uncancelled = unprojected + bound
+        is_gram = alone.way(scaled=scale is not None) is Way.GRAM  # which is off by squares of its parts
+        summands = projected + looked_up + uncancelled * (uncancelled if is_gram else d + e) / 10
+        trust = CANCELLATION[self.precision]
+        least = (d + bound + unprojected / 5) / trust + (summands / trust).sqrt()
+        return (projected + 2 * cross + looked_up).clamp(min=0), least
 
     def _unprojected(self, scale: Tensor | None) -> Tensor | float:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, or more."""

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.engine import Engine, PhysicalBatch
+from dpoptim.gradients.kernels import wide
 from dpoptim.gradients.probe import checking
 from dpoptim.privacy.secret_randomness import keep_states
 
@@ -43,6 +44,7 @@ def clipped_sum(
     sums = ClippedSums(model, clip_norm=clip_norm)
     if scale is not None:
         _check_scale(scale, sums.parameters)
+        scale = {name: wide(scale[name]) for name in sums.parameters}
     sums.scale = scale
     with _attached(sums.engine):
         losses = loss_fn(model, batch)

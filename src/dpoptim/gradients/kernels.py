@@ -338,7 +338,8 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Ten
     """(-ln softmax of each row at its label, norm of its gradient), float32; `logits` [rows, ≥ classes] become its
     gradient, softmax - one-hot.
 
-    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0.
+    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0; one that is no class
+    is an error, or where kernels run, which cannot raise, a loss and a gradient of NaN.
     """
     kernels = on_gpu(logits)
     if kernels is not None:

@@ -82,7 +82,8 @@ def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: t
     largest, total = _more(tl.where(last < classes, x, -float("inf")), largest, total)
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
-    picked = tl.load(base + label).to(tl.float32)
+    log_sum = tl.where(label < classes, log_sum, float("nan"))  # no such class: the example is left out
+    picked = tl.load(base + label, mask=label < classes, other=0.0).to(tl.float32)
     tl.store(losses + row, log_sum - picked)
     at_label = tl.exp(picked - log_sum) - 1.0
     tl.debug_barrier()

@@ -44,7 +44,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
     block = min(128, next_power_of_2(width))
     out, apart = torch.zeros(2, examples, cdiv(width, block), dtype=torch.float32, device=values.device)
     if examples and positions:
-        sorted_ids, order = torch.sort(ids.long(), dim=1, stable=True)
+        sorted_ids, order = torch.sort(ids.long().contiguous(), dim=1, stable=True)  # which keeps strides
         given = values if scale is None else scale.float().contiguous()
         _row_squares[tuple(out.shape)](
             sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,

@@ -25,8 +25,8 @@ COLOURS = {
 
 
 CAPTIONS = {
-    "curves": "Loss on held-out validation texts against steps, all optimizers, one panel a noise (seed 0); the test texts "
-    "are looked at once, at the end.",
+    "curves": "Loss on held-out validation texts against steps, all optimizers, one panel a noise (seed 0); the test "
+    "texts are looked at once, at the end.",
     "gradients": "Length of the clipped average gradient over the clip norm, at every hundredth part of a run. NOT "
     "private: read off the noiseless rows, which make it public.",
     "negative": "Share of coordinates whose second moment, without the noise's known part, is negative.",
