@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench | clean | help: each sets up what it needs in .venv, and does so again
+# make demo | test | lint | types | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
 # when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types bench bench-all clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
 	@echo "make bench   is a private step still cheap? Times one beside the same without privacy, in a few minutes"
+	@echo "make bench-all   every benchmark on the device that there is, with tables and pictures; DATA= and MODEL= for abstracts"
 	@echo "make clean   remove .venv and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
 
@@ -36,6 +37,15 @@ types: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/small.py $(ARGS)
+
+bench-all: $(VENV)/.dev
+	@$(BIN)/python benchmarks/steps.py --json benchmarks/results/steps.json --write benchmarks/steps.md
+	@$(BIN)/python benchmarks/picture.py benchmarks/results/steps.json -o docs/images/speed.png
+	@$(BIN)/python benchmarks/noise.py --write benchmarks/noise.md
+	@$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth.json --plot docs/images/growth.png
+	@$(BIN)/python benchmarks/small.py --apart --json benchmarks/results/small.json --write benchmarks/small.md
+	@test -z "$(DATA)" || $(BIN)/python benchmarks/abstracts.py --data "$(DATA)" --model "$(MODEL)" \
+		--json benchmarks/results/abstracts.json --write benchmarks/abstracts.md
 
 clean:
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -7,7 +7,7 @@
 
 A step is forward, backward, clipping, noise and update of one batch. The ways:
 
-    plain         the loss as one would write it, eager PyTorch, torch.optim.Adam
+    plain         the loss as one would write it, eager PyTorch, torch.optim.Adam (fused, here and below)
     compiled      the same, model and loss together under torch.compile
     off           our fused loss, torch.optim.Adam, no privacy
     flat          our fused loss, dpoptim.post_processing
@@ -56,7 +56,7 @@ __all__ = [
     "steps_of", "timed", "vit",
 ]  # fmt: skip
 
-ADAM = partial(torch.optim.Adam, lr=1e-4, foreach=True)
+ADAM = partial(torch.optim.Adam, lr=1e-4, fused=True)
 Step = Callable[[], None]
 Tell = Callable[[str], None]
 

@@ -8,7 +8,6 @@ weight 0 adds nothing, whatever it holds. No kernel uses atomics, so results do 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -20,7 +19,6 @@ from dpoptim.noise import gpu
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
-_FEW_ROWS = 8  # of a table, as token types have: a product is faster than a sort
 
 
 @functools.cache
@@ -259,7 +257,7 @@ def row_weighted_sum(
     It is added to `into` where that is given.
     """
     kernels = on_gpu(values, weights)
-    if kernels is not None and ids.stride(0) != 0 and num_rows > _FEW_ROWS:
+    if kernels is not None and ids.stride(0) != 0:
         total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
         kernels.row_weighted_sum(ids, values, weights, total)
         return total
@@ -289,10 +287,6 @@ def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
 
     torch's own sum over a table's rows adds by atomics, unless it is asked not to.
     """
-    if num_rows <= _FEW_ROWS:
-        parts = math.gcd(len(ids), 256)  # one product over all of them would keep few of the processors busy
-        chosen = torch.nn.functional.one_hot(ids, num_rows).to(values.dtype).view(parts, -1, num_rows)
-        return (chosen.mT @ values.view(parts, -1, values.shape[-1])).sum(0)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
     try:
