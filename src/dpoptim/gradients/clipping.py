@@ -151,8 +151,8 @@ class ClippedSums:
                 continue
             more, trusted = own.measured(None if self.scale is None else self.scale[name])
             squared = squared + more
-            if trusted is not None:
-                least = trusted if least is None else least + trusted
+            if trusted is not None:  # what parameters are off by adds up as their gradients do
+                least = trusted if least is None else torch.hypot(least, trusted)
         assert isinstance(squared, Tensor)
         return squared, least
 

@@ -25,6 +25,12 @@ CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 squares of the parts are added up and cancel, that is by how much these may exceed the square.
 """
 
+FAINT = 1e-14
+"""Of what is less than this part of the largest, squares may vanish in float32."""
+
+POSITIONS = 256
+"""Sums over more positions drift further: rounding that always goes one way is worse in proportion."""
+
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
@@ -139,7 +145,8 @@ class ExampleGradients:
             case Way.PARTS:
                 return self._by_parts(scale)
             case Way.GRAM | Way.BLOCKS:
-                return self.squared_norms(scale), self._uncancelled(scale) / CANCELLATION[self.precision]
+                trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
+                return self.squared_norms(scale), self._uncancelled(scale) / trust
         return self.squared_norms(scale), None
 
     @property
@@ -195,10 +202,11 @@ class ExampleGradients:
         unprojected, d, e = self._unprojected(scale), projected.sqrt(), looked_up.sqrt()
         uncancelled = unprojected + bound
         is_gram = alone.way(scaled=scale is not None) is Way.GRAM  # which is off by squares of its parts
-        summands = projected + looked_up + uncancelled * (uncancelled if is_gram else d + e) / 10
+        summands = projected + looked_up + uncancelled * (uncancelled / 10 if is_gram else (d + e) / 50)
         trust = CANCELLATION[self.precision]
         least = (d + bound + unprojected / 5) / trust + (summands / trust).sqrt()
-        return (projected + 2 * cross + looked_up).clamp(min=0), least
+        squares = (projected + 2 * cross + looked_up).clamp(min=0)
+        return torch.where(cross.isfinite(), squares, torch.nan), least  # cross may be -inf where the others are finite
 
     def _unprojected(self, scale: Tensor | None) -> Tensor | float:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, or more."""
@@ -217,11 +225,13 @@ class ExampleGradients:
         if scale is None:
             norms = kernels.squares(left, None) * kernels.squares(right, None)
         else:
-            norms = ((left[:, 0].square() @ scale.square()) * right[:, 0].square()).double().sum(1)
+            left, right, scale = left[:, 0].double(), right[:, 0].double(), scale.double()  # whose squares could vanish
+            norms = ((left.square() @ scale.square()) * right.square()).sum(1)
         return norms * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel.
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel, or have factors so faint
+        beside those of other positions (which may count for nothing) that their products vanish.
 
         With M the products r_t·r_u of the narrower factor and L the broader one this is Σ (M L) ⊙ L, which a cache can
         hold a part of, where L Lᵀ has few and very long dot products; the lengths of L's rows may be known.
@@ -234,12 +244,14 @@ class ExampleGradients:
         gram = narrow @ narrow.mT
         norms = kernels.quadratic_forms(gram, broad)
         if lengths is None:
-            lengths = torch.linalg.vector_norm(broad, dim=2)
+            lengths = _lengths(broad)
         elif broad is not left:
-            lengths = lengths / broad_size[:, None]
-        squares = lengths.double().square()
-        uncancelled = (gram.diagonal(dim1=1, dim2=2) * squares).clamp(min=0).sqrt().sum(1)
-        doubtful = norms <= GRAM_TRUST[gram.dtype] * uncancelled.square()
+            lengths = lengths.double() / broad_size[:, None]
+        of_narrow, of_broad = _lengths(narrow), lengths.double()
+        parts = of_narrow * of_broad
+        faint = (of_narrow < FAINT * of_narrow.amax(1, True)) | (of_broad < FAINT * of_broad.amax(1, True))
+        trust = GRAM_TRUST[gram.dtype]
+        doubtful = (norms <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * norms.sqrt())
         norms *= (narrow_size * broad_size).square()
         if doubtful.any():
             norms[doubtful] = self.select(doubtful)._by_blocks(None)

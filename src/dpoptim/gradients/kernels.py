@@ -85,6 +85,9 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     return total
 
 
+FAINT_WEIGHT = 1e-12
+"""Below it a gradient is so long that its factors may hold numbers near the ends of float32."""
+
 DOT_ELEMENTS = 1 << 16
 """Products that are summed in float32 before their sum goes on in float64."""
 
@@ -165,6 +168,10 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
     left, right = wide(left), wide(right)
+    if bool((weights.abs() < FAINT_WEIGHT).any()):  # times which small factors would be rounded to a few bits
+        left, right = left.double() * weights.double()[:, None, None], right.double()
+        total = (left.flatten(0, 1).T @ right.flatten(0, 1)).to(weights.dtype)
+        return total if out is None else out.copy_(total)
     if left.shape[2] < right.shape[2]:  # the smaller one is weighted
         left = left * weights[:, None, None]
     else:
@@ -239,8 +246,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     examples = len(ids)
     slots = ids + num_rows * torch.arange(examples, device=ids.device)[:, None]
     distinct, where = torch.unique(slots, return_inverse=True)
-    sums = wide(values).new_zeros(len(distinct), values.shape[-1])
-    sums.index_add_(0, where.flatten(), wide(values).flatten(0, 1))
+    sums = _row_sums(where.flatten(), values.flatten(0, 1), len(distinct)).to(wide_dtype(values.dtype))
     if scale is not None:
         sums *= scale[distinct % num_rows]
     total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
@@ -271,7 +277,19 @@ def row_weighted_sum(
         return found if into is None else into.add_(found)
     if into is None:
         into = weighted.new_zeros(num_rows, values.shape[-1])
-    return into.index_add_(0, ids.flatten(), weighted)
+    distinct, where = torch.unique(ids, return_inverse=True)
+    return into.index_add_(0, distinct, _row_sums(where.flatten(), weighted, len(distinct)).to(into.dtype))
+
+
+def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
+    """Σ of the values at each place, [count, width], in float64: many that are added one by one drift apart otherwise
+    when they come in another order or with a weight.
+    """
+    sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
+    together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
+    for some, rows in zip(places.split(together), values.split(together), strict=True):
+        sums.index_add_(0, some, rows.double())
+    return sums
 
 
 def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:

@@ -20,7 +20,7 @@ def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED
     col = tl.program_id(1) * BW + tl.arange(0, BW)
     inside = col < width
     total = tl.zeros([BW], tl.float32)
-    run = tl.zeros([BW], tl.float32)
+    run = tl.zeros([BW], tl.float64)  # in which many values that are added one by one do not drift apart
     alone = tl.zeros([BW], tl.float32)
     for at in range(positions):
         here = tl.load(ids + example * positions + at)
@@ -29,11 +29,12 @@ def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED
         if SCALED:
             value = value * tl.load(scale + here * width + col, mask=inside, other=0.0)
         alone += value * value
-        run += value
+        run += value.to(tl.float64)
         after = tl.load(ids + example * positions + min(at + 1, positions - 1))
         if (at == positions - 1) | (after != here):
-            total += run * run
-            run = tl.zeros([BW], tl.float32)
+            whole = run.to(tl.float32)
+            total += whole * whole
+            run = tl.zeros([BW], tl.float64)
     tl.store(out + example * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
     tl.store(apart + example * tl.num_programs(1) + tl.program_id(1), tl.sum(alone, 0))
 
@@ -64,22 +65,23 @@ def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions,
     first = chunk * CHUNK
     last = min(first + CHUNK, lookups) - 1
     began_before = (first > 0) & (tl.load(ids + tl.maximum(first - 1, 0)) == tl.load(ids + first))
-    run = tl.zeros([BW], tl.float32)
+    run = tl.zeros([BW], tl.float64)
     for at in range(first, last + 1):
         here, lookup = tl.load(ids + at), tl.load(order + at)
         weight = tl.load(weights + lookup // positions)
         value = tl.load(values + lookup * width + col, mask=inside, other=0.0).to(tl.float32)
-        run += tl.where(weight != 0, weight * value, 0.0)  # whatever it holds
+        run += tl.where(weight != 0, weight * value, 0.0).to(tl.float64)  # whatever it holds
         ends = (at == lookups - 1) | (tl.load(ids + tl.minimum(at + 1, lookups - 1)) != here)
         if ends | (at == last):
+            found = run.to(tl.float32)
             if began_before:
-                tl.store(partial + (2 * chunk.to(tl.int64)) * width + col, run, mask=inside)
+                tl.store(partial + (2 * chunk.to(tl.int64)) * width + col, found, mask=inside)
             elif ends:
                 row = total + here.to(tl.int64) * width + col
-                tl.store(row, tl.load(row, mask=inside, other=0.0) + run, mask=inside)
+                tl.store(row, tl.load(row, mask=inside, other=0.0) + found, mask=inside)
             else:
-                tl.store(partial + (2 * chunk.to(tl.int64) + 1) * width + col, run, mask=inside)
-            run = tl.zeros([BW], tl.float32)
+                tl.store(partial + (2 * chunk.to(tl.int64) + 1) * width + col, found, mask=inside)
+            run = tl.zeros([BW], tl.float64)
             began_before = first < 0  # never
 
 
