@@ -90,6 +90,17 @@ def test_many_positions_that_cancel(length):
         assert float(sums.take()[0]["w"].double().norm()) <= (5e-3 + clip) * (1 + 3e-3)
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding, nn.LayerNorm])
+def test_examples_without_positions(kind, scaled):
+    model = nn.LayerNorm(4) if kind is nn.LayerNorm else kind(4, 4)
+    inputs = torch.zeros(3, 0, dtype=torch.long) if kind is nn.Embedding else torch.zeros(3, 0, 4)
+    scale = {name: torch.ones_like(p) for name, p in model.named_parameters()} if scaled else None
+    sums, norms = clipped_sum(model, lambda m, x: m(x).sum((1, 2)), inputs, clip_norm=1.0, scale=scale)
+    assert not norms.any()
+    assert not any(total.any() for total in sums.values())
+
+
 @pytest.mark.parametrize("share", [0.501, 0.6, 1.51])
 def test_weights_that_make_factors_subnormal(share):
     clip_norm = 3e38 * 1024 * 2.0**-149 * share

@@ -130,7 +130,7 @@ class ExampleGradients:
         if self.positions == 1:
             return Way.ONE_POSITION
         rows, cols = self._matrix
-        return Way.GRAM if not scaled and self.positions * (rows + cols) < rows * cols else Way.BLOCKS
+        return Way.GRAM if not scaled and 0 < self.positions * (rows + cols) < rows * cols else Way.BLOCKS
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and the least
