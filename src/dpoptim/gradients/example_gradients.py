@@ -314,17 +314,14 @@ class ExampleGradients:
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
         """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
-        total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
-        if self.dense is not None and self.is_dense:
-            kernels.many_weighted_sums([self.dense], weights, [total], add=False, squared=True)
-            return total
+        if self.dense is None and not self.outers:
+            return kernels.row_square_sum(*self._lookups(), weights, self.shape[0])
         ids, values = self._lookups() if self.rows else (None, None)
-        if self.dense is None and ids is not None and values is not None and not self.outers:
-            return kernels.row_square_sum(ids, values, weights, self.shape[0])
         if self.dense is None and kernels.outer_on_gpu(*self._factors(), values, weights) is not None:
             return kernels.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
         if not bool((weights != 0).all()):
             return self.select(weights != 0).weighted_square_sum(weights[weights != 0])
+        total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
         for rows, block in self._blocks():  # weighted before squared: g² may overflow where (c·g)² does not
             total[rows] = block.mul_(weights.view(-1, *[1] * (block.ndim - 1))).square_().sum(0)
         return total

@@ -128,7 +128,7 @@ def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) 
     columns = max(1, BLOCK_ELEMENTS // max(1, len(vectors)))
     for part, into in zip(vectors.split(columns, 1), total.split(columns), strict=True):
         squares = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
-        torch.add(squares, into, out=into) if add else into.copy_(squares)
+        into.copy_(into + squares if add else squares)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
@@ -244,8 +244,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     if kernels is not None:
         return kernels.row_squares(ids, values, scale)
     examples = len(ids)
-    slots = ids + num_rows * torch.arange(examples, device=ids.device)[:, None]
-    distinct, where = torch.unique(slots, return_inverse=True)
+    distinct, where = _own_rows(ids, num_rows)
     sums = _row_sums(where.flatten(), values.flatten(0, 1), len(distinct)).to(wide_dtype(values.dtype))
     if scale is not None:
         sums *= scale[distinct % num_rows]
@@ -281,6 +280,13 @@ def row_weighted_sum(
     return into.index_add_(0, distinct, _row_sums(where.flatten(), weighted, len(distinct)).to(into.dtype))
 
 
+def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(example · num_rows + row for every row that an example looks up, and which of them each look-up is of)."""
+    slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
+    distinct, where = torch.unique(slots, return_inverse=True)
+    return distinct, where
+
+
 def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
     """Σ of the values at each place, [count, width], in float64: many that are added one by one drift apart otherwise
     when they come in another order or with a weight.
@@ -294,8 +300,7 @@ def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
 
 def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Σ_j (weights[j]·(the table that receives values[j, t] at row ids[j, t]))², element by element."""
-    slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
-    distinct, where = torch.unique(slots, return_inverse=True)
+    distinct, where = _own_rows(ids, num_rows)
     of_examples = row_weighted_sum(where, values, weights, len(distinct))  # every row of every example by itself
     return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
 
