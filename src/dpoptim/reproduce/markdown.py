@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dpoptim.reproduce.result_files import Line
+from dpoptim.training.comparison.intervals import Interval
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -38,6 +39,14 @@ def number(value: float | None, digits: int = 4) -> str:
         return text
     mantissa, power = text.split("e")
     return f"{mantissa}e{int(power)}"
+
+
+def spread(found: Interval) -> str:
+    """
+    >>> spread(Interval(mean=0.5, half_width=0.1, count=3)), spread(Interval(mean=-0.5, half_width=None, count=1))
+    ('0.500 ± 0.100', '-0.500')
+    """
+    return f"{found.mean:.3f}" + ("" if found.half_width is None else f" ± {found.half_width:.3f}")
 
 
 def percent(value: float) -> str:

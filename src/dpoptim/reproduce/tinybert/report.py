@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dpoptim.reproduce.markdown import made_by, number, table
+from dpoptim.reproduce.markdown import made_by, number, spread, table
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, holds
 from dpoptim.reproduce.tinybert.schedule import chosen, tuning_lines, tuning_losses
-from dpoptim.reproduce.tinybert.scores import Score, scores
+from dpoptim.reproduce.tinybert.scores import Losses, Scores, scores
 from dpoptim.reproduce.tinybert.search import on_edge, wanted
 from dpoptim.reproduce.tinybert.sizes import SIZES, Size
 from dpoptim.reproduce.tinybert.table_of_cells import (
@@ -23,7 +23,14 @@ from dpoptim.reproduce.tinybert.table_of_cells import (
     places,
     row,
 )
+from dpoptim.training.comparison.intervals import mean_interval
 
+BESIDE = {
+    "post_processing": "post-processing, which is p = 0",
+    "scale_then_privatize": "scale-then-privatize, p = 1/2",
+    "independent_moments": "IME, square of the average",
+}
+"""Rows of the table that those beyond it are held against, as they are called there."""
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 
 
@@ -72,19 +79,16 @@ def main_table(lines: Sequence[Line]) -> str:
     return table(titles, rows)
 
 
-def _beside(score: Score | None, paper: float) -> str:
-    return f"{shown(score)} ({paper:.3f})"
+def _beside(losses: Losses | None, paper: float) -> str:
+    return f"{_shown(losses)} ({paper:.3f})" if losses else f"– ({paper:.3f})"
 
 
-def shown(score: Score | None) -> str:
-    """
-    >>> shown(Score((3.0,))), shown(None)
-    ('3.000', '–')
-    """
-    if score is None:
-        return "–"
-    half = score.half_width()
-    return f"{score.mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
+def _mean(losses: Losses) -> float:
+    return mean_interval(list(losses.values())).mean
+
+
+def _shown(losses: Losses) -> str:
+    return spread(mean_interval(list(losses.values())))
 
 
 def _signal(lines: Sequence[Line]) -> str:
@@ -141,7 +145,7 @@ def _guarantees(lines: Sequence[Line]) -> str:
     return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
 
 
-def _claims(found: dict[tuple[str, str], Score]) -> str:
+def _claims(found: Scores) -> str:
     rows = []
     for claim in CLAIMS:
         answers = [holds(claim, found, kind.name) for kind in WITH_NOISE]
@@ -149,17 +153,32 @@ def _claims(found: dict[tuple[str, str], Score]) -> str:
     return table(["the paper's claim, here", *(kind.label for kind in WITH_NOISE)], rows)
 
 
-def _beyond(lines: Sequence[Line], found: dict[tuple[str, str], Score]) -> str:
-    rows: list[list[str]] = []
-    for name, kind in places(beyond=True):
-        score = found.get((name, kind))
-        if score is not None:
-            line = next(one for one in lines if _is_final(one, name, kind))
-            rows.append([row(name).label, column(kind).label, shown(score), number(line["plan"]["noise_multiplier"], 4),
-                         number(line["epsilon"], 4)])  # fmt: skip
-    if not rows:
+def _beyond(lines: Sequence[Line], found: Scores) -> str:
+    """What the paper has no row or no column for, each beside the rows of the table that it is to be held against."""
+    places_beyond = [place for place in places(beyond=True) if place in found]
+    if not places_beyond:
         return ""
-    return "Beyond the paper:\n\n" + table(["optimizer", "noise", "test loss", "σ", "ε"], rows, left=2)
+    of_row = [place for place in places_beyond if row(place[0]).beyond]
+    of_column = [place for place in places_beyond if place not in of_row]
+    parts = []
+    if of_row:
+        known = [(name, "independent") for name in BESIDE if (name, "independent") in found]
+        rows = [[BESIDE.get(name, row(name).label), _shown(found[name, kind])]
+                for name, kind in sorted([*of_row, *known], key=lambda place: _mean(found[place]))]  # fmt: skip
+        parts.append(
+            f"Beyond the paper, {column('independent').label}, beside rows of the table:\n\n"
+            + table(["optimizer", "test loss"], rows)
+        )
+    if of_column:
+        rows = []
+        for name, kind in sorted(of_column, key=lambda place: _mean(found[place])):
+            plan = next(line for line in lines if _is_final(line, name, kind))["plan"]
+            rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind])])
+        parts.append(
+            f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, the best noise first:"
+            "\n\n" + table(["noise", "σ", "test loss"], rows)
+        )
+    return "\n\n".join(parts)
 
 
 def _is_final(line: Line, name: str, kind: str) -> bool:
