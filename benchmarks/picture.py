@@ -2,7 +2,6 @@
 
     python benchmarks/steps.py --json FILE
     python benchmarks/picture.py FILE -o docs/images/speed.png
-    python benchmarks/picture.py benchmarks/results/steps.json benchmarks/results/peers.json -o docs/images/speed.png
 
 Bars are step times over that of "off", the same model, loss and batch without privacy; the line at 1 is "off" itself.
 Opacus stands with the faster of its modes. A bar far beyond the others is cut and says its length; a way that failed,
