@@ -13,10 +13,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
 SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
 CLASSES = [None, 2047, 2048, 30_001, 50_257]
-EXAMPLES, LONG = 40, 5000
+EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
 if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise than GPUs do
     DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (3, 40, 17, 130)]
-    CLASSES, EXAMPLES, LONG = [None, 2047, 2048, 4100], 2, 600
+    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 300, [130]
 
 
 @needs_triton
@@ -189,24 +189,24 @@ def test_a_label_that_is_no_class_leaves_its_example_out():
 
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [8, 130])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["padding", "one", "aligned", "tail", "few"])
 def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch):
     """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
     from dpoptim.gradients import triton_rows
 
-    monkeypatch.setattr(triton_rows, "_TOGETHER", 8)
+    monkeypatch.setattr(triton_rows, "_TOGETHER", 4)
     generator = torch.Generator(DEVICE).manual_seed(1)
-    ids = torch.randint(0, 500, (EXAMPLES, 650), device=DEVICE, generator=generator)
+    ids = torch.randint(0, 500, (EXAMPLES, LOOK_UPS), device=DEVICE, generator=generator)
     if kind == "padding":
-        ids[:, 200:] = 7
+        ids[:, LOOK_UPS // 3 :] = 7
     elif kind == "one":
         ids[:] = 499
     elif kind == "tail":
         ids[ids == 499] = 0
         ids[-1, -50:] = 499
     elif kind == "aligned":
-        ids = (torch.arange(EXAMPLES * 650, device=DEVICE) // 64).view(EXAMPLES, 650)
+        ids = (torch.arange(EXAMPLES * LOOK_UPS, device=DEVICE) // 64).view(EXAMPLES, LOOK_UPS)
     else:
         ids = ids[:3, :30]
     values = torch.randn(*ids.shape, width, device=DEVICE, generator=generator)
