@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpoptim.gradients import kernels
+from dpoptim.gradients import kernels, normalisation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
@@ -141,15 +141,31 @@ class TestPlain:
 def test_layer_norm_is_torchs_and_its_gradient_autograds():
     inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
     weight, bias = made(10, seed=2), made(10, seed=3)
-    output, mean, rstd = kernels.layer_norm(inputs, weight, bias, 1e-5)
+    output, mean, rstd = normalisation.layer_norm(inputs, weight, bias, 1e-5)
     close(output, torch.nn.functional.layer_norm(inputs, [10], weight, bias), 1e-12)
-    to_inputs, by_weight, by_bias = kernels.layer_norm_gradient(grad, inputs, weight, mean, rstd)
+    to_inputs, by_weight, by_bias = normalisation.layer_norm_gradient(grad, inputs, weight, mean, rstd)
     for j in range(4):
         x, w, b = (tensor.clone().requires_grad_() for tensor in (inputs[j], weight, bias))
         (torch.nn.functional.layer_norm(x, [10], w, b) * grad[j]).sum().backward()
         close(to_inputs[j], x.grad, 1e-12)
         close(by_weight[j], w.grad, 1e-12)
         close(by_bias[j], b.grad, 1e-12)
+
+
+@pytest.mark.parametrize(("channels", "groups", "places"), [(6, 3, 10), (5, 1, 4), (4, 4, 7), (8, 2, 1)])
+def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, places):
+    inputs, grad = made(4, channels, places), made(4, channels, places, seed=1)
+    weight, bias = made(channels, seed=2), made(channels, seed=3)
+    output, mean, rstd = normalisation.group_norm(inputs, weight, bias, groups, 1e-5)
+    close(output, torch.nn.functional.group_norm(inputs, groups, weight, bias), 1e-12)
+    for laid_out in (grad, grad.mT.contiguous().mT):
+        to_inputs, by_weight, by_bias = normalisation.group_norm_gradient(laid_out, inputs, weight, mean, rstd)
+        for j in range(4):
+            x, w, b = (tensor.clone().requires_grad_() for tensor in (inputs[j : j + 1], weight, bias))
+            (torch.nn.functional.group_norm(x, groups, w, b) * grad[j]).sum().backward()
+            close(to_inputs[j], x.grad[0], 1e-12)
+            close(by_weight[j], w.grad, 1e-12)
+            close(by_bias[j], b.grad, 1e-12)
 
 
 @pytest.mark.parametrize("padding", [0, 3])

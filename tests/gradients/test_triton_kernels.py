@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpoptim.gradients import kernels
+from dpoptim.gradients import kernels, normalisation
 from tests.gradients.test_kernels import check_first_left_out, check_square_sums, check_weighted_sums, close, made
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 
@@ -145,16 +145,36 @@ class TestKernels:
         if scaled:  # at a stride
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
         rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-        found = kernels.layer_norm(inputs, weight, bias, 1e-5)
-        exact = kernels.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
+        found = normalisation.layer_norm(inputs, weight, bias, 1e-5)
+        exact = normalisation.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
         for a, b, bound in zip(found, exact, (rounding, 2e-6, 2e-6), strict=True):
             close(a, b, bound)
         given = (grad, inputs, weight, *found[1:])
-        back = kernels.layer_norm_gradient(*given)
-        expected = kernels.layer_norm_gradient(*(tensor.double() for tensor in given))
+        back = normalisation.layer_norm_gradient(*given)
+        expected = normalisation.layer_norm_gradient(*(tensor.double() for tensor in given))
         for a, b, bound in zip(back, expected, (rounding, 2e-6, 2e-6), strict=True):
             close(a, b, bound)
-        for a, b in zip(back, kernels.layer_norm_gradient(*given), strict=True):
+        for a, b in zip(back, normalisation.layer_norm_gradient(*given), strict=True):
+            assert torch.equal(a, b)
+
+    def test_group_norm(self, shape, scaled, dtype):
+        examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
+        channels = groups * each
+        inputs, grad = (made(examples, channels, places, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, bias = (made(channels, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
+        if scaled:  # at a stride, and far from 0
+            grad, inputs = grad.mT.contiguous().mT, (inputs + 3).mT.contiguous().mT
+        rounding = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        found = normalisation.group_norm(inputs, weight, bias, groups, 1e-5)
+        exact = normalisation.group_norm(inputs.double(), weight.double(), bias.double(), groups, 1e-5)
+        for a, b, bound in zip(found, exact, (rounding, 1e-5, 1e-5), strict=True):
+            close(a, b, bound)
+        given = (grad, inputs, weight, *found[1:])
+        back = normalisation.group_norm_gradient(*given)
+        expected = normalisation.group_norm_gradient(*(tensor.double() for tensor in given))
+        for a, b, bound in zip(back, expected, (rounding, 1e-5, 1e-5), strict=True):
+            close(a, b, bound)
+        for a, b in zip(back, normalisation.group_norm_gradient(*given), strict=True):
             assert torch.equal(a, b)
 
     @pytest.mark.parametrize("classes", CLASSES)

@@ -209,31 +209,6 @@ def with_padding(values: Tensor) -> Tensor:
     return values
 
 
-def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x̂·weight + bias, mean, rstd) of inputs [..., width], x̂ = (inputs − mean)·rstd; statistics are wide, [...]."""
-    kernels = on_gpu(inputs, weight, bias)
-    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
-        return kernels.layer_norm(inputs, weight, bias, eps)
-    output, mean, rstd = torch.native_layer_norm(inputs, inputs.shape[-1:], weight, bias, eps)
-    return output, wide(mean[..., 0]), wide(rstd[..., 0])
-
-
-def layer_norm_gradient(
-    grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of the inputs; Σ_t grad·x̂ and Σ_t grad for each example, wide [examples, width]) behind `layer_norm`.
-
-    `grad` and `inputs` are [examples, positions, width], `mean` and `rstd` [examples, positions].
-    """
-    kernels = on_gpu(grad, inputs, weight, mean, rstd)
-    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
-        return kernels.layer_norm_gradient(grad, inputs, weight, mean, rstd)
-    width, mean, rstd = inputs.shape[-1:], mean[..., None], rstd[..., None]
-    back = torch.ops.aten.native_layer_norm_backward
-    to_inputs = back(grad, inputs, width, mean, rstd, weight, None, [True, False, False])[0]
-    return to_inputs, (wide(grad) * (wide(inputs) - mean) * rstd).sum(1), wide(grad).sum(1)
-
-
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
     """Squared norms of the tables that receive values[j, t] at row ids[j, t], as float64 [examples].
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dpoptim.gradients.triton_group_norm import group_norm, group_norm_gradient
 from dpoptim.gradients.triton_many import many_squares, many_weighted_sums
 from dpoptim.gradients.triton_norm import WIDEST, layer_norm, layer_norm_gradient
 from dpoptim.gradients.triton_rows import row_squares, row_weighted_sum
@@ -14,6 +15,8 @@ from dpoptim.noise.triton_tables import cdiv
 
 __all__ = [
     "WIDEST",
+    "group_norm",
+    "group_norm_gradient",
     "layer_norm",
     "layer_norm_gradient",
     "many_squares",

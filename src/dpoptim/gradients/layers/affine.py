@@ -1,10 +1,11 @@
 """Normalisation layers: y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙ x̂ and b.
 
-LayerNorm runs whole where it can; the others normalise without parameters, then scale and shift.
+LayerNorm and GroupNorm run whole where they can; the others normalise without parameters, then scale and shift.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dpoptim.gradients import kernels
+from dpoptim.gradients import normalisation
 from dpoptim.gradients.forms import Dense
-from dpoptim.gradients.kernels import wide, wide_dtype
+from dpoptim.gradients.kernels import on_gpu, wide, wide_dtype
 from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
 
 
@@ -61,51 +62,69 @@ def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
     return grad.sum(axes) if axes else grad
 
 
-class _LayerNorm(torch.autograd.Function):
+class _WholeNorm(torch.autograd.Function):
     """The whole layer, normalisation and parameters; on a GPU one pass over memory each way."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        inputs: Tensor,  # [examples, positions, width]
+        inputs: Tensor,
         weight: nn.Parameter,
         bias: nn.Parameter,
-        eps: float,
+        norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        settings: tuple[Any, ...],  # what the norm takes besides
+        gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
         keeper: Keeper,
         use: Use,
     ) -> Tensor:
-        ctx.keeper, ctx.use, ctx.weight, ctx.bias = keeper, use, weight, bias
-        output, mean, rstd = kernels.layer_norm(inputs, weight, bias, eps)
+        ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.gradient = keeper, use, weight, bias, gradient
+        output, mean, rstd = norm(inputs, weight, bias, *settings)
         ctx.save_for_backward(inputs, weight, mean, rstd)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        to_inputs, by_weight, by_bias = kernels.layer_norm_gradient(grad, *ctx.saved_tensors)
+        to_inputs, by_weight, by_bias = ctx.gradient(grad, *ctx.saved_tensors)
         if trainable(ctx.weight):
             ctx.keeper.keep(ctx.weight, Dense(by_weight), ctx.use)
         if trainable(ctx.bias):
             ctx.keeper.keep(ctx.bias, Dense(by_bias), ctx.use)
-        return to_inputs, None, None, None, None, None
+        return to_inputs, *[None] * 7
 
 
 def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
-    if _runs_whole(module, inputs):
+    if len(module.normalized_shape) == 1 and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
         flat = inputs if inputs.ndim == 3 else inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
-        output = applied(_LayerNorm, flat, module.weight, module.bias, module.eps, keeper, keeper.use())
+        settings = (normalisation.layer_norm, (module.eps,), normalisation.layer_norm_gradient)
+        output = applied(_WholeNorm, flat, module.weight, module.bias, *settings, keeper, keeper.use())
         return output if inputs.ndim == 3 else output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)
     return _apply(normalised, module, first_axis, name, keeper)
 
 
-def _runs_whole(module: Any, inputs: Tensor) -> bool:
-    """Without a change of dtype, and where the statistics that are kept are wide."""
-    plain = len(module.normalized_shape) == 1 and module.weight is not None and module.bias is not None
-    exact = inputs.is_cuda or inputs.dtype == wide_dtype(inputs.dtype)
-    return plain and exact and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
+def group_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    # torch's own statistics have the inputs' dtype
+    exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias) is not None
+    if exact and _has_both(module, inputs) and inputs.is_contiguous() and inputs.numel():
+        settings = (normalisation.group_norm, (module.num_groups, module.eps), normalisation.group_norm_gradient)
+        flat = inputs.view(*inputs.shape[:2], -1)
+        output = applied(_WholeNorm, flat, module.weight, module.bias, *settings, keeper, keeper.use())
+        return output.view(inputs.shape)
+    return _apply(F.group_norm(inputs, module.num_groups, eps=module.eps), module, 1, name, keeper)
+
+
+def _has_both(module: Any, inputs: Tensor) -> bool:
+    """Weight and bias, of the dtype of the inputs, which have a batch axis."""
+    both = module.weight is not None and module.bias is not None
+    return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
+
+
+def _is_wide(inputs: Tensor) -> bool:
+    return inputs.dtype == wide_dtype(inputs.dtype)
 
 
 def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -113,11 +132,6 @@ def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwar
     normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)
     return _apply(normalised, module, first_axis, name, keeper)
-
-
-def group_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
-    return _apply(F.group_norm(inputs, module.num_groups, eps=module.eps), module, 1, name, keeper)
 
 
 def instance_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -98,11 +98,16 @@ def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings
 
 
 def _patches(inputs: Tensor, kernel: list[int], settings: Settings) -> Tensor:
-    """[examples, channels·kernel, patches]."""
+    """[examples, channels·kernel, patches]: one copy of a view, where `F.unfold` takes each example by itself."""
     stride, padding, dilation, _ = settings
-    if kernel == [1, 1] and not any(padding):
+    if any(padding):
+        inputs = F.pad(inputs, (padding[1], padding[1], padding[0], padding[0]))
+    if kernel == [1, 1]:
         return inputs[:, :, :: stride[0], :: stride[1]].flatten(2)
-    return F.unfold(inputs, (kernel[0], kernel[1]), tuple(dilation), tuple(padding), tuple(stride))
+    for axis in (0, 1):
+        reach = dilation[axis] * (kernel[axis] - 1) + 1
+        inputs = inputs.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
+    return inputs.permute(0, 1, 4, 5, 2, 3).flatten(4).flatten(1, 3)
 
 
 def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
