@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dpoptim.optim.variants import noise_level
+from dpoptim.privacy import Gradient
 from dpoptim.reproduce.result_files import Line
+from dpoptim.reproduce.tinybert.privacy import plan_of
 from dpoptim.reproduce.tinybert.schedule import SWEEP
 from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, row
 from dpoptim.theory import clip_norm_window
@@ -22,7 +25,8 @@ COLOURS = {
     "non_private_adam": style.BLACK,
     "non_private_sgd": style.YELLOW,
 }
-
+NOISE_COLOURS = (style.BLUE, style.ORANGE, style.GREEN)  # of WITH_NOISE
+TOP = 5.0  # of the clip norms' picture: above the loss without fine-tuning
 
 CAPTIONS = {
     "curves": "Loss on held-out validation texts against steps, all optimizers, one panel a noise (seed 0); the test "
@@ -30,10 +34,12 @@ CAPTIONS = {
     "gradients": "Length of the clipped average gradient over the clip norm, at every hundredth part of a run. NOT "
     "private: read off the noiseless rows, which make it public.",
     "negative": "Share of coordinates whose second moment, without the noise's known part, is negative.",
-    "moments": "Second moments at the end of a run, without noise in them, against φ, the noise's variance. NOT "
-    "private.",
-    "clipping": "Scale-then-privatize against the clip norm of the paper's parametrisation, in units of B/σ; below, "
-    "thick, the theory's window of each noise (for a constant gradient and independent noise); tuning runs.",
+    "moments": "Second moments at the end of a run, without noise in them, against φ = (σ/B)², the variance of "
+    "independent noise at clip norm 1 (gradients without privacy are not clipped). NOT private.",
+    "clipping": "Scale-then-privatize against the clip norm of the paper's parametrisation, in units of B/σ′, σ′ the "
+    "standard deviation of a step's noise; all other settings as tuned, the learning rate too. Below, thick, the "
+    "theory's window of each noise (for a constant gradient and independent noise). Triangles are runs that ended "
+    "higher than the model began. Tuning runs, NOT private.",
 }
 """Of each picture, in the page's order."""
 
@@ -86,7 +92,7 @@ def gradient_norms(lines: Sequence[Line]) -> Any:
     """‖g_t‖/ζ of the clipped average without noise, which the noiseless rows make public: NOT private."""
     figure = style.new_figure(6.0, 3.6)
     panel = figure.subplots()
-    for kind, colour in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), strict=True):
+    for kind, colour in zip(WITH_NOISE, NOISE_COLOURS, strict=True):
         for line in lines:
             if line["cell"]["column"] == kind.name:
                 steps, norms = zip(*line["result"]["gradient_norms"], strict=True)
@@ -118,7 +124,9 @@ def second_moments(lines: Sequence[Line]) -> Any:
     """Histograms of log10 ν̂ at the end of a run, with φ of the two noise multipliers."""
     figure = style.new_figure(6.5, 3.8)
     panel = figure.subplots()
-    for line, colour in zip(lines, (style.BLACK, style.BLUE, style.ORANGE, style.GREEN), strict=False):
+    colours = dict(zip([each.name for each in WITH_NOISE], NOISE_COLOURS, strict=True))
+    for line in lines:
+        colour = colours.get(line["cell"]["column"], style.BLACK)
         spread = line["result"]["second_moments"]
         counts = np.array([spread["below"], *spread["counts"]], dtype=float)
         edges = spread["first_edge"] + spread["bin"] * np.arange(-1, len(counts))
@@ -129,41 +137,53 @@ def second_moments(lines: Sequence[Line]) -> Any:
         phi = np.log10((sigma / lines[0]["cell"]["standing_for"]) ** 2)
         panel.axvline(phi, color=style.GREY, linestyle=dashes, label=f"φ at σ = {sigma:g}")
     style.label(panel, "second moments without noise, NOT private", "log10 ν̂", "share of the coordinates")
-    style.legend_below(figure, panel, columns=3)
+    style.legend_below(figure, panel, columns=2)
     return figure
 
 
 def clip_norms(lines: Sequence[Line]) -> Any:
-    """Loss of scale-then-privatize against the paper's clip norm ζ = B/(k·σ), and the theory's window of each noise.
+    """Loss of scale-then-privatize against the paper's clip norm ζ, and the theory's window of each noise.
 
-    The window is that of a constant gradient and independent noise; m counts the coordinates whose second moment
-    without noise is not 0, where a run has kept them.
+    ζ is in units of B/σ', σ' the standard deviation of a step's noise: σ, and more where it is correlated. The window
+    is that of a constant gradient and independent noise; m counts the coordinates whose second moment without noise is
+    not 0, where a run has kept them. Runs that end above TOP stand there as triangles.
     """
-    figure = style.new_figure(6.0, 3.9)
+    figure = style.new_figure(6.0, 4.2)
     panel = figure.subplots()
     moments = next((line["result"]["second_moments"] for line in lines if "second_moments" in line["result"]), None)
     heights = (0.10, 0.06, 0.02)  # of the windows, as parts of the panel
-    for kind, colour, height in zip(WITH_NOISE, (style.BLUE, style.ORANGE, style.GREEN), heights, strict=True):
+    for kind, colour, height in zip(WITH_NOISE, NOISE_COLOURS, heights, strict=True):
         own = [line for line in lines if line["cell"]["purpose"] == SWEEP and line["cell"]["column"] == kind.name]
+        if not own:
+            continue
         points = sorted(
-            (1 / line["cell"]["eps_over_noise"], line["result"]["validation"])
-            for line in own
-            if line["result"]["validation"] is not None
-        )
-        if points:
-            panel.plot(*zip(*points, strict=True), "o-", color=colour, label=kind.label, markersize=3.5)
-        if points and moments is not None and kind.noise_multiplier is not None:
+            (1 / line["cell"]["eps_over_noise"], TOP if line["result"]["validation"] is None
+             else min(TOP, line["result"]["validation"])) for line in own
+        )  # fmt: skip
+        shown = [point for point in points if point[1] < TOP]
+        panel.plot(*zip(*shown, strict=True), "o-", color=colour, label=kind.label, markersize=3.5)
+        above = [point for point in points if point[1] >= TOP]
+        aside = 1 + 2 * (height - heights[1])  # so that all can be seen
+        panel.plot([x * aside for x, _ in above], [TOP] * len(above), "^", color=colour, clip_on=False)
+        if moments is not None:
             low, high = clip_norm_window(
-                dimension=sum(moments["counts"]), noise_multiplier=kind.noise_multiplier,
+                dimension=sum(moments["counts"]), noise_multiplier=_deviation(own[0]["cell"]),
                 batch_size=own[0]["cell"]["standing_for"],
             )  # fmt: skip
-            ends = [low / high, 1.0]
-            panel.plot(ends, [height, height], color=colour, linewidth=4, transform=panel.get_xaxis_transform())
-    panel.axvline(1.0, color=style.GREY, linestyle="--", label="upper end of the window, ζ = B/σ")
+            panel.plot(
+                [low / high, 1.0], [height] * 2, color=colour, linewidth=4, transform=panel.get_xaxis_transform()
+            )
+    panel.axvline(1.0, color=style.GREY, linestyle="--", label="upper end of the window")
     style.label(
-        panel, "scale-then-privatize: the clip norm and the window (thick)", "clip norm ζ over B/σ (of the paper's "
-        "parametrisation)", "validation loss", log="x",
+        panel, "scale-then-privatize: the clip norm and the window (thick); NOT private",
+        "clip norm ζ of the paper's parametrisation, over B/σ′", "validation loss", log="x",
     )  # fmt: skip
     panel.margins(y=0.16)
+    panel.set_ylim(top=TOP)
     panel.legend(frameon=False)
     return figure
+
+
+def _deviation(cell: Mapping[str, Any]) -> float:
+    """The standard deviation of a step's noise on the sum of a full batch, over the clip norm."""
+    return noise_level(plan_of(cell), Gradient()) * cell["standing_for"] / cell["clip_norm"]

@@ -22,11 +22,13 @@ def plan_of(cell: Cell) -> PrivacyPlan:
     """The plan that a cell is trained under.
 
     A cell with batch_size below `standing_for` keeps the noise in the AVERAGE gradient of a batch of that size: its
-    noise multiplier is smaller in proportion. So it tells how an optimizer would do, and is not private.
+    noise multiplier is smaller in proportion; and where an ε decides on the noise, that of `standing_for_steps`
+    steps. So it tells how an optimizer would do, and is not private.
     """
     if cell["row"] in NON_PRIVATE:
         return PrivacyPlan(**_sizes(cell), clip_norm=float("inf"), noise_multiplier=0.0)
-    multiplier = _multiplier(cell["row"], cell["column"], cell["num_examples"], cell["standing_for"], cell["steps"])
+    steps = cell.get("standing_for_steps", cell["steps"])
+    multiplier = _multiplier(cell["row"], cell["column"], cell["num_examples"], cell["standing_for"], steps)
     kind = column(cell["column"])
     return PrivacyPlan(
         **_sizes(cell),

@@ -10,7 +10,7 @@ from typing import Any
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.search import Setting, reached, wanted
 from dpoptim.reproduce.tinybert.sizes import Size
-from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, row
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, column, row
 
 SWEEP = "clip norms"
 SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
@@ -69,8 +69,15 @@ def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
 
 def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
     """A run of the smaller batch."""
-    sizes = {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size, "standing_for": size.standing_for}
-    return {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, **sizes, **shared, **dict(setting)}
+    own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": size.standing_for}
+    return {**own, **_tuning_sizes(place, size), **shared, **dict(setting)}
+
+
+def _tuning_sizes(place: Place, size: Size) -> Cell:
+    """What tells a tuning run of this size from others; where an ε decides on the noise, it is the final run's."""
+    at_epsilon = column(place[1]).epsilon is not None
+    return {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size,
+            **({"standing_for_steps": size.steps} if at_epsilon else {})}  # fmt: skip
 
 
 def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
@@ -81,8 +88,7 @@ def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: i
 
 def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
     """The tuning runs of a place at this size, in the order in which they were made."""
-    own = {"purpose": "tuning", "row": place[0], "column": place[1], "steps": size.tuning_steps,
-           "batch_size": size.tuning_batch_size}  # fmt: skip
+    own = {"purpose": "tuning", "row": place[0], "column": place[1], **_tuning_sizes(place, size)}
     return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
 
 
@@ -92,9 +98,7 @@ def setting_of(cell: Cell) -> Setting:
 
 
 def tuning_losses(lines: Sequence[Line], place: Place, size: Size) -> dict[Setting, float]:
-    """Validation loss of each setting that was tried: infinite where the run diverged; its last one where it was
-    given up, when it was worse than the best.
-    """
+    """Validation loss of each setting that was tried: infinite where the run diverged or was given up."""
     return {setting_of(line["cell"]): _loss(line) for line in tuning_lines(lines, place, size)}
 
 

@@ -72,15 +72,15 @@ _CLIP_NORM = Knob("clip_norm", (0.03, 0.1, 0.25, 0.5, 1.0, 2.0), 1.0)
 _EPS_OVER_LITTLE = Knob("eps_over_noise", (0.1, 0.25, 0.5, 1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
 """Where un-noised squares make the scale, noise does not feed on itself, and ε may lie below it."""
 _MOMENTUM = Knob("momentum", (0.0, 0.9), 0.9)
-_CORRELATED = {"lr": 0.01, "clip_norm": 0.5, "eps_over_noise": 1.1}
-_NEAR_THE_TABLE = {
+_CORRELATED = {"lr": 0.01, "clip_norm": 0.25, "eps_over_noise": 1.1}
+_AT_AN_EPSILON = {
     "banded_10": _CORRELATED,
     "buffered_10": _CORRELATED,
     "inverse_10": _CORRELATED,
-    "poisson_10": {"lr": 1e-3, "clip_norm": 0.5, "eps_over_noise": 2.0},
-    "cyclic_10": {"lr": 5e-3, "clip_norm": 0.5, "eps_over_noise": 1.5},
+    "poisson_10": {"lr": 1e-3, "clip_norm": 0.25, "eps_over_noise": 1.1},
+    "cyclic_10": _CORRELATED,
 }
-"""Beyond the table the search begins where it ended in the table's column of the nearest noise, or between two."""
+"""There the search begins where an earlier one ended, which had the noise that its own number of steps needs."""
 _NOISELESS = "NOT private: trained on un-noised squares"
 
 ROWS: tuple[Row, ...] = (
@@ -103,7 +103,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="bias_correction", label="bias correction", knobs=(_rates(5e-4), _EPS)),
     Row(
         name="scale_then_privatize", label="scale-then-privatize", knobs=(_rates(1e-3), _CLIP_NORM, _EPS_SCALE),
-        starts=_in_much_noise(clip_norm=0.25) | _NEAR_THE_TABLE,
+        starts=_in_much_noise(clip_norm=0.25) | _AT_AN_EPSILON,
     ),
     Row(name="dp_sgd", label="DP-SGD", knobs=(_rates(0.5), _MOMENTUM)),
     Row(name="exponent_quarter", label="scale-then-privatize, p = 1/4", beyond=True,
