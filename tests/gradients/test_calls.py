@@ -237,7 +237,7 @@ def test_arguments_of_one_kind_are_tried_once():
     attached(model)
     for length in (3, 4, 5):
         model(torch.randn(B, length, 4), torch.zeros(B, length, dtype=torch.long)).sum().backward()
-    assert len(runs) == 3 + 3  # all, one less, and one less but in the positions
+    assert len(runs) == 3 + 4  # all, one less, one less but in the positions, and a few, to be differentiated
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -324,10 +324,14 @@ def test_a_layer_that_was_not_met_is_warned_of(when):
     model = Switched(when)
     attached(model)
     flag: Any = torch.tensor(0) if when == "a tensor" else 0
-    if when != "gradients":
-        model.train(when != "training")(torch.randn(B, 1 if when == "a length" else 3, 4), flag).sum().backward()
+    if when == "a length":  # one position, whose row is taken for one that all examples share, and meets them all
+        with pytest.raises(UserWarning, match=r"hangs on the rows of others in the layer of 'table.weight'"):
+            model(torch.randn(B, 1, 4), flag)
+    elif when != "gradients":
+        model.train(when != "training")(torch.randn(B, 3, 4), flag).sum().backward()
     model.train().on = True
-    with pytest.raises(UserWarning, match="layer 'table' was not met, or with other axes"):
+    told = "hangs on the rows of others" if when == "gradients" else "layer 'table' was not met, or with other axes"
+    with pytest.raises(UserWarning, match=told):
         model(torch.randn(B, B, 4), flag + 1)
 
 

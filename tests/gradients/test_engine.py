@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dpoptim.gradients import check_examples_do_not_mix, clipped_sum, clipping, public_data
 from dpoptim.gradients.clipping import ClippedSums
-from dpoptim.gradients.engine import Engine, PhysicalBatch
+from dpoptim.gradients.engine import Engine
+from dpoptim.gradients.physical_batch import PhysicalBatch
 from tests.gradients.models import Checkpointed, Tied, case, squares
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dpoptim.gradients.clipping import ClippedSums
-from dpoptim.gradients.engine import PhysicalBatch
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.forms import Dense, Outer, Rows
+from dpoptim.gradients.physical_batch import PhysicalBatch
 
 
 class Parameters(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpoptim.gradients import clipped_sum
 from dpoptim.gradients.clipping import ClippedSums
-from dpoptim.gradients.engine import PhysicalBatch
+from dpoptim.gradients.physical_batch import PhysicalBatch
 from tests.gradients.test_extremes import Parameters, of_outer
 
 

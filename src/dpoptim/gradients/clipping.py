@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.gradients import kernels
-from dpoptim.gradients.engine import Engine, PhysicalBatch
+from dpoptim.gradients.engine import Engine
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.explanation import Explanation, explain
 from dpoptim.gradients.flat import FlatTensors
 from dpoptim.gradients.kernels import wide_dtype
+from dpoptim.gradients.physical_batch import PhysicalBatch
 
 
 @dataclass

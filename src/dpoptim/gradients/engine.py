@@ -6,9 +6,8 @@ computes no weight gradient at all. Kept uses are collected into a physical batc
 next forward or at `flush`) it is handed to `on_batch` and forgotten.
 
 Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one
-batch, and so is everything of one call of the model. Two calls of the model with two separate backwards are two
-micro-batches. Where a loop calls parts of the model (`self.bert(...)` in a step of its own), a call of such a part
-is tried and looked at as a call of the model is.
+batch, and so is everything of one call of the model. Two calls with two separate backwards are two micro-batches. A
+call of a part of the model (`self.bert(...)` in a loop's own step) is tried and looked at as one of the model is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,8 +30,10 @@ from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.gradients.layers import choose_rules
 from dpoptim.gradients.layers.mixing import refuse_mixing
 from dpoptim.gradients.layers.rule import Layer, Use
+from dpoptim.gradients.physical_batch import PhysicalBatch
 from dpoptim.gradients.precision import full_precision
 from dpoptim.gradients.probe import BatchAxisError, BatchAxisProbe, warn_unless_checked
+from dpoptim.gradients.rows_apart import FEW, RowsApart
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
@@ -52,18 +52,6 @@ def public_data() -> Iterator[None]:
         _public.reset(token)
 
 
-@dataclass
-class PhysicalBatch:
-    """What has been kept of one physical batch, and where it came from."""
-
-    gradients: dict[str, ExampleGradients] = field(default_factory=dict)
-    examples: int = 0
-    spare_bytes: int = 0  # that may still be spent on gradients larger than their factors
-    calls: set[int] = field(default_factory=set)
-    backwards: set[int] = field(default_factory=set)
-    last: tuple[Use, int] | None = None  # what was kept last, and in which backward
-
-
 class Engine:
     """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
 
@@ -78,7 +66,7 @@ class Engine:
         self.batch = self._new_batch()
         self.examples: int | None = None  # of the running forward
         self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
-        self._called: nn.Module | None = None  # what is running
+        self._called: nn.Module | None = None
         self.is_compiled = False  # what begins next
         self._calls = 0
         self._closed_calls = RecentCalls()
@@ -86,6 +74,7 @@ class Engine:
         self._told: set[str] = set()
         self.inside_generic = False
         self.probe = BatchAxisProbe(model)
+        self.rows_apart = RowsApart(model)
         self.buffers = BufferWatch(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
@@ -157,7 +146,7 @@ class Engine:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
         nested = self._called not in (None, module) and not is_whole  # one that was interrupted begins anew
-        if nested or not self.capturing:
+        if nested or not self.capturing or self.rows_apart.running:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
             return  # an activation checkpoint runs a part again
@@ -178,7 +167,7 @@ class Engine:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         examples = tensors[0].shape[0] if tensors else None
-        if is_first := not any(tensor.requires_grad for tensor in tensors):
+        if is_first := all(tensor.grad_fn is None for tensor in tensors):
             self._first_calls.add(self.call)
         if examples is None:
             self._tell(
@@ -186,10 +175,17 @@ class Engine:
                 "nothing shows that the first axis of every layer's input is the batch; pass tensors, lists or dicts",
             )
         self.examples = examples if is_whole or is_first or self.examples is None else self.examples
-        self.probe.try_call(module, examples, leaves, structure, is_compiled=self.is_compiled)
+        is_new = self.probe.try_call(module, examples, leaves, structure, is_compiled=self.is_compiled)
+        if examples is not None and is_new and torch._C._current_graph_task_id() == -1:
+            if self.batch.gradients:
+                self.flush()
+                self.buffers.begin(anew=True)
+            own, self.examples = self.examples, min(examples, FEW)
+            self.rows_apart.try_call(module, leaves, structure, self.probe.trial, self.examples)
+            self.examples = own
 
     def end_call(self, module: nn.Module, output: Any) -> None:
-        if module is not self._called or not self.capturing:
+        if module is not self._called or not self.capturing or self.rows_apart.running:
             return
         self._called = self.call = None
         self.buffers.look()
@@ -202,8 +198,7 @@ class Engine:
                 )
 
     def agree_on_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
-        """The tensor with the batch as its first axis: an axis of 1 is expanded, any other disagreement is refused.
-        `is_tied`: labels have the same first two axes."""
+        """The tensor with the batch as its first axis: shared rows are expanded. `is_tied`: to labels, by two axes."""
         if self.batch.gradients and torch._C._current_graph_task_id() == -1:
             self.flush()
         self.buffers.begin(anew=False)  # where layers are called by themselves
@@ -215,7 +210,8 @@ class Engine:
             self.examples = tensor.shape[0]
         if tensor.shape[0] == self.examples:
             return tensor
-        tried = self.probe.trial_of_layer(in_call=self.call is not None).passed
+        trial = self.probe.trial_of_layer(in_call=self.call is not None)
+        tried = trial.passed and (layer, tensor.ndim) in trial.shared
         shared = tried or (self.call is None and not tensor.is_floating_point())
         if tensor.shape[0] == 1 and shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
@@ -247,7 +243,7 @@ class Engine:
         return trial.passed, trial.axes.get(layer)
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
+        if line not in self._told and not self.rows_apart.running:
             self._told.add(line)
             warn_unless_checked(self.model, line, line)
 
@@ -264,6 +260,8 @@ class Engine:
             self.discard()
             raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
+        if self.rows_apart.sees(name, form):
+            return
         batch = self._batch_of(use, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)
         if gradients is None:
@@ -301,7 +299,7 @@ class Engine:
             self.flush()
             self.buffers.begin(anew=True)
             batch = self.batch
-        batch.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
+        batch.enter(use, backward)
         if use.call is not None:
             batch.calls.add(use.call)
             if len(self._first_calls.keys() & batch.calls) > 1:
@@ -310,7 +308,6 @@ class Engine:
                     "example j, and where all examples share the rows of one of them (prototypes, prompts) clipping "
                     "bounds nothing",
                 )
-        batch.last = (use, backward)
         return batch
 
     def _new_batch(self) -> PhysicalBatch:
@@ -321,7 +318,7 @@ class Engine:
         batch, self.batch = self.batch, self._new_batch()
         self._closed_calls.add(*batch.calls)
         self.buffers.check(waiting=bool(batch.gradients))
-        if batch.gradients:
+        if batch.gradients and not batch.unfinished:  # or a backward failed, and will be tried again
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(

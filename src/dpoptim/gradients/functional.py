@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.clipping import ClippedSums
-from dpoptim.gradients.engine import Engine, PhysicalBatch
+from dpoptim.gradients.engine import Engine
 from dpoptim.gradients.kernels import wide
+from dpoptim.gradients.physical_batch import PhysicalBatch
 from dpoptim.gradients.probe import checking
 from dpoptim.privacy.secret_randomness import keep_states
 

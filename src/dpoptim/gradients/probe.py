@@ -93,13 +93,15 @@ class Run(NamedTuple):
 class Trial(NamedTuple):
     """What the runs on all examples and on one less have shown: whether they could be made, by layer the axes of
     its arguments (None where calls of one layer differ), and the layers that had examples, or rows that all share, with
-    how many axes.
+    how many axes; which arguments were shortened, and where the examples lie in each output.
     """
 
     passed: bool
     axes: dict[str, Axes | None]
     met: frozenset[tuple[str, int]] = frozenset()
     shared: frozenset[tuple[str, int]] = frozenset()
+    shortened: tuple[bool, ...] = ()
+    outputs: Axes = ()
 
 
 UNTRIED = Trial(False, {})
@@ -122,21 +124,24 @@ class BatchAxisProbe:
 
     def try_call(
         self, module: nn.Module, examples: int | None, leaves: list[Any], structure: Any, *, is_compiled: bool
-    ) -> None:
-        """Try a call with these arguments, where none of their kind was tried before. One example needs no trial.
+    ) -> bool:
+        """Try a call with these arguments, where none of their kind was tried before: whether that was done, and could
+        be. One example needs no trial.
 
         Warns where the module cannot be run on fewer examples, or ties rows of its arguments loosely.
         """
         self.trial = UNTRIED
         if examples is None or examples < 2:
-            return
+            return False
         kind, trials = (is_compiled, *_kind(leaves, examples)), self._trials.setdefault(module, [])
         found = next((trial for form, known, trial in trials if known == kind and form == structure), None)
+        is_new = found is None
         if found is None:
             self._is_compiled = is_compiled
             found = self._tried(module, leaves, structure, examples)
             trials.append((structure, kind, found))
         self.trial = found
+        return is_new and found.passed
 
     def trial_of_layer(self, *, in_call: bool) -> Trial:
         """What is known of a layer that runs now: of the call it is in, or in a backward, where it runs again for
@@ -151,7 +156,8 @@ class BatchAxisProbe:
         for trial in trials:
             for layer, found in trial.axes.items():
                 axes[layer] = found if axes.get(layer, found) == found else None
-        return Trial(any(trial.passed for trial in trials), axes)
+        shared = frozenset[tuple[str, int]]().union(*(trial.shared for trial in trials))
+        return Trial(any(trial.passed for trial in trials), axes, shared=shared)
 
     def _tried(self, module: nn.Module, leaves: list[Any], structure: Any, examples: int) -> Trial:
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
@@ -165,7 +171,9 @@ class BatchAxisProbe:
                 axes = _compare(whole.calls, part.calls, examples)
                 if shortened is as_long and examples > 2:  # of two, the one that is left would fit to anything
                     self._look_for_loose(module, leaves, structure, as_long, part)
-                return Trial(True, axes, *_with_examples(whole.calls, part.calls))
+                outputs = tuple(_lost(*shapes, examples) for shapes in zip(whole.outputs, part.outputs, strict=False))
+                met, shared = _with_examples(whole.calls, part.calls)
+                return Trial(True, axes, met, shared, tuple(shortened), outputs)
         warn_unless_checked(
             self._model,
             ("alone", type(module), _kind(leaves, examples)),
@@ -209,7 +217,7 @@ class BatchAxisProbe:
         called = torch.compile(module, backend="eager") if self._is_compiled else module
         self._calls = []
         try:
-            with torch.no_grad(), _same_randomness(leaves):
+            with torch.no_grad(), same_randomness(leaves):
                 output = called(*args, **kwargs)
             found = pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
             return Run(self._calls, [leaf.shape for leaf in found if isinstance(leaf, Tensor)])
@@ -253,14 +261,16 @@ def _compare(whole: list[Call], part: list[Call], examples: int) -> dict[str, Ax
     return found
 
 
-def _with_examples(whole: list[Call], part: list[Call]) -> tuple[frozenset[tuple[str, int]], ...]:
+def _with_examples(
+    whole: list[Call], part: list[Call]
+) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """Layers with the number of axes of an argument that lost an example, and of one that did not."""
     found: tuple[set[tuple[str, int]], set[tuple[str, int]]] = set(), set()
     for call, fewer in zip(whole, part, strict=True):
         for shape, shorter in zip(call.shapes, fewer.shapes, strict=False):
             if shape is not None:
                 found[shape == shorter].add((call.layer, len(shape)))
-    return tuple(map(frozenset, found))
+    return frozenset(found[0]), frozenset(found[1])
 
 
 def _changed(shape: torch.Size | None, shorter: torch.Size | None, examples: int, axis: int) -> int | None:
@@ -273,8 +283,17 @@ def _changed(shape: torch.Size | None, shorter: torch.Size | None, examples: int
     return None
 
 
+def _lost(shape: torch.Size, shorter: torch.Size, examples: int) -> int | None:
+    """The one axis that lost an example."""
+    changed = [axis for axis, (one, other) in enumerate(zip(shape, shorter, strict=False)) if one != other]
+    is_one = len(shape) == len(shorter) and len(changed) == 1
+    if is_one and shape[changed[0]] == examples and shorter[changed[0]] == examples - 1:
+        return changed[0]
+    return None
+
+
 @contextlib.contextmanager
-def _same_randomness(leaves: list[Any]) -> Iterator[None]:
+def same_randomness(leaves: list[Any]) -> Iterator[None]:
     """Dropout of the extra runs must not move the random numbers of the real one."""
     devices = {leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):

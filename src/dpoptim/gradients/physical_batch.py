@@ -1,0 +1,32 @@
+"""What has been kept of one physical batch, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch.autograd import Variable
+
+from dpoptim.gradients.example_gradients import ExampleGradients
+from dpoptim.gradients.layers.rule import Use
+
+
+@dataclass
+class PhysicalBatch:
+    """The gradients of the examples that went through the model together, by parameter."""
+
+    gradients: dict[str, ExampleGradients] = field(default_factory=dict)
+    examples: int = 0
+    spare_bytes: int = 0  # that may still be spent on gradients larger than their factors
+    calls: set[int] = field(default_factory=set)
+    backwards: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)  # of the backwards: those that run, or failed
+    last: tuple[Use, int] | None = None  # what was kept last, and in which backward
+
+    def enter(self, use: Use, backward: int) -> None:
+        """A use arrives in a backward, which is over once torch says so."""
+        if backward not in self.backwards:
+            self.unfinished.add(backward)
+            Variable._execution_engine.queue_callback(partial(self.unfinished.discard, backward))
+        self.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
+        self.last = (use, backward)

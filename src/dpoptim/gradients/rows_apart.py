@@ -1,0 +1,96 @@
+"""Does what a model returns for one example hang on that example's rows of every layer, and on no others?
+
+A layer whose input has one row that all examples share gets a row for each of them, and a forward that takes the first
+of these, or their mean, gives the gradients of all examples to a few rows. So does a forward that sorts its batch, or
+takes its mean. Shapes do not show it. So a call is run again on a few of its examples, and differentiated from the
+output of one of them: gradients must be 0 in the rows of all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpoptim.gradients.forms import Dense, Form, Outer
+from dpoptim.gradients.probe import Trial, same_randomness, warn_unless_checked
+
+FEW = 8  # examples that are run
+
+
+class RowsApart:
+    """Tries calls of `model` or of its parts. While it is `running`, gradients are looked at and kept nowhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._touched: dict[str, Tensor] | None = None  # by parameter: the rows with a gradient
+
+    @property
+    def running(self) -> bool:
+        return self._touched is not None
+
+    def sees(self, name: str, form: Form) -> bool:
+        """One use of a parameter; False where nothing is running."""
+        if self._touched is None:
+            return False
+        factor = form.grads if isinstance(form, Dense) else form.left if isinstance(form, Outer) else form.values
+        touched = ((factor != 0) & factor.isfinite()).flatten(1).any(1)
+        before = self._touched.get(name)
+        self._touched[name] = touched if before is None or len(before) != len(touched) else before | touched
+        return True
+
+    def try_call(self, module: nn.Module, leaves: list[Any], structure: Any, trial: Trial, few: int) -> None:
+        """Warn where an example's output hangs on rows of others. What cannot be run is left to the call itself."""
+        self._touched = {}
+        try:
+            with torch.enable_grad(), same_randomness(leaves):
+                mixed = self._mixed(module, leaves, structure, trial, few)
+        except Exception:  # whatever the module says to such a batch, or torch to its backward
+            mixed = None
+        finally:
+            self._touched = None
+        if mixed is not None:
+            warn_unless_checked(
+                self._model,
+                ("rows", type(module), mixed),
+                f"what {type(module).__name__} returns for one example hangs on the rows of others in the layer of "
+                f"'{mixed}': a row that all examples share and that is taken by its index or averaged, a batch that is "
+                "sorted, or statistics of the batch; clipping then does not bound what one example adds",
+            )
+
+    def _mixed(self, module: nn.Module, leaves: list[Any], structure: Any, trial: Trial, few: int) -> str | None:
+        """The first parameter where rows of other examples have a gradient."""
+        own = [_cut(leaf, few if short else None) for leaf, short in zip(leaves, trial.shortened, strict=True)]
+        args, kwargs = pytree.tree_unflatten(own, structure)
+        output = module(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output)
+                   if isinstance(leaf, Tensor)]  # fmt: skip
+        pairs = [(tensor, axis) for tensor, axis in zip(tensors, trial.outputs, strict=True)
+                 if axis is not None and tensor.requires_grad]  # fmt: skip
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        for row in dict.fromkeys((0, few // 2, few - 1)) if pairs else ():
+            self._touched = {}
+            directions = []
+            for tensor, axis in pairs:
+                direction = torch.zeros_like(tensor)
+                direction.select(axis, row).normal_()
+                directions.append(direction)
+            torch.autograd.grad(
+                [tensor for tensor, _ in pairs], parameters, directions, retain_graph=True, allow_unused=True
+            )
+            for name, touched in self._touched.items():
+                others = touched.clone()
+                others[row] = False
+                if len(touched) == few and others.any():
+                    return name
+        return None
+
+
+def _cut(leaf: Any, few: int | None) -> Any:
+    """A tensor's first rows, cut off from whatever it was made of."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    own = (leaf if few is None else leaf[:few]).detach()
+    return own.requires_grad_(leaf.requires_grad)

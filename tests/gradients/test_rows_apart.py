@@ -1,0 +1,204 @@
+"""Forwards that give one example's gradient to rows of others are warned of; those that only look like it are not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpoptim.gradients import clipped_sum
+from dpoptim.gradients.clipping import ClippedSums
+
+B, T, D = 10, 4, 6
+
+
+class Positions(nn.Module):
+    """Tokens and positions; cases differ in what they do with the positions' one row."""
+
+    def __init__(self, used: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.out, self.used = (
+            nn.Embedding(17, D),
+            nn.Embedding(20, D),
+            nn.Linear(D, 1),
+            used,
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = self.positions(torch.arange(ids.shape[1])[None])
+        return self.out(self.used(self.tokens(ids), places)).sum((1, 2))
+
+
+class ClassToken(nn.Module):
+    """One row looked up by an id of shape [1], and put before every text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.first, self.out = nn.Embedding(17, D), nn.Embedding(1, D), nn.Linear(D, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        token = self.first(torch.zeros(1, dtype=torch.long)).unsqueeze(0).expand(len(ids), -1, -1)
+        return self.out(torch.cat([token, self.tokens(ids)], 1)).sum((1, 2))
+
+
+class Sorted(nn.Module):
+    """Goes through its layers in another order and puts it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        order = ids.sum(1).argsort()
+        return self.out(self.tokens(ids[order])).sum((1, 2))[order.argsort()]
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids)
+        return self.out((hidden - hidden.mean(0)).square()).sum((1, 2))
+
+
+class TimeFirst(nn.Module):
+    """Returns [positions, examples], which is no mixing, whatever the lengths are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.tokens(ids))[..., 0].T
+
+
+def losses(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids).square()
+
+
+def ids_of(positions: int = T) -> Tensor:
+    return torch.randint(0, 17, (B, positions), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Positions(lambda tokens, places: tokens + places[0]), "positions.weight"),
+        (Positions(lambda tokens, places: tokens + places.mean(0)), "positions.weight"),
+        (Positions(lambda tokens, places: tokens + places[-1]), "positions.weight"),
+        (ClassToken(), "first.weight"),
+        (Sorted(), "out.weight"),
+        (Centred(), "tokens.weight"),
+    ],
+    ids=["first row", "mean of rows", "last row", "class token", "sorted", "centred"],
+)
+def test_rows_of_other_examples_are_warned_of(model, name):
+    with pytest.warns(UserWarning, match=f"hangs on the rows of others in the layer of '{name}'"):
+        clipped_sum(model, losses, ids_of())
+
+
+@pytest.mark.parametrize("positions", [T, B])
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (Positions(lambda tokens, places: tokens + places), losses),
+        (Positions(lambda tokens, places: torch.cat([places.expand(len(tokens), -1, -1), tokens], 1)), losses),
+        (TimeFirst(), lambda model, ids: model(ids).square().sum(0)),
+    ],
+    ids=["added", "put before", "time first"],
+)
+def test_nothing_is_said_where_rows_stay_apart(model, loss, positions):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped_sum(model, loss, ids_of(positions))
+
+
+def test_looking_at_rows_leaves_no_trace():
+    """Gradients, random numbers and what hangs on an argument are as if nothing had been looked at."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, 1)).train()
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    before = torch.randn(B, D, requires_grad=True)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    inputs = before.tanh()
+    sums.engine.begin_call(model, (inputs,), {})
+    assert torch.equal(torch.rand(3), expected)
+    sums.engine.end_call(model, inputs)
+    assert before.grad is None
+    model(inputs).sum().backward()
+    assert before.grad is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    sums.take()
+    assert sums.counts.examples == B
+
+
+def test_one_row_that_is_not_shared_is_refused():
+    """A row that was picked by its content is not one that all examples share, though shared rows exist."""
+
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.picked = nn.Linear(D, D), nn.Linear(D, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x)
+            chosen = x[:, 0] > 0
+            return (
+                hidden.sum(1).index_put((chosen,), self.picked(hidden[chosen])[:, 0]) if chosen.any() else hidden.sum(1)
+            )
+
+    sums = ClippedSums(Picked(), clip_norm=1.0)
+    sums.engine.attach()
+    model = sums.engine.model
+    x = -torch.rand(2, D)
+    model(x).sum().backward()
+    x = x.clone()
+    x[1, 0] = 1.0
+    with pytest.raises(ValueError, match="layer 'picked' got an input of shape"):
+        model(x)
+
+
+def test_a_backward_that_fails_counts_for_nothing():
+    class Failing(torch.autograd.Function):
+        fails = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Failing.fails:
+                raise RuntimeError("out of memory, say")
+            return grad
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Failing.apply(self.first(x)))[:, 0]
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(B, D)
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(x).sum().backward()
+    Failing.fails = False
+    for part in x.split(B // 2):
+        model(part).sum().backward()
+    found, _ = sums.take()
+    assert sums.counts.examples == B
+    sums.engine.detach()
+    expected, _ = clipped_sum(model, lambda model, x: model(x), x)
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total)
