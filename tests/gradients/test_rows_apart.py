@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpoptim.gradients import clipped_sum
 from dpoptim.gradients.clipping import ClippedSums
 
-B, T, D = 10, 4, 6
+B, T, D = 20, 4, 6
 
 
 class Positions(nn.Module):

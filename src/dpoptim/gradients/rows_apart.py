@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dpoptim.gradients.forms import Dense, Form, Outer
 from dpoptim.gradients.probe import Trial, same_randomness, warn_unless_checked
 
-FEW = 8  # examples that are run
+FEW = 16  # examples that are run; kernels are compiled anew for numbers that 16 does not divide
 
 
 class RowsApart:
@@ -35,8 +35,10 @@ class RowsApart:
         """One use of a parameter; False where nothing is running."""
         if self._touched is None:
             return False
-        factor = form.grads if isinstance(form, Dense) else form.left if isinstance(form, Outer) else form.values
-        touched = ((factor != 0) & factor.isfinite()).flatten(1).any(1)
+        if isinstance(form, Outer):  # either factor may be the one that holds the gradient
+            touched = (_is_something(form.left) & _is_something(form.right)).any(1)
+        else:
+            touched = _is_something((form.grads if isinstance(form, Dense) else form.values).flatten(1))
         before = self._touched.get(name)
         self._touched[name] = touched if before is None or len(before) != len(touched) else before | touched
         return True
@@ -86,6 +88,11 @@ class RowsApart:
                 if len(touched) == few and others.any():
                     return name
         return None
+
+
+def _is_something(vectors: Tensor) -> Tensor:
+    """Where a vector, along the last axis, is not 0; what is not finite says nothing."""
+    return ((vectors != 0) & vectors.isfinite()).any(-1)
 
 
 def _cut(leaf: Any, few: int | None) -> Any:
