@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpoptim.gradients import clipped_sum
 from dpoptim.gradients.clipping import ClippedSums
@@ -139,6 +140,71 @@ def test_looking_at_rows_leaves_no_trace():
     assert sums.counts.examples == B
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_inside_a_checkpoint_is_looked_at_and_runs(reentrant):
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    inputs = torch.randn(B, D, requires_grad=True)
+    for _ in range(2):
+        checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
+        sums.take()
+    assert sums.counts.examples == 2 * B
+
+
+def test_inputs_that_a_forward_writes_to_are_written_to_once():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.mul_(2.0).clone())
+
+    inputs = torch.ones(B, D)
+    sums = ClippedSums(InPlace(), clip_norm=1.0)
+    sums.engine.attach()
+    sums.engine.model(inputs).sum().backward()
+    assert torch.equal(inputs, torch.full((B, D), 2.0))
+
+
+def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
+    """A module without a rule that mixes behind the rows that are looked at."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * (x - (x * (x[:, :1] > 5)).sum(0))
+
+    x = torch.randn(B + 5, D)
+    x[-1, 0] = 10.0
+    with pytest.raises(ValueError, match="gives another result when its examples are run one at a time"):
+        clipped_sum(nn.Sequential(Late(), nn.Linear(D, 1)), lambda model, x: model(x).sum(1), x, clip_norm=1.0)
+
+
+def test_a_trial_feeds_no_other_engine():
+    inner = nn.Linear(D, D)
+    of_inner = ClippedSums(inner, clip_norm=1.0)
+    of_inner.engine.attach()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.other = nn.Linear(D, D), nn.Linear(D, 1), [inner]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.other[0](self.first(x)))
+
+    sums = ClippedSums(Outer(), clip_norm=1.0)
+    sums.engine.attach()
+    sums.engine.model(torch.randn(B, D)).sum().backward()
+    sums.take(), of_inner.take()
+    assert sums.counts.examples == of_inner.counts.examples == B
+
+
 def test_one_row_that_is_not_shared_is_refused():
     """A row that was picked by its content is not one that all examples share, though shared rows exist."""
 
@@ -202,3 +268,39 @@ def test_a_backward_that_fails_counts_for_nothing():
     expected, _ = clipped_sum(model, lambda model, x: model(x), x)
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total)
+
+
+def test_a_backward_that_failed_may_not_be_run_again_on_the_same_graph():
+    class Failing(torch.autograd.Function):
+        fails = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if Failing.fails:
+                Failing.fails = False
+                raise RuntimeError("out of memory, say")
+            return grad
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Failing.apply(self.first(x)))[:, 0]
+
+    model = Net()
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    Failing.fails = False
+    loss = model(torch.randn(B, D)).sum()
+    Failing.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(ValueError, match="a backward failed and another went through the same call"):
+        sums.take()

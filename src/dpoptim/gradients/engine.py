@@ -34,6 +34,7 @@ from dpoptim.gradients.physical_batch import PhysicalBatch
 from dpoptim.gradients.precision import full_precision
 from dpoptim.gradients.probe import BatchAxisError, BatchAxisProbe, warn_unless_checked
 from dpoptim.gradients.rows_apart import FEW, RowsApart
+from dpoptim.gradients.trials import is_trying
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
@@ -146,7 +147,7 @@ class Engine:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
         nested = self._called not in (None, module) and not is_whole  # one that was interrupted begins anew
-        if nested or not self.capturing or self.rows_apart.running:
+        if nested or not self.capturing or is_trying():
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
             return  # an activation checkpoint runs a part again
@@ -180,12 +181,21 @@ class Engine:
             if self.batch.gradients:
                 self.flush()
                 self.buffers.begin(anew=True)
-            own, self.examples = self.examples, min(examples, FEW)
-            self.rows_apart.try_call(module, leaves, structure, self.probe.trial, self.examples)
-            self.examples = own
+            self._try_rows(module, leaves, structure, min(examples, FEW))
+
+    def _try_rows(self, module: nn.Module, leaves: list[Any], structure: Any, few: int) -> None:
+        """As a call of its own, which is closed: no gradient may come through it later."""
+        own = self.call, self.examples
+        self._calls += 1
+        self.call, self.examples = self._calls, few
+        try:
+            self.rows_apart.try_call(module, leaves, structure, self.probe.trial, few)
+        finally:
+            self._closed_calls.add(self._calls)
+            self.call, self.examples = own
 
     def end_call(self, module: nn.Module, output: Any) -> None:
-        if module is not self._called or not self.capturing or self.rows_apart.running:
+        if module is not self._called or not self.capturing or is_trying():
             return
         self._called = self.call = None
         self.buffers.look()
@@ -243,7 +253,7 @@ class Engine:
         return trial.passed, trial.axes.get(layer)
 
     def _tell(self, line: str) -> None:
-        if line not in self._told and not self.rows_apart.running:
+        if line not in self._told and not is_trying():
             self._told.add(line)
             warn_unless_checked(self.model, line, line)
 
@@ -260,7 +270,8 @@ class Engine:
             self.discard()
             raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
-        if self.rows_apart.sees(name, form):
+        if is_trying():
+            self.rows_apart.see(name, form)
             return
         batch = self._batch_of(use, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)
@@ -318,7 +329,7 @@ class Engine:
         batch, self.batch = self.batch, self._new_batch()
         self._closed_calls.add(*batch.calls)
         self.buffers.check(waiting=bool(batch.gradients))
-        if batch.gradients and not batch.unfinished:  # or a backward failed, and will be tried again
+        if batch.gradients and not batch.has_failed():
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch.autograd import Variable
 
 from dpoptim.gradients.example_gradients import ExampleGradients
@@ -30,3 +31,10 @@ class PhysicalBatch:
             Variable._execution_engine.queue_callback(partial(self.unfinished.discard, backward))
         self.backwards |= {backward} if use.recomputed_in is None else {backward, use.recomputed_in}
         self.last = (use, backward)
+
+    def has_failed(self) -> bool:
+        """Whether its backward failed, and the caller knows; ValueError where it was run again on what was left."""
+        failed = self.unfinished if torch._C._current_graph_task_id() == -1 else set()
+        if failed and failed != self.backwards:
+            raise ValueError("a backward failed and another went through the same call; run the model again instead")
+        return bool(failed)

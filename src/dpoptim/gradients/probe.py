@@ -212,7 +212,8 @@ class BatchAxisProbe:
             self._calls.append(Call(name, shapes, batch_axis(module)))
 
     def _run(self, module: nn.Module, leaves: list[Any], structure: Any) -> Run | None:
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # it may be written to
+        args, kwargs = pytree.tree_unflatten(own, structure)
         # Code may ask whether it is compiled, and the trial must go the way that the call will go.
         called = torch.compile(module, backend="eager") if self._is_compiled else module
         self._calls = []

@@ -16,38 +16,36 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.forms import Dense, Form, Outer
 from dpoptim.gradients.probe import Trial, same_randomness, warn_unless_checked
+from dpoptim.gradients.trials import trying
 
 FEW = 16  # examples that are run; kernels are compiled anew for numbers that 16 does not divide
 
 
 class RowsApart:
-    """Tries calls of `model` or of its parts. While it is `running`, gradients are looked at and kept nowhere."""
+    """Tries calls of `model` or of its parts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._touched: dict[str, Tensor] | None = None  # by parameter: the rows with a gradient
 
-    @property
-    def running(self) -> bool:
-        return self._touched is not None
-
-    def sees(self, name: str, form: Form) -> bool:
-        """One use of a parameter; False where nothing is running."""
+    def see(self, name: str, form: Form) -> None:
+        """One use of a parameter in a trial, of this model or of another."""
         if self._touched is None:
-            return False
+            return
         if isinstance(form, Outer):  # either factor may be the one that holds the gradient
             touched = (_is_something(form.left) & _is_something(form.right)).any(1)
         else:
             touched = _is_something((form.grads if isinstance(form, Dense) else form.values).flatten(1))
         before = self._touched.get(name)
         self._touched[name] = touched if before is None or len(before) != len(touched) else before | touched
-        return True
 
     def try_call(self, module: nn.Module, leaves: list[Any], structure: Any, trial: Trial, few: int) -> None:
         """Warn where an example's output hangs on rows of others. What cannot be run is left to the call itself."""
         self._touched = {}
         try:
-            with torch.enable_grad(), same_randomness(leaves):
+            # What is saved stays out of the checkpoint that the call may lie in.
+            own_graph = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+            with trying(), torch.enable_grad(), same_randomness(leaves), own_graph:
                 mixed = self._mixed(module, leaves, structure, trial, few)
         except Exception:  # whatever the module says to such a batch, or torch to its backward
             mixed = None
@@ -96,8 +94,8 @@ def _is_something(vectors: Tensor) -> Tensor:
 
 
 def _cut(leaf: Any, few: int | None) -> Any:
-    """A tensor's first rows, cut off from whatever it was made of."""
+    """A copy of a tensor's first rows, cut off from whatever it was made of."""
     if not isinstance(leaf, Tensor):
         return leaf
-    own = (leaf if few is None else leaf[:few]).detach()
+    own = (leaf if few is None else leaf[:few]).detach().clone()
     return own.requires_grad_(leaf.requires_grad)

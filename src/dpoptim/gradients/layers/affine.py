@@ -95,7 +95,8 @@ class _WholeNorm(torch.autograd.Function):
 
 def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
-    if len(module.normalized_shape) == 1 and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
+    fits = tuple(module.normalized_shape) == inputs.shape[-1:]
+    if fits and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
         flat = inputs if inputs.ndim == 3 else inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
         settings = (normalisation.layer_norm, (module.eps,), normalisation.layer_norm_gradient)
         output = applied(_WholeNorm, flat, module.weight, module.bias, *settings, keeper, keeper.use())
@@ -109,7 +110,8 @@ def group_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kw
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
     # torch's own statistics have the inputs' dtype
     exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias) is not None
-    if exact and _has_both(module, inputs) and inputs.is_contiguous() and inputs.numel():
+    fits = inputs.is_contiguous() and inputs.numel() > 0 and inputs.shape[1] == module.num_channels
+    if exact and _has_both(module, inputs) and fits:
         settings = (normalisation.group_norm, (module.num_groups, module.eps), normalisation.group_norm_gradient)
         flat = inputs.view(*inputs.shape[:2], -1)
         output = applied(_WholeNorm, flat, module.weight, module.bias, *settings, keeper, keeper.use())

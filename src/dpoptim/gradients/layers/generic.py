@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.forms import Dense
 from dpoptim.gradients.layers.rule import Keeper, Use, batch_axis
+from dpoptim.gradients.trials import is_trying
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """Which modules have been compared with their own forward, for which axes of which arguments."""
@@ -87,7 +88,8 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
         if kind not in checked or axes != guessed:  # what was shared may have become the examples' own
             _check(run, module, name, examples, args, kwargs)
-            checked.add(kind)
+            if not is_trying():
+                checked.add(kind)
         return run(copies)
 
 
