@@ -231,35 +231,41 @@ def test_one_row_that_is_not_shared_is_refused():
         model(x)
 
 
+class Failing(torch.autograd.Function):
+    """Its backward fails as often as it is told to."""
+
+    left = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Failing.left:
+            Failing.left -= 1
+            raise RuntimeError("out of memory, say")
+        return grad
+
+
+class FailsBetweenLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Failing.apply(self.first(x)))[:, 0]
+
+
 def test_a_backward_that_fails_counts_for_nothing():
-    class Failing(torch.autograd.Function):
-        fails = True
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if Failing.fails:
-                raise RuntimeError("out of memory, say")
-            return grad
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Failing.apply(self.first(x)))[:, 0]
-
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(B, D)
+    model, x = FailsBetweenLayers(), torch.randn(B, D)
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()
+    loss = model(x).sum()
+    Failing.left = 1
     with pytest.raises(RuntimeError, match="out of memory"):
-        model(x).sum().backward()
-    Failing.fails = False
+        loss.backward()
     for part in x.split(B // 2):
         model(part).sum().backward()
     found, _ = sums.take()
@@ -271,34 +277,11 @@ def test_a_backward_that_fails_counts_for_nothing():
 
 
 def test_a_backward_that_failed_may_not_be_run_again_on_the_same_graph():
-    class Failing(torch.autograd.Function):
-        fails = True
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if Failing.fails:
-                Failing.fails = False
-                raise RuntimeError("out of memory, say")
-            return grad
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(Failing.apply(self.first(x)))[:, 0]
-
-    model = Net()
+    model = FailsBetweenLayers()
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()
-    Failing.fails = False
     loss = model(torch.randn(B, D)).sum()
-    Failing.fails = True
+    Failing.left = 1
     with pytest.raises(RuntimeError, match="out of memory"):
         loss.backward(retain_graph=True)
     loss.backward()

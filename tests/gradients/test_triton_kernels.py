@@ -19,6 +19,21 @@ if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise tha
     CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 300, [130]
 
 
+def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
+    """A layer that normalises, and its gradient, against themselves in double; what is rounded to 16 bits by less."""
+    norm, gradient = getattr(normalisation, kind), getattr(normalisation, f"{kind}_gradient")
+    rounding = {torch.float32: bound, torch.bfloat16: 5e-3, torch.float16: 1e-3}[inputs.dtype]
+    found = norm(inputs, weight, bias, *settings)
+    exact = norm(inputs.double(), weight.double(), bias.double(), *settings)
+    given = (grad, inputs, weight, *found[1:])
+    back, expected = gradient(*given), gradient(*(tensor.double() for tensor in given))
+    for ours, theirs in ((found, exact), (back, expected)):
+        for a, b, most in zip(ours, theirs, (rounding, bound, bound), strict=True):
+            close(a, b, most)
+    for a, b in zip(back, gradient(*given), strict=True):
+        assert torch.equal(a, b)
+
+
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,18 +159,7 @@ class TestKernels:
         weight, bias = (made(width, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
         if scaled:  # at a stride
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
-        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-        found = normalisation.layer_norm(inputs, weight, bias, 1e-5)
-        exact = normalisation.layer_norm(inputs.double(), weight.double(), bias.double(), 1e-5)
-        for a, b, bound in zip(found, exact, (rounding, 2e-6, 2e-6), strict=True):
-            close(a, b, bound)
-        given = (grad, inputs, weight, *found[1:])
-        back = normalisation.layer_norm_gradient(*given)
-        expected = normalisation.layer_norm_gradient(*(tensor.double() for tensor in given))
-        for a, b, bound in zip(back, expected, (rounding, 2e-6, 2e-6), strict=True):
-            close(a, b, bound)
-        for a, b in zip(back, normalisation.layer_norm_gradient(*given), strict=True):
-            assert torch.equal(a, b)
+        check_normalised("layer_norm", grad, inputs, weight, bias, (1e-5,), 2e-6)
 
     def test_group_norm(self, shape, scaled, dtype):
         examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
@@ -164,18 +168,7 @@ class TestKernels:
         weight, bias = (made(channels, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
         if scaled:  # at a stride, and far from 0
             grad, inputs = grad.mT.contiguous().mT, (inputs + 3).mT.contiguous().mT
-        rounding = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-        found = normalisation.group_norm(inputs, weight, bias, groups, 1e-5)
-        exact = normalisation.group_norm(inputs.double(), weight.double(), bias.double(), groups, 1e-5)
-        for a, b, bound in zip(found, exact, (rounding, 1e-5, 1e-5), strict=True):
-            close(a, b, bound)
-        given = (grad, inputs, weight, *found[1:])
-        back = normalisation.group_norm_gradient(*given)
-        expected = normalisation.group_norm_gradient(*(tensor.double() for tensor in given))
-        for a, b, bound in zip(back, expected, (rounding, 1e-5, 1e-5), strict=True):
-            close(a, b, bound)
-        for a, b in zip(back, normalisation.group_norm_gradient(*given), strict=True):
-            assert torch.equal(a, b)
+        check_normalised("group_norm", grad, inputs, weight, bias, (groups, 1e-5), 1e-5)
 
     @pytest.mark.parametrize("classes", CLASSES)
     def test_softmax_gradient(self, shape, scaled, dtype, classes):

@@ -15,6 +15,13 @@ _TILE = 4096  # elements that a program holds at once; it comes back to a group 
 
 
 @triton.jit
+def _places(first, c, s0, per_group, space, BS: tl.constexpr):
+    """Where a tile's elements lie, and which of them are there."""
+    s = s0 + tl.arange(0, BS)
+    return first + c[:, None] * space + s[None, :], (c[:, None] < per_group) & (s[None, :] < space)
+
+
+@triton.jit
 def _group_norm(inputs, weight, bias, output, mean, rstd, groups, per_group, space, eps,
                 BC: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)  # of all examples
@@ -23,17 +30,15 @@ def _group_norm(inputs, weight, bias, output, mean, rstd, groups, per_group, spa
     for c0 in range(0, per_group, BC):
         c = c0 + tl.arange(0, BC)
         for s0 in range(0, space, BS):
-            s = s0 + tl.arange(0, BS)
-            there = (c[:, None] < per_group) & (s[None, :] < space)
-            total += tl.load(inputs + first + c[:, None] * space + s[None, :], mask=there, other=0.0).to(tl.float32)
+            at, there = _places(first, c, s0, per_group, space, BS)
+            total += tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
     m = tl.sum(tl.sum(total, 1), 0) / size
     total = tl.zeros([BC, BS], tl.float32)
     for c0 in range(0, per_group, BC):
         c = c0 + tl.arange(0, BC)
         for s0 in range(0, space, BS):
-            s = s0 + tl.arange(0, BS)
-            there = (c[:, None] < per_group) & (s[None, :] < space)
-            x = tl.load(inputs + first + c[:, None] * space + s[None, :], mask=there, other=0.0).to(tl.float32)
+            at, there = _places(first, c, s0, per_group, space, BS)
+            x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
             centred = tl.where(there, x - m, 0.0)
             total += centred * centred
     r = 1.0 / tl.sqrt(tl.sum(tl.sum(total, 1), 0) / size + eps)
@@ -45,9 +50,7 @@ def _group_norm(inputs, weight, bias, output, mean, rstd, groups, per_group, spa
         w = tl.load(weight + channel + c, mask=c < per_group, other=0.0).to(tl.float32)
         b = tl.load(bias + channel + c, mask=c < per_group, other=0.0).to(tl.float32)
         for s0 in range(0, space, BS):
-            s = s0 + tl.arange(0, BS)
-            there = (c[:, None] < per_group) & (s[None, :] < space)
-            at = first + c[:, None] * space + s[None, :]
+            at, there = _places(first, c, s0, per_group, space, BS)
             x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
             y = (x - m) * r * w[:, None] + b[:, None]
             tl.store(output + at, y.to(output.dtype.element_ty), mask=there)
@@ -65,9 +68,7 @@ def _group_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight,
         c = c0 + tl.arange(0, BC)
         plain, weighted = tl.zeros([BC, BS], tl.float32), tl.zeros([BC, BS], tl.float32)
         for s0 in range(0, space, BS):
-            s = s0 + tl.arange(0, BS)
-            there = (c[:, None] < per_group) & (s[None, :] < space)
-            at = first + c[:, None] * space + s[None, :]
+            at, there = _places(first, c, s0, per_group, space, BS)
             g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
             x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
             plain += g
@@ -83,9 +84,7 @@ def _group_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight,
         c = c0 + tl.arange(0, BC)
         w = tl.load(weight + channel + c, mask=c < per_group, other=0.0).to(tl.float32)
         for s0 in range(0, space, BS):
-            s = s0 + tl.arange(0, BS)
-            there = (c[:, None] < per_group) & (s[None, :] < space)
-            at = first + c[:, None] * space + s[None, :]
+            at, there = _places(first, c, s0, per_group, space, BS)
             g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
             x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
             change = (g * w[:, None] - total - (x - m) * r * along) * r
