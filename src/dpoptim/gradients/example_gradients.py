@@ -92,6 +92,8 @@ class ExampleGradients:
     @property
     def positions(self) -> int:
         """Of all uses; 0 where only gradients themselves are held."""
+        if self.is_dense:
+            return 0
         return sum(use.left.shape[1] for use in self.outers) + sum(use.ids.shape[1] for use in self.rows)
 
     @property

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _position_sums(values, weights, out, positions, width, stride, BLOCK: tl.constexpr):
     example = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,8 @@ def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: t
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    losses, lengths = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    lengths = torch.empty_like(losses)  # by itself, so that it is aligned, or kernels are compiled for both
     if len(logits):
         _softmax_gradient[(len(logits),)](
             logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), LANES=256, SIDE=8, num_warps=8

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,45 +23,42 @@ def _whole(grads: Tensor) -> Tensor:
     return grads.contiguous()
 
 
-class _Launch:
-    """Pairs (gradients, scale or sum) that one launch takes: of one dtype and one alignment."""
+class _Launch(NamedTuple):
+    """Tensors that one launch takes: of one dtype and one alignment, where `step` elements are loaded at once."""
 
-    def __init__(self, dtype: torch.dtype, step: int) -> None:
-        self.dtype, self.step = dtype, step  # `step` elements are loaded at once
-        self.grads: list[Tensor] = []
-        self.others: list[Tensor] = []
-        self.sizes: list[tuple[int, int]] = []  # elements of an example, and the stride of examples
-
-    @property
-    def addresses(self) -> Tensor:
-        return addresses_of(self.grads, self.others)
-
-    def parts(self, span: int) -> Tensor:
-        return parts_of(tuple(self.sizes), span, self.grads[0].device)
+    dtype: torch.dtype
+    step: int
+    parts: Tensor
 
 
-def _launches(grads: Sequence[Tensor], others: Sequence[Tensor]) -> Iterable[_Launch]:
-    """Tensors without elements are left out; loads are of 16 bytes where all begins at a multiple of that."""
-    found: dict[tuple[torch.dtype, int], _Launch] = {}
+def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, int, list[_Launch]]:
+    """Pairs (gradients, scale or sum) by launch: one table of addresses for all, how many pairs are in it, and for each
+    launch which program works on what. Tensors without elements are left out; loads are of 16 bytes where all begins
+    at a multiple of that.
+    """
+    kinds: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor, tuple[int, int]]]] = {}
     for grad, other in zip(grads, others, strict=True):
         if not grad.numel():
             continue
-        size = (grad.numel() // grad.shape[0], grad.stride(0))
+        size = (grad.numel() // grad.shape[0], grad.stride(0))  # elements of an example, and the stride of examples
         step = 16 // grad.element_size()
         if size[0] % step or size[1] % step or grad.data_ptr() % 16 or other.data_ptr() % 16:
             step = 1
-        launch = found.get((grad.dtype, step))
-        if launch is None:
-            launch = found[grad.dtype, step] = _Launch(grad.dtype, step)
-        launch.grads.append(grad)
-        launch.others.append(other)
-        launch.sizes.append(size)
-    return found.values()
+        kinds.setdefault((grad.dtype, step), []).append((grad, other, size))
+    pairs = [pair for members in kinds.values() for pair in members]
+    launches, first = [], 0
+    for (dtype, step), members in kinds.items():
+        sizes = tuple(size for *_, size in members)
+        launches.append(_Launch(dtype, step, parts_of(sizes, span, grads[0].device, first=first)))
+        first += len(members)
+    if not pairs:
+        return torch.empty(0, dtype=torch.int64, device=grads[0].device), 0, []
+    return addresses_of([grad for grad, *_ in pairs], [other for _, other, _ in pairs]), len(pairs), launches
 
 
-@triton.jit
-def _squares(addresses, parts, out, tensors, DTYPE: tl.constexpr, SCALED: tl.constexpr, STEP: tl.constexpr,
-             SPAN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["tensors", "columns", "column"])
+def _squares(addresses, parts, out, tensors, columns, column, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+             STEP: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     example, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
     numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
@@ -77,12 +75,12 @@ def _squares(addresses, parts, out, tensors, DTYPE: tl.constexpr, SCALED: tl.con
         if SCALED:
             value = value * tl.load(scale + at, mask=inside, other=0.0)
         total += value * value
-    tl.store(out + example * tl.num_programs(1) + program, tl.sum(total, 0))
+    tl.store(out + example * columns + column + program, tl.sum(total, 0))
 
 
-@triton.jit
-def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.constexpr, ADD: tl.constexpr,
-                   SQUARED: tl.constexpr, STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["examples", "tensors", "add"])
+def _weighted_sums(addresses, parts, weights, examples, tensors, add, DTYPE: tl.constexpr, SQUARED: tl.constexpr,
+                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr,
                    STAGES: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
@@ -103,7 +101,7 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, DTYPE: tl.const
         share = tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
         total += share * share if SQUARED else share
     found = tl.sum(total, 0)
-    if ADD:
+    if add:
         found += tl.load(into + at, mask=inside, other=0.0)
     tl.store(into + at, found, mask=inside)
 
@@ -112,16 +110,16 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     grads = [_whole(grad) for grad in grads]
     examples, device = grads[0].shape[0], grads[0].device
     given = grads if scales is None else [scale.float().contiguous() for scale in scales]
-    total = torch.zeros(examples, dtype=torch.float64, device=device)
-    for launch in _launches(grads, given):
-        parts = launch.parts(_SPAN)
-        out = torch.empty(examples, parts.shape[0], dtype=torch.float32, device=device)
-        _squares[(examples, parts.shape[0])](
-            launch.addresses, parts, out, len(launch.grads), DTYPE=DTYPES[launch.dtype],
-            SCALED=scales is not None, STEP=launch.step, SPAN=_SPAN, BLOCK=1024,
+    addresses, tensors, launches = _launches(grads, given, _SPAN)
+    columns, column = sum(len(launch.parts) for launch in launches), 0
+    out = torch.empty(examples, columns, dtype=torch.float32, device=device)
+    for dtype, step, parts in launches:
+        _squares[(examples, len(parts))](
+            addresses, parts, out, tensors, columns, column, DTYPE=DTYPES[dtype], SCALED=scales is not None, STEP=step,
+            SPAN=_SPAN, BLOCK=1024,
         )  # fmt: skip
-        total = total + out.sum(1, dtype=torch.float64)
-    return total
+        column += len(parts)
+    return out.sum(1, dtype=torch.float64)
 
 
 def many_weighted_sums(
@@ -130,9 +128,9 @@ def many_weighted_sums(
     grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
     if not len(weights) and not add:
         torch._foreach_zero_(list(into))
-    for launch in _launches(grads, into):
-        parts = launch.parts(_BLOCK)
-        _weighted_sums[(parts.shape[0],)](
-            launch.addresses, parts, weights, len(weights), len(launch.grads), DTYPE=DTYPES[launch.dtype], ADD=add,
-            SQUARED=squared, STEP=launch.step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
+    addresses, tensors, launches = _launches(grads, into, _BLOCK)
+    for dtype, step, parts in launches:
+        _weighted_sums[(len(parts),)](
+            addresses, parts, weights, len(weights), tensors, int(add), DTYPE=DTYPES[dtype], SQUARED=squared, STEP=step,
+            EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
         )  # fmt: skip

@@ -14,7 +14,7 @@ _TILE = 2048  # elements that a program holds at once, where a row is shorter
 _PROGRAMS = 1056  # are enough for a large GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layer_norm(inputs, weight, bias, output, mean, rstd, rows, width, eps, BR: tl.constexpr, BW: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BW)
     there = (row[:, None] < rows) & (col[None, :] < width)
@@ -31,7 +31,7 @@ def _layer_norm(inputs, weight, bias, output, mean, rstd, rows, width, eps, BR: 
     tl.store(rstd + row, s, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "chunk"])
 def _layer_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight, by_bias, positions, width, chunk,
                          BT: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     """A chunk of the positions of one example: gradients of the inputs, and the chunk's share of weight and bias."""
@@ -68,7 +68,8 @@ def _tile(width: int) -> tuple[int, int, int]:
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     inputs = inputs.contiguous()
     output, (rows, width) = torch.empty_like(inputs), (inputs.shape[:-1].numel(), inputs.shape[-1])
-    mean, rstd = torch.empty(2, *inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
+    mean = torch.empty(inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
+    rstd = torch.empty_like(mean)
     if rows:
         together, columns, warps = _tile(width)
         _layer_norm[(cdiv(rows, together),)](
@@ -91,10 +92,12 @@ def layer_norm_gradient(
     parts = max(1, min(cdiv(_PROGRAMS, examples), cdiv(positions, together)))
     chunk = cdiv(cdiv(positions, parts), together) * together
     parts = cdiv(positions, chunk)
-    sums = torch.empty(2, examples, parts, width, dtype=torch.float32, device=grad.device)
+    by_weight = torch.empty(examples, parts, width, dtype=torch.float32, device=grad.device)
+    by_bias = torch.empty_like(by_weight)
     _layer_norm_gradient[(examples, parts)](
-        grad, inputs, weight.contiguous(), mean.contiguous(), rstd.contiguous(), to_inputs, sums[0], sums[1],
+        grad, inputs, weight.contiguous(), mean.contiguous(), rstd.contiguous(), to_inputs, by_weight, by_bias,
         positions, width, chunk, BT=together, BW=columns, num_warps=warps,
     )  # fmt: skip
-    by_weight, by_bias = sums.sum(2) if parts > 1 else sums[:, :, 0]
-    return to_inputs, by_weight, by_bias
+    if parts > 1:
+        return to_inputs, by_weight.sum(1), by_bias.sum(1)
+    return to_inputs, by_weight.view(examples, width), by_bias.view(examples, width)

@@ -28,7 +28,7 @@ def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.co
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["examples", "group"])
 def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols, tiles_across, SCALED: tl.constexpr,
                    BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     tile, tiles = tl.program_id(0), tl.num_programs(0).to(tl.int64)
@@ -46,7 +46,7 @@ def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols,
         tl.store(out + (example * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["examples", "share"])
 def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows, cols, tiles_across,
                         BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
@@ -80,7 +80,7 @@ def _with_lookups(total, ids, values, example, lookups, cols, down, across, BT: 
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["examples", "share", "lookups"])
 def _outer_square_sum(left, right, ids, values, weights, out, examples, share, blocks, rows, cols, tiles_across,
                       lookups, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)

@@ -13,7 +13,7 @@ _CHUNK = 64  # sorted look-ups that a program sums one after the other
 _TOGETHER = 64  # chunks' sums that a program adds at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
     """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
     example = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
     return out.sum(1, dtype=torch.float64), (apart.sum(1, dtype=torch.float64) * positions).sqrt()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups", "positions"])
 def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions, width, CHUNK: tl.constexpr,
                 BW: tl.constexpr):  # fmt: skip
     """Look-ups come sorted by id. A run of equal ids that lies within a chunk is added to its row. Of one that does not
@@ -85,7 +85,7 @@ def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions,
             began_before = first < 0  # never
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lookups"])
 def _sum_long_runs(ids, total, partial, lookups, width, CHUNK: tl.constexpr, TOGETHER: tl.constexpr, BW: tl.constexpr):
     """The run that begins in a chunk and goes on behind it: the shares of its chunks, added to its row."""
     chunk, col = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)

@@ -27,12 +27,13 @@ def next_power_of_2(number: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device) -> Tensor:
+def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:
     """int64 [programs, 4]: number of the tensor, where in it the program begins, and the two numbers of its size.
 
-    The first number of a size is how many elements a tensor has. The same at every step, so it stays on the device.
+    The first number of a size is how many elements a tensor has; tensors are numbered from `first` on. The same at
+    every step, so it stays on the device.
     """
-    rows = [(i, start, *size) for i, size in enumerate(sizes) for start in range(0, size[0], span)]
+    rows = [(i, start, *size) for i, size in enumerate(sizes, first) for start in range(0, size[0], span)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 

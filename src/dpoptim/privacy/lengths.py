@@ -19,8 +19,6 @@ Row = Tensor | Sequence[int] | NDArray[Any]
 PART_PRICE = 131_072
 """What one more part costs, in tokens: its launches take about as long as this many tokens of padding."""
 
-_IMPOSSIBLE = np.iinfo(np.int64).max
-
 
 def cut_by_length(
     lengths: Integers,
@@ -55,13 +53,12 @@ def cut_by_length(
     places = np.append(np.arange(0, len(lengths), unit), len(lengths))  # where a part may begin or end
     # cheapest[k]: the least cost of all that lies before places[k]; before[k]: where the last part of it begins
     cheapest, before = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
-    for k in range(1, len(places)):
-        width = widths[places[k] - 1]
-        examples = places[k] - places[:k]
-        fits = (examples <= most) & ((examples * width <= max_tokens) | (examples == 1))
-        costs = np.where(fits, cheapest[:k] + examples * width + price, _IMPOSSIBLE)
-        before[k] = np.argmin(costs)
-        cheapest[k] = costs[before[k]]
+    longest = widths[places[1:] - 1]  # in a part that ends there
+    first = np.searchsorted(places, places[1:] - np.minimum(most, np.maximum(max_tokens // longest, 1)))
+    for k, (width, start) in enumerate(zip(longest.tolist(), first.tolist(), strict=True), 1):
+        costs = cheapest[start:k] - width * places[start:k]  # of a part that begins at each place, less what all cost
+        before[k] = start + costs.argmin()
+        cheapest[k] = costs[before[k] - start] + width * places[k] + price
     cuts, k = [], int(before[-1])
     while k > 0:
         cuts.append(int(places[k]))

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients import normalisation
 from dpoptim.gradients.forms import Dense
 from dpoptim.gradients.kernels import on_gpu, wide, wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
 
 
 class _ScaleAndShift(torch.autograd.Function):
@@ -36,7 +35,7 @@ class _ScaleAndShift(torch.autograd.Function):
         return output if bias is None else output + _fit(bias, normalised, first_axis)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         normalised, weight = ctx.saved_tensors
         if trainable(ctx.weight):
@@ -83,7 +82,7 @@ class _WholeNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         to_inputs, by_weight, by_bias = ctx.gradient(grad, *ctx.saved_tensors)
         if trainable(ctx.weight):

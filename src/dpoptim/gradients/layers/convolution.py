@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Form, Outer
 from dpoptim.gradients.kernels import wide
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
 
 Settings = tuple[list[int], list[int], list[int], int]
 
@@ -39,7 +38,7 @@ class _Convolution(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         if trainable(ctx.weight):

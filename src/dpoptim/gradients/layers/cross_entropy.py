@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Outer
 from dpoptim.gradients.kernels import position_sums, softmax_gradient_
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, trainable
 
 _ALIGNMENT = 64  # classes are padded to a multiple of this: tensor cores want aligned rows
 
@@ -47,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.view(labels.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, outputs, lengths, to_inputs = ctx.saved_tensors
         outputs = outputs[..., : ctx.classes]

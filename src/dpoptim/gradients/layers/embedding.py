@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Rows
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input
 
 
 class _Embedding(torch.autograd.Function):
@@ -23,7 +22,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         ids = ids.reshape(len(ids), -1)

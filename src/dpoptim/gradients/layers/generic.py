@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.gradients.forms import Dense
-from dpoptim.gradients.layers.rule import Keeper, Use, batch_axis
+from dpoptim.gradients.layers.rule import Keeper, Use, batch_axis, differentiated_once
 from dpoptim.gradients.trials import is_trying
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -34,7 +33,7 @@ class OneCopyAnExample(torch.autograd.Function):
         return parameter.detach().expand(examples, *parameter.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.keeper.keep(ctx.parameter, Dense(grad), ctx.use)
         return None, None, None, None

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Dense, Outer
 from dpoptim.gradients.kernels import wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
 
 
 class _Linear(torch.autograd.Function):
@@ -35,7 +34,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(inputs, weight.T if inputs_first else weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         by_position = grad if grad.ndim == 3 else grad.reshape(grad.shape[0], -1, grad.shape[-1])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Form
 
@@ -68,6 +69,19 @@ def applied(function: type[Function], *args: Any) -> Any:
 def _apply_of(function: type[Function]) -> Callable[..., Any]:
     apply: Callable[..., Any] = super(Function, function).apply  # type: ignore[misc]
     return apply
+
+
+def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a function whose gradient has none itself: torch's decorator, which takes a while, where
+    somebody might ask for one (`create_graph=True`) and else the backward alone.
+    """
+    guarded = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
