@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from options import PICTURES, need_matplotlib, read_from, told_in_one_line, write_to
-from record import fastest_peer, listed, own_layer_norm, read, spelled
+from record import fastest_peer, listed, own_norms, read, spelled
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; Opacus is hatched besides.
 BARS = {
@@ -50,8 +50,8 @@ def footnotes(record: dict[str, Any], shown: dict[str, dict[str, float | str]]) 
         f"{record['repeats']} steps each",
         "off: the same model, dpoptim's fused loss and batch with torch.optim.Adam, no privacy",
     ]
-    if own_layer_norm(record):
-        lines[-1] += "; off runs torch's layer norm,\nthe private steps a kernel of dpoptim's own"
+    if own_norms(record):
+        lines[-1] += "; off runs torch's layer and group norms,\nthe private steps kernels of dpoptim's own"
     small = [case for case in cases if case["compiled_micro_batch"] and "compiled" in shown[case["name"]]]
     for case in small:
         size = case["compiled_micro_batch"]

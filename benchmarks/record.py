@@ -121,16 +121,16 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def own_layer_norm(record: dict[str, Any]) -> bool:
-    """Whether private steps ran layer norm by dpoptim's kernel, as they do on a GPU with Triton."""
+def own_norms(record: dict[str, Any]) -> bool:
+    """Whether private steps ran norms by dpoptim's kernels, as they do on a GPU with Triton."""
     return "triton" in record["versions"] and not record["machine"].endswith(" threads")
 
 
 def notes(record: dict[str, Any]) -> list[str]:
     """What a reader must know to read the table rightly."""
     lines, done = [], record["cases"]
-    if own_layer_norm(record):
-        lines.append("\"off\" runs torch's layer norm, flat and scaled a kernel of dpoptim's own.")
+    if own_norms(record):
+        lines.append("\"off\" runs torch's layer and group norms, flat and scaled kernels of dpoptim's own.")
     if any(way not in c["ways"] for c in done for way in WAYS if any(way in other["ways"] for other in done)):
         lines.append('"-": not measured.')
     if any(fastest_peer(c["ways"]) for c in done):
