@@ -283,6 +283,18 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"Centres.*mixes"):
             clipped_sum(nn.Sequential(nn.Linear(4, 4), Centres()), squares, torch.randn(5, 4))
 
+    @pytest.mark.parametrize(
+        "kind", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 1)], ids=["linear", "norm", "conv"]
+    )
+    def test_gradient_of_a_gradient(self, kind):
+        """A penalty on gradients: what it would add to the layer's own gradient is not seen by its rule."""
+        sums = attached(kind)
+        inputs = torch.randn(5, 4, 4, requires_grad=True)
+        (gradient,) = torch.autograd.grad(squares(kind, inputs).sum(), inputs, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.square().sum().backward()
+        sums.engine.detach()
+
     def test_nothing_to_train(self, mlp):
         with pytest.raises(ValueError, match="requires_grad"):
             attached(mlp.requires_grad_(False))
