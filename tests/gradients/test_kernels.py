@@ -33,7 +33,10 @@ def check_weighted_sums(grads, weights, tolerance):
         kernels.many_weighted_sums(grads, weights, squared, add=add, squared=True)
         for grad, total in zip(grads, squared, strict=True):
             close(total, times * square_sum(grad, weights), tolerance)
-    into = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
+    sizes = [grad.shape[1:].numel() for grad in grads]
+    flat = torch.full((1 + sum(sizes),), torch.nan, dtype=weights.dtype, device=weights.device)
+    views = flat[1:].split(sizes)  # beginning where loads of 16 bytes cannot
+    into = [view.view(grad.shape[1:]) for grad, view in zip(grads, views, strict=True)]
     kernels.many_weighted_sums(grads, weights, into, add=False)
     for grad, total in zip(grads, into, strict=True):
         close(total, torch.tensordot(weights.double(), grad.double(), 1), tolerance)

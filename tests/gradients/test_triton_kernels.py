@@ -67,7 +67,9 @@ class TestKernels:
         apart = made(examples, rows + 1, cols, dtype=dtype, device=DEVICE)[:, :rows]  # examples at a stride
         vectors = [made(examples, 8 * n, seed=n, dtype=dtype, device=DEVICE) for n in (1, 130, LONG)]
         grads = [apart, *vectors, made(examples, cols, seed=1, device=DEVICE, dtype=torch.float32)]
+        grads.append(made(examples, 0, device=DEVICE, dtype=dtype))
         scales = [made(*grad.shape[1:], seed=3, dtype=torch.float32, device=DEVICE).abs() for grad in grads]
+        scales[1] = torch.cat([scales[1][:1], scales[1]])[1:]  # beginning where loads of 16 bytes cannot
         each = sum(
             (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
             for g, s in zip(grads, scales, strict=True)
@@ -152,6 +154,10 @@ class TestKernels:
             ):
                 assert found.shape == size
                 assert not found.any()
+        none, into = torch.zeros(0, 2, dtype=dtype, device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
+        kernels.many_weighted_sums([none], torch.zeros(0, device=DEVICE), [into], add=False)
+        assert into.tolist() == [0.0, 0.0]
+        assert kernels.many_squares([none], None).shape == (0,)
 
     def test_layer_norm(self, shape, scaled, dtype):
         examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left

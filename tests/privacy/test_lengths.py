@@ -84,6 +84,12 @@ def test_an_example_above_the_bound_is_alone():
     assert cut_by_length(np.array([], dtype=np.int64), max_tokens=256) == []
 
 
+def test_bounds_that_no_number_of_tokens_reaches():
+    for lengths in (np.array([10, 900]), np.array([10, 900], dtype=np.int16)):
+        (part,) = cut_by_length(lengths, max_tokens=10**20, max_examples=10**20)
+        assert part.tolist() == [0, 1]
+
+
 def tokens_plan(sampling, **changes):
     return PrivacyPlan(**{"num_examples": 60, "batch_size": 12, "steps": 9, "sampling": sampling, **changes})
 

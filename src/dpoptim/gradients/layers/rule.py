@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from dpoptim.gradients.forms import Form
 
@@ -72,14 +71,19 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a function whose gradient has none itself: torch's decorator, which takes a while, where
-    somebody might ask for one (`create_graph=True`) and else the backward alone.
+    """The backward of a function whose gradient has none itself.
+
+    torch's own decorator takes longer, and is silent about a gradient that is a constant to it, such as that of a sum.
     """
-    guarded = once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "create_graph=True asks for gradients of gradients (a penalty on them, say), which no layer rule sees; "
+                "take the penalty out, or compute it on public data inside `with dpoptim.public_data():`"
+            )
+        return backward(ctx, *grads)
 
     return run
 
