@@ -85,9 +85,8 @@ def test_an_example_above_the_bound_is_alone():
 
 
 def test_bounds_that_no_number_of_tokens_reaches():
-    for lengths in (np.array([10, 900]), np.array([10, 900], dtype=np.int16)):
-        (part,) = cut_by_length(lengths, max_tokens=10**20, max_examples=10**20)
-        assert part.tolist() == [0, 1]
+    (part,) = cut_by_length(np.array([10, 900]), max_tokens=10**20, max_examples=10**20)
+    assert part.tolist() == [0, 1]
 
 
 def tokens_plan(sampling, **changes):

@@ -47,7 +47,7 @@ def cut_by_length(
     if len(lengths) == 0:
         return []
     order = np.argsort(lengths, kind="stable")
-    widths = _rounded_up(lengths[order].astype(np.int64), bucket)
+    widths = _rounded_up(lengths[order], bucket)
     most = len(lengths) if max_examples is None else min(max_examples, len(lengths))
     max_tokens = min(max_tokens, np.iinfo(np.int64).max)
     unit = min(together, most, max(max_tokens // int(widths[-1]), 1))
