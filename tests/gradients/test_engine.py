@@ -176,6 +176,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match=words):
             attached(nn.Sequential(layer))
 
+    def test_complex_parameters(self):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.cfloat))
+        with pytest.raises(ValueError, match=r"layer '1' \(Linear\) has complex parameters"):
+            attached(model)
+
     def test_loss_that_is_not_a_vector(self, mlp, x):
         with pytest.raises(ValueError, match="one loss an example"):
             clipped_sum(mlp, lambda m, x: m(x).sum(), x)
@@ -453,10 +458,27 @@ def test_an_engine_that_cannot_attach_leaves_the_one_that_watches():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_layer_norm_of_an_empty_batch():
-    sums, norms = clipped_sum(nn.LayerNorm(6), lambda m, x: m(x).sum((1, 2)), torch.zeros(0, 4, 6), clip_norm=1.0)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.LayerNorm(6), (4, 6)),
+        (nn.Linear(6, 3), (6,)),
+        (nn.Linear(6, 3), (2, 4, 6)),
+        (nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 2)), (2, 4)),
+        (nn.Embedding(9, 4), (5,)),
+    ],
+    ids=["norm", "linear", "linear 4-D", "conv", "embedding"],
+)
+def test_an_empty_batch(model, shape):
+    inputs = torch.zeros(0, *shape, dtype=torch.long if isinstance(model, nn.Embedding) else torch.float32)
+    sums, norms = clipped_sum(model, lambda m, x: m(x).flatten(1).sum(1), inputs, clip_norm=1.0)
     assert norms.shape == (0,)
-    assert not sums["weight"].any()
+    assert not any(total.any() for total in sums.values())
+
+
+def test_an_empty_batch_of_a_module_without_a_rule():
+    with pytest.raises(ValueError, match="empty batch; for an empty sample leave out forward and backward"):
+        clipped_sum(nn.PReLU(), lambda m, x: m(x).sum(1), torch.zeros(0, 4), clip_norm=1.0)
 
 
 def test_an_old_engine_that_is_detached_leaves_the_new_one():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpoptim.gradients import normalisation
 from dpoptim.gradients.forms import Dense
 from dpoptim.gradients.kernels import on_gpu, wide, wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, by_position, differentiated_once, only_input, trainable
 
 
 class _ScaleAndShift(torch.autograd.Function):
@@ -96,9 +96,8 @@ def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kw
     inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
     fits = tuple(module.normalized_shape) == inputs.shape[-1:]
     if fits and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
-        flat = inputs if inputs.ndim == 3 else inputs.reshape(len(inputs), inputs.shape[1:-1].numel(), inputs.shape[-1])
         settings = (normalisation.layer_norm, (module.eps,), normalisation.layer_norm_gradient)
-        output = applied(_WholeNorm, flat, module.weight, module.bias, *settings, keeper, keeper.use())
+        output = applied(_WholeNorm, by_position(inputs), module.weight, module.bias, *settings, keeper, keeper.use())
         return output if inputs.ndim == 3 else output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)

@@ -60,6 +60,8 @@ _PATCH_ELEMENTS = 1 << 27  # of patches that are held at a time
 
 def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Form:
     stride, padding, dilation, groups = settings
+    if not len(inputs):
+        return Dense(inputs.new_zeros(0, *weight.shape))
     kernel = list(weight.shape[2:])
     apart = kernel == stride and not any(padding) and set(dilation) == {1}
     if groups == 1 and apart and weight.ndim == 4:

@@ -25,7 +25,7 @@ class _Embedding(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ids = ids.reshape(len(ids), -1)
+        ids = ids.reshape(len(ids), ids.shape[1:].numel())
         values = grad.reshape(*ids.shape, grad.shape[-1])
         if ctx.padding_idx is not None:  # the padding row has no gradient
             values = values.masked_fill((ids == ctx.padding_idx)[..., None], 0)

@@ -47,6 +47,11 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
     if first is None:
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
     examples = keeper.agree_on_batch(first.movedim(examples_axis, 0), name).shape[0]
+    if not examples:
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
+            "forward and backward, and call optimizer.step() alone"
+        )
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     axes = _seen_to_be(keeper, name, guessed, leaves, first) if examples > 1 else guessed
     leaves = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpoptim.gradients.forms import Dense, Outer
 from dpoptim.gradients.kernels import wide_dtype
-from dpoptim.gradients.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
+from dpoptim.gradients.layers.rule import Keeper, Use, applied, by_position, differentiated_once, only_input, trainable
 
 
 class _Linear(torch.autograd.Function):
@@ -37,14 +37,13 @@ class _Linear(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        by_position = grad if grad.ndim == 3 else grad.reshape(grad.shape[0], -1, grad.shape[-1])
+        leaving = by_position(grad)
         if trainable(ctx.weight):
-            entering = inputs if inputs.ndim == 3 else inputs.reshape(grad.shape[0], -1, inputs.shape[-1])
-            entering = entering.to(grad.dtype)
-            form = Outer(entering, by_position) if ctx.inputs_first else Outer(by_position, entering)
+            entering = by_position(inputs).to(grad.dtype)
+            form = Outer(entering, leaving) if ctx.inputs_first else Outer(leaving, entering)
             ctx.keeper.keep(ctx.weight, form, ctx.use)
         if trainable(ctx.bias):
-            ctx.keeper.keep(ctx.bias, Dense(by_position.sum(1, dtype=wide_dtype(by_position.dtype))), ctx.use)
+            ctx.keeper.keep(ctx.bias, Dense(leaving.sum(1, dtype=wide_dtype(leaving.dtype))), ctx.use)
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight

@@ -32,6 +32,11 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
                 raise ValueError(f"{label} has scale_grad_by_freq=True, which mixes examples; set it to False")
         if isinstance(module, nn.EmbeddingBag) and module.weight.requires_grad:
             raise ValueError(f"{label} flattens examples into bags; use nn.Embedding and a mean over positions")
+        if any(parameter.is_complex() and parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            raise ValueError(
+                f"{label} has complex parameters, whose gradients would lose their imaginary part; hold the two parts "
+                "as real parameters, and make them one in the forward by torch.view_as_complex"
+            )
         if parametrize.is_parametrized(module):
             raise ValueError(
                 f"{label} has a parametrization, whose per-example gradients cannot be seen; "

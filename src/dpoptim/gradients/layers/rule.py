@@ -94,6 +94,11 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return tensor
 
 
+def by_position(tensor: Tensor) -> Tensor:
+    """A tensor [examples, ..., width] as [examples, positions, width], also one without examples."""
+    return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
+
+
 def trainable(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.requires_grad
 
