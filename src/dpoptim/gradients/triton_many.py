@@ -31,10 +31,10 @@ class _Launch(NamedTuple):
     parts: Tensor
 
 
-def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, int, list[_Launch]]:
-    """Pairs (gradients, scale or sum) by launch: one table of addresses for all, how many pairs are in it, and for each
-    launch which program works on what. Tensors without elements are left out; loads are of 16 bytes where all begins
-    at a multiple of that.
+def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, list[_Launch]]:
+    """Pairs (gradients, scale or sum) by launch: one table of addresses [2, pairs] for all, and for each launch which
+    program works on what. Tensors without elements are left out; loads are of 16 bytes where all begins at a multiple
+    of that.
     """
     kinds: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor, tuple[int, int]]]] = {}
     for grad, other in zip(grads, others, strict=True):
@@ -52,8 +52,8 @@ def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> t
         launches.append(_Launch(dtype, step, parts_of(sizes, span, grads[0].device, first=first)))
         first += len(members)
     if not pairs:
-        return torch.empty(0, dtype=torch.int64, device=grads[0].device), 0, []
-    return addresses_of([grad for grad, *_ in pairs], [other for _, other, _ in pairs]), len(pairs), launches
+        return torch.empty(2, 0, dtype=torch.int64, device=grads[0].device), []
+    return addresses_of([grad for grad, *_ in pairs], [other for _, other, _ in pairs]), launches
 
 
 @triton.jit(do_not_specialize=["tensors", "columns", "column"])
@@ -110,13 +110,13 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     grads = [_whole(grad) for grad in grads]
     examples, device = grads[0].shape[0], grads[0].device
     given = grads if scales is None else [scale.float().contiguous() for scale in scales]
-    addresses, tensors, launches = _launches(grads, given, _SPAN)
+    addresses, launches = _launches(grads, given, _SPAN)
     columns, column = sum(len(launch.parts) for launch in launches), 0
     out = torch.empty(examples, columns, dtype=torch.float32, device=device)
     for dtype, step, parts in launches:
         _squares[(examples, len(parts))](
-            addresses, parts, out, tensors, columns, column, DTYPE=DTYPES[dtype], SCALED=scales is not None, STEP=step,
-            SPAN=_SPAN, BLOCK=1024,
+            addresses, parts, out, addresses.shape[1], columns, column, DTYPE=DTYPES[dtype], SCALED=scales is not None,
+            STEP=step, SPAN=_SPAN, BLOCK=1024,
         )  # fmt: skip
         column += len(parts)
     return out.sum(1, dtype=torch.float64)
@@ -128,9 +128,9 @@ def many_weighted_sums(
     grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
     if not len(weights) and not add:
         torch._foreach_zero_(list(into))
-    addresses, tensors, launches = _launches(grads, into, _BLOCK)
+    addresses, launches = _launches(grads, into, _BLOCK)
     for dtype, step, parts in launches:
         _weighted_sums[(len(parts),)](
-            addresses, parts, weights, len(weights), tensors, int(add), DTYPE=DTYPES[dtype], SQUARED=squared, STEP=step,
-            EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
+            addresses, parts, weights, len(weights), addresses.shape[1], int(add), DTYPE=DTYPES[dtype], SQUARED=squared,
+            STEP=step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
         )  # fmt: skip
