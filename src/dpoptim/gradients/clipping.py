@@ -22,6 +22,7 @@ from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.explanation import Explanation, explain
 from dpoptim.gradients.flat import FlatTensors
 from dpoptim.gradients.kernels import wide_dtype
+from dpoptim.gradients.per_example import Weighed, weighed
 from dpoptim.gradients.physical_batch import PhysicalBatch
 
 
@@ -58,10 +59,12 @@ class ClippedSums:
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        dtypes = {wide_dtype(parameter.dtype) for parameter in self.parameters.values()}
+        self._precision = torch.float64 if torch.float64 in dtypes else torch.float32  # of norms and weights
         self._with_squares = squares
         self.clear_sums()
         self._examples = 0
-        self._outcomes: list[Tensor] = []  # [clipped, non-finite] of physical batches, where they were found
+        self._outcomes: list[Tensor] = []  # counts of physical batches, where they were found
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
@@ -75,7 +78,7 @@ class ClippedSums:
     @property
     def counts(self) -> ClippingCounts:
         """What clipping did since the start; waits for the device."""
-        for clipped, nonfinite in torch.stack(self._outcomes).tolist() if self._outcomes else []:
+        for clipped, nonfinite, _ in torch.stack(self._outcomes).tolist() if self._outcomes else []:
             self._counted.clipped += clipped
             self._counted.nonfinite += nonfinite
         self._outcomes = []
@@ -114,21 +117,18 @@ class ClippedSums:
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
         squared, least = self._measured(batch.gradients)
-        norms = squared.sqrt() * factor
-        weights = self._weights(norms) * factor
-        apart = torch.zeros_like(weights, dtype=torch.bool)
-        indices: Callable[[], list[int]] = list
-        if least is not None:  # which may be NaN
-            apart = (weights > 0) & ~(least * factor <= norms)
-            indices = _told_later(apart)
-        weights = weights.masked_fill(apart, 0.0)  # which leaves an example out of every sum, whatever it holds
-        self._sum(batch.gradients, weights)
+        found = self._weighed(squared, least, factor)
+        indices = list if least is None else _told_later(found)
+        self._sum(batch.gradients, found.weights)
         self._examples += batch.examples
         self._remember_ways(batch)
-        self._outcomes.append(torch.stack([norms > self.clip_norm, (weights == 0) & ~apart]).sum(1))
-        self.norms.append(norms.to(wide_dtype(next(iter(self.parameters.values())).dtype)))
+        self._outcomes.append(found.counts)
+        self.norms.append(found.norms)
         for j in indices():
             self._clip_and_sum_one(batch, j, factor)
+
+    def _weighed(self, squared: Tensor, least: Tensor | None, factor: int) -> Weighed:
+        return weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=self._precision)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
         """For `explain`; made anew only where shapes are new, since it takes a while."""
@@ -173,35 +173,27 @@ class ClippedSums:
         """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
         own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
-        norm = torch.stack([g.double().square().sum() for g in scaled.values()]).sum().sqrt() * factor
-        weight = self._weights(norm[None]) * factor
-        self._outcomes.append(torch.stack([torch.zeros_like(weight), weight == 0]).sum(1).long())
-        self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, weight)
-
-    def _weights(self, norms: Tensor) -> Tensor:
-        """min(1, clip_norm/norm); a norm of 0 gives 1.
-
-        0, which leaves an example out, where the norm is not finite or so large that float32 has no such weight in
-        full precision: rounded, it could be twice as much.
-        """
-        weights = (self.clip_norm / norms).clamp(max=1.0)
-        return torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0)
+        squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
+        found = self._weighed(squared, None, factor)
+        found.counts[0] = 0  # which has been counted with the others
+        self._outcomes.append(found.counts)
+        self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, found.weights)
 
 
-def _told_later(mask: Tensor) -> Callable[[], list[int]]:
-    """The indices where `mask` is true, to be asked for when the sums are queued.
+def _told_later(found: Weighed) -> Callable[[], list[int]]:
+    """The indices of examples that are apart, to be asked for when the sums are queued.
 
-    The host then waits for the mask alone: the device is still busy with the sums while the next batch is prepared.
+    The host then waits for their number alone: the device is still busy with the sums while the next batch is prepared.
     """
-    if not mask.is_cuda:
-        return lambda: torch.nonzero(mask).flatten().tolist()
-    some = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(mask.any(), non_blocking=True)
+    if not found.apart.is_cuda:
+        return lambda: torch.nonzero(found.apart).flatten().tolist()
+    number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(found.counts[2], non_blocking=True)
     there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(mask.device))
+    there.record(torch.cuda.current_stream(found.apart.device))
 
     def indices() -> list[int]:
         there.synchronize()
-        return torch.nonzero(mask).flatten().tolist() if some else []
+        return torch.nonzero(found.apart).flatten().tolist() if number else []
 
     return indices
 

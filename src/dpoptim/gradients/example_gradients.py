@@ -9,6 +9,7 @@ Everything here is un-noised: nothing outside `dpoptim.gradients` may import thi
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from dpoptim.gradients import compiled_outer, kernels
 from dpoptim.gradients.forms import Dense, Form, Outer, Rows
-from dpoptim.gradients.kernels import BLOCK_ELEMENTS, DOT_ELEMENTS, wide, wide_dtype
+from dpoptim.gradients.kernels import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
+from dpoptim.gradients.per_example import length_products, row_lengths, sum_of_parts
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 """By how much the parts of a gradient may exceed it before their rounding shows, where it is linear in them; where
@@ -200,24 +202,20 @@ class ExampleGradients:
             cross = kernels.row_products(self.dense, ids, values, scale)
         else:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
-        # Where positions of the projection cancel, its rounding shows beside D; a fifth of their bound is bound enough.
-        unprojected, d, e = self._unprojected(scale), projected.sqrt(), looked_up.sqrt()
-        uncancelled = unprojected + bound
-        is_gram = alone.way(scaled=scale is not None) is Way.GRAM  # which is off by squares of its parts
-        summands = projected + looked_up + uncancelled * (uncancelled / 10 if is_gram else (d + e) / 50)
+        is_gram = alone.way(scaled=scale is not None) is Way.GRAM
         trust = CANCELLATION[self.precision]
-        least = (d + bound + unprojected / 5) / trust + (summands / trust).sqrt()
-        squares = (projected + 2 * cross + looked_up).clamp(min=0)
-        return torch.where(cross.isfinite(), squares, torch.nan), least  # cross may be -inf where the others are finite
+        unprojected = self._unprojected(scale)
+        return sum_of_parts(projected, looked_up, cross, unprojected, bound, trust=trust, is_gram=is_gram)
 
-    def _unprojected(self, scale: Tensor | None) -> Tensor | float:
+    def _unprojected(self, scale: Tensor | None) -> Tensor:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, or more."""
-        largest = 1.0 if scale is None else scale.amax().double()
-        total: Tensor | float = 0.0
-        for use in self.outers:
-            lengths = _lengths(use.left) if use.left_lengths is None else use.left_lengths.double()
-            total = total + (lengths * _lengths(use.right)).sum(1) * largest
-        return total
+        if not self.outers:
+            return torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        largest = None if scale is None else scale.amax()
+        products = (
+            length_products(use.left, use.right, left_lengths=use.left_lengths, factor=largest) for use in self.outers
+        )
+        return functools.reduce(torch.add, products)
 
     def _one_position(self, scale: Tensor | None) -> Tensor:
         """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are brought to size 1 first, or squares could underflow."""
@@ -246,10 +244,10 @@ class ExampleGradients:
         gram = narrow @ narrow.mT
         norms = kernels.quadratic_forms(gram, broad)
         if lengths is None:
-            lengths = _lengths(broad)
+            lengths = row_lengths(broad)
         elif broad is not left:
             lengths = lengths.double() / broad_size[:, None]
-        of_narrow, of_broad = _lengths(narrow), lengths.double()
+        of_narrow, of_broad = row_lengths(narrow), lengths.double()
         parts = of_narrow * of_broad
         faint = (of_narrow < FAINT * of_narrow.amax(1, True)) | (of_broad < FAINT * of_broad.amax(1, True))
         trust = GRAM_TRUST[gram.dtype]
@@ -281,10 +279,10 @@ class ExampleGradients:
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
-            total += (_lengths(left) * _lengths(outer.right)).sum(1)
+            total += (row_lengths(left) * row_lengths(outer.right)).sum(1)
         for use in self.rows:
             values = use.values if scale is None else wide(use.values) * scale[use.ids]
-            total += _lengths(values).sum(1)
+            total += row_lengths(values).sum(1)
         return total
 
     # -- sums ------------------------------------------------------------------------------------------------------
@@ -357,13 +355,6 @@ class ExampleGradients:
             block.view(-1, block.shape[-1]).index_add_(0, slots, values[example, position])
         assert block is not None
         return block
-
-
-def _lengths(vectors: Tensor) -> Tensor:
-    """Norms along the last axis; never 0 for a vector that is not, though its squares underflow."""
-    dtype = wide_dtype(vectors.dtype)
-    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1, dtype=dtype)
-    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype), largest).double()
 
 
 def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -40,9 +40,19 @@ def _outer_kernels() -> ModuleType | None:
     return triton_outer
 
 
+def _are_there(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all of these tensors are where kernels run."""
+    return all(tensor is None or tensor.is_cuda for tensor in tensors)
+
+
 def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:
     """Whether kernels take all of these tensors; float64 stays with the plain functions."""
-    return all(tensor is None or (tensor.is_cuda and tensor.dtype != torch.float64) for tensor in tensors)
+    return _are_there(tensors) and all(tensor is None or tensor.dtype != torch.float64 for tensor in tensors)
+
+
+def wide_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels that take float64 too, where they run for all of these tensors."""
+    return _kernels() if _are_there(tensors) else None
 
 
 def on_gpu(*tensors: Tensor | None) -> ModuleType | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpoptim.gradients.triton_group_norm import group_norm, group_norm_gradient
 from dpoptim.gradients.triton_many import many_squares, many_weighted_sums
 from dpoptim.gradients.triton_norm import WIDEST, layer_norm, layer_norm_gradient
+from dpoptim.gradients.triton_per_example import length_products, sum_of_parts, weighed
 from dpoptim.gradients.triton_rows import row_squares, row_weighted_sum
 from dpoptim.noise.triton_tables import cdiv
 
@@ -19,12 +20,15 @@ __all__ = [
     "group_norm_gradient",
     "layer_norm",
     "layer_norm_gradient",
+    "length_products",
     "many_squares",
     "many_weighted_sums",
     "position_sums",
     "row_squares",
     "row_weighted_sum",
     "softmax_gradient_",
+    "sum_of_parts",
+    "weighed",
 ]
 
 

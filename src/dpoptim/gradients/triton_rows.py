@@ -14,10 +14,10 @@ _TOGETHER = 64  # chunks' sums that a program adds at once
 
 
 @triton.jit(do_not_specialize=["positions"])
-def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
+def _row_squares(ids, order, values, scale, squares, bound, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
     """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
     example = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BW + tl.arange(0, BW)
+    col = tl.arange(0, BW)
     inside = col < width
     total = tl.zeros([BW], tl.float32)
     run = tl.zeros([BW], tl.float64)  # in which many values that are added one by one do not drift apart
@@ -35,23 +35,24 @@ def _row_squares(ids, order, values, scale, out, apart, positions, width, SCALED
             whole = run.to(tl.float32)
             total += whole * whole
             run = tl.zeros([BW], tl.float64)
-    tl.store(out + example * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
-    tl.store(apart + example * tl.num_programs(1) + tl.program_id(1), tl.sum(alone, 0))
+    tl.store(squares + example, tl.sum(total.to(tl.float64), 0))
+    tl.store(bound + example, tl.sqrt(tl.sum(alone.to(tl.float64), 0) * positions))
 
 
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     examples, positions, width = values.shape
-    block = min(128, next_power_of_2(width))
-    out, apart = torch.zeros(2, examples, cdiv(width, block), dtype=torch.float32, device=values.device)
-    if examples and positions:
+    squares = torch.empty(examples, dtype=torch.float64, device=values.device)
+    bound = torch.empty_like(squares)
+    if examples:
         sorted_ids, order = torch.sort(ids.long().contiguous(), dim=1, stable=True)  # which keeps strides
         given = values if scale is None else scale.float().contiguous()
-        _row_squares[tuple(out.shape)](
-            sorted_ids, order, values, given, out, apart, positions, width, SCALED=scale is not None,
-            BW=block, num_warps=1,
+        block = next_power_of_2(width)
+        _row_squares[(examples,)](
+            sorted_ids, order, values, given, squares, bound, positions, width, SCALED=scale is not None,
+            BW=block, num_warps=max(1, min(32, block // 128)),
         )  # fmt: skip
-    return out.sum(1, dtype=torch.float64), (apart.sum(1, dtype=torch.float64) * positions).sqrt()
+    return squares, bound
 
 
 @triton.jit(do_not_specialize=["lookups", "positions"])
