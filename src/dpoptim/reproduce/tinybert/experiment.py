@@ -15,7 +15,7 @@ from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
-from dpoptim.reproduce.tinybert.schedule import Cell, Job, jobs, sweep_jobs
+from dpoptim.reproduce.tinybert.schedule import Cell, Job, in_turn, jobs, sweep_jobs
 from dpoptim.reproduce.tinybert.sizes import SIZES
 from dpoptim.reproduce.tinybert.table_of_cells import places
 from dpoptim.reproduce.tinybert.texts import laid_out
@@ -31,13 +31,13 @@ GPU_WORKERS = 6
 
 
 def run_table(request: Request, voice: Voice) -> None:
-    """Everything that the file has not: the model as it comes, tuning, final runs; then what is beyond the paper."""
+    """Everything that the file has not: the model as it comes, tuning, final runs, of the paper's and beyond."""
     size = SIZES[request.scale]
 
     def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:
         seeds = request.seeds or size.seeds
         table = jobs(lines, places(beyond=False), size, shared, seeds)
-        return table + jobs(lines, places(beyond=True), size, shared, 1)
+        return in_turn(table + jobs(lines, places(beyond=True), size, shared, 1))
 
     _run(request, voice, next_jobs)
 

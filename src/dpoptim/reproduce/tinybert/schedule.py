@@ -47,8 +47,12 @@ def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cel
         else:
             setting = chosen(lines, place, size)
             final += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
-    final.sort(key=lambda job: int(job.cell["seed"]))
-    return [job for job in tuning + final if cell_key(job.cell) not in there]
+    return in_turn(job for job in tuning + final if cell_key(job.cell) not in there)
+
+
+def in_turn(found: Iterable[Job]) -> list[Job]:
+    """Tuning runs before final ones, and final runs of the first seed before those of the second."""
+    return sorted(found, key=lambda job: (job.cell["purpose"] == "final", job.cell["seed"]))
 
 
 def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
