@@ -67,7 +67,8 @@ class TestTexts:
         assert (width % 8, tokens) == (0, int(texts.lengths[:12].sum()))
         assert (len(chosen), most) == (12, int(texts.masked[:12].max()))
         part = part_of(texts, indices)
-        whole = np.split(texts.tokens.numpy(), np.flatnonzero(texts.tokens.numpy() == 102) + 1)
+        stored = texts.tokens.numpy()[1:]
+        whole = np.split(stored, np.flatnonzero(stored == 102) + 1)
         for i in range(12):
             own = [101, *whole[i].tolist()]
             counted = part.labels[i] != -100

@@ -26,7 +26,7 @@ class Marks(NamedTuple):
 class Texts:
     """All texts end to end on the device; lengths are also on the host, which plans shapes without asking it."""
 
-    tokens: Tensor  # [tokens of all texts], without [CLS]
+    tokens: Tensor  # of all texts, without [CLS], with one more in front and as many as a text may have behind
     rows: Tensor  # [examples, 3]: where it starts, its length with [CLS], how many places are masked
     lengths: NDArray[np.int64]
     masked: NDArray[np.int64]
@@ -58,8 +58,25 @@ def laid_out(tokens: NDArray[Any], marks: Marks, longest: int, device: str) -> T
     words = np.maximum(lengths - 2, 0)  # all but [CLS] and [SEP]
     masked = np.minimum(np.maximum(np.rint(MASKED_SHARE * words).astype(np.int64), 1), words)
     rows = np.stack([np.concatenate([[0], ends[:-1]]), lengths, masked], axis=1)
-    on_device = torch.from_numpy(tokens.astype(np.int32)).to(device)
-    return Texts(on_device, torch.from_numpy(rows).to(device), lengths, masked, marks)
+    padded = np.full(1 + len(tokens) + longest, marks.pad, np.int32)
+    padded[1 : 1 + len(tokens)] = tokens
+    return Texts(torch.from_numpy(padded).to(device), torch.from_numpy(rows).to(device), lengths, masked, marks)
+
+
+class Places(torch.utils.data.Dataset[int]):
+    """The numbers 0 … count − 1: a loader draws them, and what they stand for is gathered on the device."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+    def __getitems__(self, places: list[int]) -> list[int]:
+        return places
 
 
 class Part(NamedTuple):
@@ -82,22 +99,21 @@ def made_part(
     device, marks = texts.tokens.device, texts.marks
     start, length, masked = texts.rows[indices.to(device, non_blocking=True)].unbind(1)
     where = torch.arange(width, device=device)
-    real = where < length[:, None]
-    sources = (start[:, None] + where - 1).clamp_(0, len(texts.tokens) - 1)
-    ids = texts.tokens[sources].long().masked_fill_(~real, marks.pad)
+    padding = where >= length[:, None]
+    ids = texts.tokens[start[:, None] + where].long().masked_fill_(padding, marks.pad)  # a token further to the right
     ids[:, 0] = marks.cls
-    words = (where > 0) & (where < length[:, None] - 1)
-    order = torch.rand(ids.shape, device=device, generator=generator).masked_fill_(~words, -1.0)
+    order = torch.rand(ids.shape, device=device, generator=generator).masked_fill_(where >= length[:, None] - 1, -1.0)
+    order[:, 0] = -1.0
     places = order.topk(most, dim=1).indices
     own = ids.gather(1, places)
-    counts = torch.arange(most, device=device) < masked[:, None]
+    beyond = torch.arange(most, device=device) >= masked[:, None]
     fate = torch.rand(own.shape, device=device, generator=generator)
     other = torch.randint(0, vocabulary, own.shape, device=device, generator=generator)
     shown = torch.where(fate < 0.8, marks.mask, torch.where(fate < 0.9, other, own))
     return Part(
-        ids=ids.scatter_(1, places, torch.where(counts, shown, own)),
-        attends=real[:, None, None],
+        ids=ids.scatter_(1, places, torch.where(beyond, own, shown)),
+        attends=~padding[:, None, None],
         places=places,
-        labels=own.masked_fill(~counts, -100),
+        labels=own.masked_fill(beyond, -100),
         masked=masked,
     )

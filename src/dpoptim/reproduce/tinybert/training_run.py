@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from dpoptim.reproduce.tinybert.model import MaskedLM
 from dpoptim.reproduce.tinybert.optimizers import optimizer_of
 from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.sights import Sights
-from dpoptim.reproduce.tinybert.texts import Texts, made_part
+from dpoptim.reproduce.tinybert.texts import Places, Texts, made_part
 from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
 Curve = list[tuple[int, float]]
@@ -112,7 +112,7 @@ class _Training:
         self.model = ground.model()
         self.optimizer = optimizer_of(cell, self.model, self.plan, key=key, run_id=run_id)
         self.loader = private_loader(
-            cast(Any, range(len(ground.train))), self.plan, lengths=ground.train.lengths,
+            Places(len(ground.train)), self.plan, lengths=ground.train.lengths,
             micro_batch_tokens=ground.part_tokens, bucket=ground.bucket,
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
             pin_memory=ground.device == "cuda", key=key, run_id=run_id,
