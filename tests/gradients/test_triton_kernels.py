@@ -146,7 +146,7 @@ class TestKernels:
             scale = made(rows, cols, dtype=torch.float32, device=DEVICE) if scaled else None
             weights = torch.ones(examples, device=DEVICE)
             for found, size in (
-                (kernels.row_squares(ids, values, scale, rows)[0], (examples,)),
+                *((found, (examples,)) for found in kernels.row_squares(ids, values, scale, rows)),
                 (kernels.outer_squares(left, right, scale), (examples,)),
                 (kernels.outer_row_products(left, right, ids, values, scale), (examples,)),
                 (kernels.row_weighted_sum(ids, values, weights, rows), (rows, cols)),
@@ -260,7 +260,7 @@ ODD = [0.0, 1e-320, 1e-90, 1.0, 1e76, 1e80, 1e308, math.inf, math.nan]
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.parametrize("examples", [0, 1, 1024, 2500])
-@pytest.mark.parametrize("clip_norm", [0.1, 1.0, 1e30, math.inf])
+@pytest.mark.parametrize("clip_norm", [1e-45, 0.1, 1.0, 1e30, math.inf])
 @pytest.mark.parametrize(("factor", "dtype"), [(1, torch.float32), (7, torch.float32), (100_003, torch.float64)])
 def test_weights(examples, clip_norm, factor, dtype, plainly):
     """For norms of all sizes and near the clip norm, with bounds that are met, missed and not numbers."""
@@ -270,10 +270,12 @@ def test_weights(examples, clip_norm, factor, dtype, plainly):
     squared = torch.cat([torch.tensor(ODD, dtype=torch.float64), near])[len(ODD) if examples == 1 else 0 :][:examples]
     least = squared.sqrt() * torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64))
     least[::5] = torch.nan
-    for bounds in (None, least.to(DEVICE)):
+    least[1::5] = squared[1::5].sqrt()
+    squared, least = (torch.stack([each, -each], 1).to(DEVICE)[:, 0] for each in (squared, least))  # at a stride
+    for bounds in (None, least):
         settings = {"clip_norm": clip_norm, "factor": factor, "dtype": dtype}
-        found = per_example.weighed(squared.to(DEVICE), bounds, **settings)
-        expected = plainly(per_example.weighed, squared.to(DEVICE), bounds, **settings)
+        found = per_example.weighed(squared, bounds, **settings)
+        expected = plainly(per_example.weighed, squared, bounds, **settings)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(ours, theirs, rtol=last_bits, atol=0, equal_nan=True)
@@ -291,11 +293,12 @@ def test_sums_of_parts(is_gram, examples, plainly):
         for row, number in enumerate((math.inf, math.nan, -math.inf, math.nan, math.inf)):
             given[row, row::17] = number
         given[2, 9::17] = math.nan
-    given = given.to(DEVICE)
-    found = per_example.sum_of_parts(*given, trust=1e3, is_gram=is_gram)
-    expected = plainly(per_example.sum_of_parts, *given, trust=1e3, is_gram=is_gram)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-12, equal_nan=True)
+    given = given.mT.contiguous().mT.to(DEVICE)  # at a stride
+    for trust in (1e3, 1e11):
+        found = per_example.sum_of_parts(*given, trust=trust, is_gram=is_gram)
+        expected = plainly(per_example.sum_of_parts, *given, trust=trust, is_gram=is_gram)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-12, equal_nan=True)
 
 
 @needs_triton
@@ -308,10 +311,11 @@ def test_products_of_lengths(shape, dtype, scaled, plainly):
     known = made(*shape[:2], seed=1, dtype=torch.float32, device=DEVICE).abs()
     factor = torch.tensor(3.7, device=DEVICE) if scaled else None
     if shape[1] > 1 and len(vectors) > 1:
-        vectors[0, 1] = torch.nan
-        vectors[1, 0] = 1e-30 if dtype == torch.float32 else 0  # whose square vanishes
+        vectors[0, 1, 2] = torch.nan
+        vectors[1] = 0
+        vectors[1, 0, 1] = -1e-30 if dtype == torch.float32 else -1e-7  # whose square may vanish
     if scaled:  # at a stride
-        vectors = vectors.mT.contiguous().mT
+        vectors, known = vectors.mT.contiguous().mT, known.mT.contiguous().mT
     found = per_example.length_products(vectors, vectors, left_lengths=known, factor=factor)
     expected = plainly(per_example.length_products, vectors, vectors, left_lengths=known, factor=factor)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)

@@ -21,7 +21,6 @@ from dpoptim.gradients.engine import Engine
 from dpoptim.gradients.example_gradients import ExampleGradients
 from dpoptim.gradients.explanation import Explanation, explain
 from dpoptim.gradients.flat import FlatTensors
-from dpoptim.gradients.kernels import wide_dtype
 from dpoptim.gradients.per_example import Weighed, weighed
 from dpoptim.gradients.physical_batch import PhysicalBatch
 
@@ -59,8 +58,6 @@ class ClippedSums:
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        dtypes = {wide_dtype(parameter.dtype) for parameter in self.parameters.values()}
-        self._precision = torch.float64 if torch.float64 in dtypes else torch.float32  # of norms and weights
         self._with_squares = squares
         self.clear_sums()
         self._examples = 0
@@ -117,7 +114,9 @@ class ClippedSums:
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
         squared, least = self._measured(batch.gradients)
-        found = self._weighed(squared, least, factor)
+        precisions = {gradients.precision for gradients in batch.gradients.values()}
+        dtype = torch.float64 if torch.float64 in precisions else torch.float32
+        found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=dtype)
         indices = list if least is None else _told_later(found)
         self._sum(batch.gradients, found.weights)
         self._examples += batch.examples
@@ -126,9 +125,6 @@ class ClippedSums:
         self.norms.append(found.norms)
         for j in indices():
             self._clip_and_sum_one(batch, j, factor)
-
-    def _weighed(self, squared: Tensor, least: Tensor | None, factor: int) -> Weighed:
-        return weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=self._precision)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
         """For `explain`; made anew only where shapes are new, since it takes a while."""
@@ -174,7 +170,7 @@ class ClippedSums:
         own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
-        found = self._weighed(squared, None, factor)
+        found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
         found.counts[0] = 0  # which has been counted with the others
         self._outcomes.append(found.counts)
         self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, found.weights)

@@ -41,8 +41,11 @@ def _outer_kernels() -> ModuleType | None:
 
 
 def _are_there(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all of these tensors are where kernels run."""
-    return all(tensor is None or tensor.is_cuda for tensor in tensors)
+    """Whether all of these tensors are where kernels run: on the current device, the only one they are launched on."""
+    if not torch.cuda.is_initialized():
+        return False
+    here = torch.cuda.current_device()
+    return all(tensor is None or tensor.get_device() == here for tensor in tensors)
 
 
 def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:

@@ -95,17 +95,14 @@ def _length_products(lengths, vectors, factor, out, positions, width, HAS_FACTOR
     for start in range(0, positions, BT):
         t = start + tl.arange(0, BT)
         there = t < positions
-        squares, largest = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+        squares = tl.zeros([BT], tl.float64)  # in which none vanishes
         for first in range(0, width, BW):
             col = first + tl.arange(0, BW)
             at = (example * positions + t[:, None]) * width + col[None, :]
-            value = tl.load(vectors + at, mask=there[:, None] & (col < width)[None, :], other=0.0).to(tl.float32)
+            value = tl.load(vectors + at, mask=there[:, None] & (col < width)[None, :], other=0.0).to(tl.float64)
             squares += tl.sum(value * value, 1)
-            largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
-        length = tl.sqrt(squares)
-        length = tl.where(largest > length, largest, length)  # NaN stays
         known = tl.load(lengths + example * positions + t, mask=there, other=0.0)
-        total += length.to(tl.float64) * known.to(tl.float64)
+        total += tl.sqrt(squares) * known.to(tl.float64)
     found = tl.sum(total, 0)
     if HAS_FACTOR:
         found = found * tl.load(factor).to(tl.float64)

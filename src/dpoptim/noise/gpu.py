@@ -16,8 +16,11 @@ def _has_triton() -> bool:
 
 
 def available(device: str | torch.device) -> bool:
-    """Whether tensors on this device go through the kernels."""
-    return torch.device(device).type == "cuda" and _has_triton()
+    """Whether tensors on this device go through the kernels, which are launched on the current one alone."""
+    device = torch.device(device)
+    if device.type != "cuda" or not _has_triton():
+        return False
+    return device.index is None or device.index == torch.cuda.current_device()
 
 
 def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:

@@ -28,7 +28,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _kernels_for(bundle: Bundle) -> ModuleType | None:
-    on_gpu = bundle.parameters[0].is_cuda and bundle.dtype == torch.float32
+    on_gpu = gpu.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
     return _kernels() if on_gpu and all(parameter.is_contiguous() for parameter in bundle.parameters) else None
 
 
