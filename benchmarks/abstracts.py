@@ -32,7 +32,7 @@ from torch import Tensor
 import dpoptim
 from dpoptim.reproduce.tinybert.corpus import read_corpus
 from dpoptim.reproduce.tinybert.model import MaskedLM, load
-from dpoptim.reproduce.tinybert.texts import Places, Texts, laid_out, made_part
+from dpoptim.reproduce.tinybert.texts import Indices, Texts, laid_out, made_part
 
 LONGEST = 512
 EVERY = 100
@@ -109,7 +109,7 @@ def set_up(options: argparse.Namespace) -> Run:
         return texts.part(np.array(rows), bucket=options.bucket, longest=longest)
 
     loader = dpoptim.private_loader(
-        Places(len(texts)), plan, lengths=texts.lengths, micro_batch_tokens=options.tokens,
+        Indices(len(texts)), plan, lengths=texts.lengths, micro_batch_tokens=options.tokens,
         bucket=options.bucket, collate_fn=shape, pin_memory=device == "cuda",
         # A known key, so that every run meets the same batches: a shuffled order need not be secret, the noise must.
         key=dpoptim.NoiseKey.from_bytes(bytes(32)), run_id="abstracts",

@@ -38,7 +38,7 @@ def _take_cpu_tensors() -> None:
     # What CUDA's library rounds correctly, numpy does too.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
     in_place_of = {
-        (kernels, "_are_there"): lambda tensors: True,
+        (kernels, "_on_current_device"): lambda tensors: True,
         (kernels, "_kernels"): lambda: triton_kernels,
         (kernels, "_outer_kernels"): lambda: triton_outer,
         (triton_outer, "_processors"): lambda device: 2,

@@ -221,3 +221,15 @@ def test_a_model_that_cannot_be_probed_says_so():
 
     with pytest.warns(UserWarning, match="check_examples_do_not_mix"):
         clipped_sum(Counts(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
+
+
+def test_norms_follow_the_gradients_dtype():
+    """Also where a model changes it after the optimizer was made."""
+    model = nn.Linear(2, 2)
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    model(torch.ones(3, 2)).sum().backward()
+    model.double()
+    model(torch.ones(3, 2, dtype=torch.float64)).sum().backward()
+    sums.engine.flush()
+    assert [norms.dtype for norms in sums.norms] == [torch.float32, torch.float64]

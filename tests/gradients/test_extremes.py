@@ -142,3 +142,22 @@ def test_the_order_of_sums_does_not_depend_on_the_run():
     sums = ClippedSums(model, clip_norm=1.0)
     expected = sum((own.squared_norms() for own in gradients.values()), torch.zeros(4, dtype=torch.float64))
     assert torch.equal(sums._measured(gradients)[0], expected)
+
+
+@pytest.mark.parametrize("mean_loss", [False, True], ids=["sum", "mean"])
+def test_an_example_by_itself_counts_once_and_as_much_as_the_others(mean_loss):
+    """Three examples, of which the first one's positions cancel."""
+    left, right = cancelling(0, 3, 5)
+    left, right = (torch.cat([each, *[torch.rand_like(each)] * 2]) for each in (left, right))
+    factor = 3 if mean_loss else 1
+    sums = ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-3, mean_loss=mean_loss)
+    with torch.no_grad():
+        sums._add(PhysicalBatch(gradients={"w": of_outer(left / factor, right)}, examples=3))
+    grads = left.double().mT @ right.double()
+    grads[0] = (left[0] / factor).T @ right[0] * factor  # of which little but rounding is left
+    lengths = grads.flatten(1).norm(dim=1)
+    assert float(lengths[0]) > 1e-3
+    assert (sums.counts.clipped, sums.counts.nonfinite) == (3, 0)
+    total = sums.take()[0]
+    others = (grads[1:] / lengths[1:, None, None] * 1e-3).sum(0).float()
+    assert norm({"w": total["w"] - others}) == pytest.approx(1e-3, rel=1e-3)

@@ -7,9 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dpoptim
-from dpoptim.gradients import clipped_sum
+from dpoptim.gradients import clipped_sum, kernels
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.kernels import row_weighted_sum
+from dpoptim.noise import gpu
 from tests.gradients.models import CASES, case
 from tests.gradients.one_at_a_time import random_scale
 
@@ -110,3 +111,12 @@ def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
     exact = row_weighted_sum(ids.cpu(), values.double().cpu(), weights.double().cpu(), rows)
     torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-4)
     assert torch.are_deterministic_algorithms_enabled() == asked
+
+
+def test_kernels_run_on_the_current_device_alone(monkeypatch):
+    there = torch.ones(2, device="cuda")
+    assert kernels.on_gpu(there, None) is kernels.wide_on_gpu(there) is kernels._kernels()
+    assert gpu.available("cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    assert kernels.on_gpu(there) is kernels.wide_on_gpu(there) is None
+    assert not gpu.available("cuda:0")

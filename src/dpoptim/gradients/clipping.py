@@ -61,7 +61,7 @@ class ClippedSums:
         self._with_squares = squares
         self.clear_sums()
         self._examples = 0
-        self._outcomes: list[Tensor] = []  # counts of physical batches, where they were found
+        self._outcomes: list[Tensor] = []  # `Weighed.counts` of physical batches, still on the device
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
@@ -171,7 +171,7 @@ class ClippedSums:
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
         found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
-        found.counts[0] = 0  # which has been counted with the others
+        found.counts[0] = 0  # whether it is clipped was counted with its batch
         self._outcomes.append(found.counts)
         self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, found.weights)
 

@@ -9,7 +9,6 @@ Everything here is un-noised: nothing outside `dpoptim.gradients` may import thi
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -190,10 +189,7 @@ class ExampleGradients:
         return torch.cat([use.ids for use in self.rows], 1), torch.cat([use.values for use in self.rows], 1)
 
     def _by_parts(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed.
-
-        What these three are off by is linear in their own parts, but where D and E cancel it shows in full.
-        """
+        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed."""
         alone = replace(self, rows=[], kept=[])
         projected = alone.squared_norms(scale)
         ids, values = self._lookups()
@@ -204,18 +200,18 @@ class ExampleGradients:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
         is_gram = alone.way(scaled=scale is not None) is Way.GRAM
         trust = CANCELLATION[self.precision]
-        unprojected = self._unprojected(scale)
-        return sum_of_parts(projected, looked_up, cross, unprojected, bound, trust=trust, is_gram=is_gram)
+        parts = self._projected_parts(scale)
+        return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)
 
-    def _unprojected(self, scale: Tensor | None) -> Tensor:
-        """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, or more."""
+    def _projected_parts(self, scale: Tensor | None) -> Tensor:
+        """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses: no less than their norm, whatever cancels."""
         if not self.outers:
             return torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         largest = None if scale is None else scale.amax()
-        products = (
+        first, *others = (
             length_products(use.left, use.right, left_lengths=use.left_lengths, factor=largest) for use in self.outers
         )
-        return functools.reduce(torch.add, products)
+        return sum(others, first)
 
     def _one_position(self, scale: Tensor | None) -> Tensor:
         """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are brought to size 1 first, or squares could underflow."""
@@ -279,7 +275,7 @@ class ExampleGradients:
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
-            total += (row_lengths(left) * row_lengths(outer.right)).sum(1)
+            total += length_products(left, outer.right)
         for use in self.rows:
             values = use.values if scale is None else wide(use.values) * scale[use.ids]
             total += row_lengths(values).sum(1)

@@ -40,8 +40,8 @@ def _outer_kernels() -> ModuleType | None:
     return triton_outer
 
 
-def _are_there(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all of these tensors are where kernels run: on the current device, the only one they are launched on."""
+def _on_current_device(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all of these tensors are on the current CUDA device, the only one that kernels are launched on."""
     if not torch.cuda.is_initialized():
         return False
     here = torch.cuda.current_device()
@@ -50,17 +50,18 @@ def _are_there(tensors: Sequence[Tensor | None]) -> bool:
 
 def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:
     """Whether kernels take all of these tensors; float64 stays with the plain functions."""
-    return _are_there(tensors) and all(tensor is None or tensor.dtype != torch.float64 for tensor in tensors)
-
-
-def wide_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
-    """The kernels that take float64 too, where they run for all of these tensors."""
-    return _kernels() if _are_there(tensors) else None
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return not is_double and _on_current_device(tensors)
 
 
 def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
     """The kernels, where they run for all of these tensors."""
     return _kernels() if _run_on_gpu(tensors) else None
+
+
+def wide_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The same for those kernels that take float64 too."""
+    return _kernels() if _on_current_device(tensors) else None
 
 
 def outer_on_gpu(*tensors: Tensor | None) -> ModuleType | None:

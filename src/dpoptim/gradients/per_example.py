@@ -1,7 +1,6 @@
-"""Arithmetic of one number an example: from squares to norms, from norms to weights.
+"""Small arithmetic of norms and weights.
 
-Each is a plain function; on a CUDA device with Triton one kernel of the same signature takes the place of its many
-small operations, whose launches would take longer than they do.
+On a CUDA device with Triton one kernel replaces the many small operations, which take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from dpoptim.gradients.kernels import wide_dtype
 class Weighed(NamedTuple):
     """What each example of a physical batch counts for."""
 
-    norms: Tensor  # ‖scale ⊙ g_j‖, [examples]
-    weights: Tensor  # c_j; 0 for those that add nothing, and for those apart
+    norms: Tensor  # ‖scale ⊙ g_j‖·factor, [examples]
+    weights: Tensor  # c_j·factor; 0 for those that add nothing, and for those apart
     apart: Tensor  # bool: norms that cannot be trusted, of examples that must be looked at by themselves
     counts: Tensor  # int64 [3]: how many exceed the clip norm, add nothing, are apart
 
 
 def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype) -> Weighed:
-    """Weights min(1, clip_norm/norm)·factor of examples with squared norms `squared`/factor², float64 [examples]; a
-    norm of 0 gives `factor`.
+    """Norms and weights of examples with squared norms `squared`, float64 [examples], where a loss that was divided by
+    `factor` is multiplied by it again: c_j = min(1, clip_norm/norm), and 1 where the norm is 0.
 
-    0, which leaves an example out, where the norm is not finite or so large that float32 has no such weight in full
-    precision: rounded, it could be twice as much. Apart are those whose norm is not at least `least`·factor, which may
-    be NaN.
+    A weight of 0 leaves an example out: where the norm is not finite or so large that float32 has no such weight in
+    full precision, as rounded it could be twice as much. Apart are those others whose norm is not at least
+    `least`·factor, which may be NaN.
     """
     on_gpu = kernels.wide_on_gpu(squared, least)
     if on_gpu is not None:
@@ -49,30 +48,32 @@ def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: 
 
 
 def sum_of_parts(
-    projected: Tensor, looked_up: Tensor, cross: Tensor, unprojected: Tensor, bound: Tensor, *, trust: float,
+    d_squared: Tensor, e_squared: Tensor, cross: Tensor, d_parts: Tensor, e_parts: Tensor, *, trust: float,
     is_gram: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖² and the least norm that can be trusted, float64 [examples].
+    """‖D + E‖² and the least norm that can be trusted, float64 [examples], of ‖D‖², ‖E‖² and `cross` = ⟨D, E⟩.
 
-    Given are these three summands, by how much the parts of D and of E may exceed them (`unprojected`, `bound`), and by
-    how much a whole may exceed its rounding. What the three are off by is linear in their own parts, unless D's was
-    added up of squares (`is_gram`); but where D and E cancel it shows in full. Where parts of D cancel, its rounding
-    shows beside E; a fifth of their bound is bound enough.
+    `d_parts` and `e_parts` are what ‖D‖ and ‖E‖ could be at the most if nothing in them cancelled, `trust` is how many
+    times its parts may exceed a whole before their rounding shows. What the three are off by is linear in their own
+    parts, unless ‖D‖² was added up of squares (`is_gram`); but where D and E cancel it shows in full. Where parts of D
+    cancel, its rounding shows beside E; a fifth of their bound is bound enough.
     """
-    on_gpu = kernels.wide_on_gpu(projected, looked_up, cross, unprojected, bound)
+    on_gpu = kernels.wide_on_gpu(d_squared, e_squared, cross, d_parts, e_parts)
     if on_gpu is not None:
         found: tuple[Tensor, Tensor] = on_gpu.sum_of_parts(
-            projected, looked_up, cross, unprojected, bound, trust, is_gram
+            d_squared, e_squared, cross, d_parts, e_parts, trust, is_gram
         )
         return found
-    d, e, uncancelled = projected.sqrt(), looked_up.sqrt(), unprojected + bound
-    summands = projected + looked_up + uncancelled * (uncancelled / 10 if is_gram else (d + e) / 50)
-    least = (d + bound + unprojected / 5) / trust + (summands / trust).sqrt()
-    squares = (projected + 2 * cross + looked_up).clamp(min=0)
+    d, e, parts = d_squared.sqrt(), e_squared.sqrt(), d_parts + e_parts
+    summands = d_squared + e_squared + parts * (parts / 10 if is_gram else (d + e) / 50)
+    least = (d + e_parts + d_parts / 5) / trust + (summands / trust).sqrt()
+    squares = (d_squared + 2 * cross + e_squared).clamp(min=0)
     return torch.where(cross.isfinite(), squares, torch.nan), least  # cross may be -inf where the others are finite
 
 
-def length_products(left: Tensor, right: Tensor, *, left_lengths: Tensor | None, factor: Tensor | None) -> Tensor:
+def length_products(
+    left: Tensor, right: Tensor, *, left_lengths: Tensor | None = None, factor: Tensor | None = None
+) -> Tensor:
     """Σ_t ‖left[j, t]‖·‖right[j, t]‖·factor for each j, float64; `left_lengths` are the first norms, if known."""
     if left_lengths is not None:
         on_gpu = kernels.on_gpu(left_lengths, right, factor)

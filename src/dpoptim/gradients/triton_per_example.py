@@ -14,7 +14,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit(do_not_specialize=["examples", "factor"])
-def _weighed(squared, least, clip_norm, norms, weights, apart, counts, examples, factor, TRUSTED: tl.constexpr,
+def _weighed(squared, least, clip_norm, norms, weights, apart, counts, examples, factor, HAS_LEAST: tl.constexpr,
              BLOCK: tl.constexpr):  # fmt: skip
     """One program takes all examples, a block after the other, so that it can count them."""
     most, times = tl.load(clip_norm), factor.to(tl.float64)
@@ -23,19 +23,19 @@ def _weighed(squared, least, clip_norm, norms, weights, apart, counts, examples,
         at = start + tl.arange(0, BLOCK)
         inside = at < examples
         norm = tl.sqrt(tl.load(squared + at, mask=inside, other=1.0)) * times
-        share = most / norm  # which is NaN where the norm is, and so neither side of any comparison
+        share = most / norm  # NaN where the norm is: every comparison is then false, and the weight 0
         weight = tl.where(share >= _TINY, tl.where(share > 1.0, 1.0, share), 0.0) * times
-        by_itself = weight < 0
-        if not TRUSTED:
+        is_apart = weight < 0  # none is
+        if HAS_LEAST:
             trusted = tl.load(least + at, mask=inside, other=0.0) * times <= norm
-            by_itself = (weight > 0) & (trusted == 0)
-        weight = tl.where(by_itself, 0.0, weight)
+            is_apart = (weight > 0) & (trusted == 0)
+        weight = tl.where(is_apart, 0.0, weight)
         tl.store(norms + at, norm.to(norms.dtype.element_ty), mask=inside)
         tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=inside)
-        tl.store(apart + at, by_itself, mask=inside)
+        tl.store(apart + at, is_apart, mask=inside)
         clipped += (inside & (norm > most)).to(tl.int64)
-        left_out += (inside & (weight == 0) & (by_itself == 0)).to(tl.int64)
-        doubtful += (inside & by_itself).to(tl.int64)
+        left_out += (inside & (weight == 0) & (is_apart == 0)).to(tl.int64)
+        doubtful += (inside & is_apart).to(tl.int64)
     tl.store(counts, tl.sum(clipped, 0))
     tl.store(counts + 1, tl.sum(left_out, 0))
     tl.store(counts + 2, tl.sum(doubtful, 0))
@@ -51,34 +51,33 @@ def weighed(
     most = triton_tables.table_of((clip_norm,), torch.float64, squared.device)  # an argument would be rounded to fp32
     given = squared if least is None else least.contiguous()
     _weighed[(1,)](
-        squared, given, most, norms, weights, apart, counts, len(squared), factor, TRUSTED=least is None, BLOCK=1024,
+        squared, given, most, norms, weights, apart, counts, len(squared), factor, HAS_LEAST=least is not None,
+        BLOCK=1024,
     )  # fmt: skip
     return norms, weights, apart, counts
 
 
 @triton.jit(do_not_specialize=["examples"])
-def _sum_of_parts(projected, looked_up, cross, unprojected, bound, squares, least, examples, TRUST: tl.constexpr,
+def _sum_of_parts(d_squared, e_squared, cross, d_parts, e_parts, squares, least, examples, TRUST: tl.constexpr,
                   IS_GRAM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < examples
-    of_d, of_e = tl.load(projected + at, mask=inside, other=0.0), tl.load(looked_up + at, mask=inside, other=0.0)
-    of_both = tl.load(cross + at, mask=inside, other=0.0)
-    parts_of_d = tl.load(unprojected + at, mask=inside, other=0.0)
-    parts_of_e = tl.load(bound + at, mask=inside, other=0.0)
-    d, e, uncancelled = tl.sqrt(of_d), tl.sqrt(of_e), parts_of_d + parts_of_e
-    summands = of_d + of_e + uncancelled * (uncancelled / 10 if IS_GRAM else (d + e) / 50)
-    tl.store(least + at, (d + parts_of_e + parts_of_d / 5) / TRUST + tl.sqrt(summands / TRUST), mask=inside)
-    whole = of_d + 2 * of_both + of_e
+    dd, ee = tl.load(d_squared + at, mask=inside, other=0.0), tl.load(e_squared + at, mask=inside, other=0.0)
+    de = tl.load(cross + at, mask=inside, other=0.0)
+    of_d, of_e = tl.load(d_parts + at, mask=inside, other=0.0), tl.load(e_parts + at, mask=inside, other=0.0)
+    d, e, parts = tl.sqrt(dd), tl.sqrt(ee), of_d + of_e
+    summands = dd + ee + parts * (parts / 10 if IS_GRAM else (d + e) / 50)
+    tl.store(least + at, (d + of_e + of_d / 5) / TRUST + tl.sqrt(summands / TRUST), mask=inside)
+    whole = dd + 2 * de + ee
     whole = tl.where(whole < 0, 0.0, whole)
-    is_finite = tl.abs(of_both) < float("inf")
+    is_finite = tl.abs(de) < float("inf")
     tl.store(squares + at, tl.where(is_finite, whole, float("nan")), mask=inside)
 
 
 def sum_of_parts(
-    projected: Tensor, looked_up: Tensor, cross: Tensor, unprojected: Tensor, bound: Tensor, trust: float,
-    is_gram: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    given = [each.contiguous() for each in (projected, looked_up, cross, unprojected, bound)]
+    d_squared: Tensor, e_squared: Tensor, cross: Tensor, d_parts: Tensor, e_parts: Tensor, trust: float, is_gram: bool
+) -> tuple[Tensor, Tensor]:
+    given = [each.contiguous() for each in (d_squared, e_squared, cross, d_parts, e_parts)]
     squares, least = torch.empty_like(given[0]), torch.empty_like(given[0])
     if len(squares):
         _sum_of_parts[(cdiv(len(squares), 256),)](

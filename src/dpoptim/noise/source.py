@@ -68,11 +68,13 @@ class NormalSource:
     def numel(self) -> int:
         return sum(part.numel for part in self.parts)
 
-    @cached_property
+    @property
     def _on_gpu(self) -> Any:
-        """The kernels' view of this source; None where they do not run."""
-        if not gpu.available(self.device):
-            return None
+        """The kernels' view of this source; None where they do not run now."""
+        return self._device_normals if gpu.available(self.device) else None
+
+    @cached_property
+    def _device_normals(self) -> Any:
         subkeys = [self.key.subkey(f"normals/{self.stream}", part.name) for part in self.parts]
         return gpu.device_normals(subkeys, [(part.start, part.start + part.numel) for part in self.parts], self.device)
 

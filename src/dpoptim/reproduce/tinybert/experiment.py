@@ -31,7 +31,7 @@ GPU_WORKERS = 6
 
 
 def run_table(request: Request, voice: Voice) -> None:
-    """Everything that the file has not: the model as it comes, tuning, final runs, of the paper's and beyond."""
+    """All that the file has not: the model as it comes, tuning, and final runs, of the paper's table and beyond it."""
     size = SIZES[request.scale]
 
     def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:

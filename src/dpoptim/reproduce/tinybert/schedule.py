@@ -29,29 +29,33 @@ class Job:
 def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int) -> list[Job]:
     """All that can be run now: for each place its next tuning runs, or, once they are done, its final runs.
 
-    `shared` are the settings that all cells have (number of examples, fingerprint of the model). Final runs of the
-    first seed come before those of the second, whatever their place.
+    `shared` are the settings that all cells have (number of examples, fingerprint of the model).
 
     >>> size = Size(steps=4, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1)
     >>> [job.cell["lr"] for job in jobs([], [("post_processing", "banded")], size, {"num_examples": 99}, 1)]
     [0.001]
     """
     there = {cell_key(line["cell"]) for line in lines}
-    tuning, final = [], []
+    found = []
     for place in places:
         tried = tuning_losses(lines, place, size)
         next_settings = wanted(row(place[0]), place[1], tried) if size.tuned else []
         if next_settings:
             beat = best_curve(lines, place, size)
-            tuning += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
+            found += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
         else:
             setting = chosen(lines, place, size)
-            final += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
-    return in_turn(job for job in tuning + final if cell_key(job.cell) not in there)
+            found += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
+    return [job for job in found if cell_key(job.cell) not in there]
 
 
 def in_turn(found: Iterable[Job]) -> list[Job]:
-    """Tuning runs before final ones, and final runs of the first seed before those of the second."""
+    """Tuning runs before final ones, and final runs of the first seed before those of the second, whatever their
+    place.
+
+    >>> [job.cell["seed"] for job in in_turn(Job({"purpose": "final", "seed": seed}) for seed in (1, 0, 1, 0))]
+    [0, 0, 1, 1]
+    """
     return sorted(found, key=lambda job: (job.cell["purpose"] == "final", job.cell["seed"]))
 
 

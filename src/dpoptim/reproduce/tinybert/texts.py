@@ -26,8 +26,8 @@ class Marks(NamedTuple):
 class Texts:
     """All texts end to end on the device; lengths are also on the host, which plans shapes without asking it."""
 
-    tokens: Tensor  # of all texts, without [CLS], with one more in front and as many as a text may have behind
-    rows: Tensor  # [examples, 3]: where it starts, its length with [CLS], how many places are masked
+    tokens: Tensor  # one of padding, all texts without [CLS], and more padding, as long as a text may be
+    rows: Tensor  # [examples, 3]: the place before its first token, its length with [CLS], how many places are masked
     lengths: NDArray[np.int64]
     masked: NDArray[np.int64]
     marks: Marks
@@ -63,8 +63,11 @@ def laid_out(tokens: NDArray[Any], marks: Marks, longest: int, device: str) -> T
     return Texts(torch.from_numpy(padded).to(device), torch.from_numpy(rows).to(device), lengths, masked, marks)
 
 
-class Places(torch.utils.data.Dataset[int]):
-    """The numbers 0 … count − 1: a loader draws them, and what they stand for is gathered on the device."""
+class Indices(torch.utils.data.Dataset[int]):
+    """The numbers 0 … count − 1: a loader draws them, and what they stand for is gathered on the device.
+
+    As `range`, but a batch of them is taken at once.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -72,11 +75,11 @@ class Places(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, place: int) -> int:
-        return place
+    def __getitem__(self, index: int) -> int:
+        return index
 
-    def __getitems__(self, places: list[int]) -> list[int]:
-        return places
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
 
 
 class Part(NamedTuple):
@@ -100,8 +103,8 @@ def made_part(
     start, length, masked = texts.rows[indices.to(device, non_blocking=True)].unbind(1)
     where = torch.arange(width, device=device)
     padding = where >= length[:, None]
-    ids = texts.tokens[start[:, None] + where].long().masked_fill_(padding, marks.pad)  # a token further to the right
-    ids[:, 0] = marks.cls
+    ids = texts.tokens[start[:, None] + where].long().masked_fill_(padding, marks.pad)
+    ids[:, 0] = marks.cls  # where the token before the text was
     order = torch.rand(ids.shape, device=device, generator=generator).masked_fill_(where >= length[:, None] - 1, -1.0)
     order[:, 0] = -1.0
     places = order.topk(most, dim=1).indices

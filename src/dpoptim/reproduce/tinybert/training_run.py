@@ -20,7 +20,7 @@ from dpoptim.reproduce.tinybert.model import MaskedLM
 from dpoptim.reproduce.tinybert.optimizers import optimizer_of
 from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.sights import Sights
-from dpoptim.reproduce.tinybert.texts import Places, Texts, made_part
+from dpoptim.reproduce.tinybert.texts import Indices, Texts, made_part
 from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
 Curve = list[tuple[int, float]]
@@ -112,7 +112,7 @@ class _Training:
         self.model = ground.model()
         self.optimizer = optimizer_of(cell, self.model, self.plan, key=key, run_id=run_id)
         self.loader = private_loader(
-            Places(len(ground.train)), self.plan, lengths=ground.train.lengths,
+            Indices(len(ground.train)), self.plan, lengths=ground.train.lengths,
             micro_batch_tokens=ground.part_tokens, bucket=ground.bucket,
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
             pin_memory=ground.device == "cuda", key=key, run_id=run_id,
