@@ -107,6 +107,9 @@ def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, t
     [
         (["theory", "--only", "quantity"], "NAME=VALUE"),
         (["theory", "--only", "quantity=none of them"], "leaves no cell"),
+        (["tinybert", "--only", "column=bnded"], "columns are banded, banded_10"),
+        (["tinybert", "--only", "row=post_processing", "--only", "column=none"], "leaves no cell"),
+        (["tinybert", "--only", "colum=banded"], "have no colum; they have batch_size"),
         (["theory", "--render"], "is not there"),
         (["theory", "--docs", "no such page.md"], "is not a file"),
     ],

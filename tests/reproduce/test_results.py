@@ -11,6 +11,8 @@ from dpoptim.reproduce import result_files
 from dpoptim.reproduce.experiment import SCALES
 from dpoptim.reproduce.experiments import NAMES, experiment
 from dpoptim.reproduce.rendering import lines_of, section
+from dpoptim.reproduce.tinybert.schedule import SETTINGS
+from dpoptim.reproduce.tinybert.table_of_cells import ROWS
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
@@ -78,3 +80,8 @@ def test_every_picture_of_the_page_is_there_and_each_has_a_text():
     for text, link in links:
         assert text
         assert (PAGE.parent / link).read_bytes().startswith(b"\x89PNG"), link
+
+
+def test_cells_of_tinybert_have_the_settings_that_can_be_asked_for():
+    cells = [line["cell"] for line in result_files.read(RESULTS / "tinybert.jsonl").lines]
+    assert {name for cell in cells for name in cell} == SETTINGS | {knob.name for each in ROWS for knob in each.knobs}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,9 +16,9 @@ from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
-from dpoptim.reproduce.tinybert.schedule import Cell, Job, in_turn, jobs, sweep_jobs
+from dpoptim.reproduce.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
 from dpoptim.reproduce.tinybert.sizes import SIZES
-from dpoptim.reproduce.tinybert.table_of_cells import places
+from dpoptim.reproduce.tinybert.table_of_cells import ROWS, places
 from dpoptim.reproduce.tinybert.texts import laid_out
 from dpoptim.reproduce.tinybert.training_run import Ground, dtype_on
 from dpoptim.reproduce.tinybert.unfinished import Unfinished
@@ -50,6 +51,7 @@ def run_sweep(request: Request, voice: Voice) -> None:
 
 
 def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> None:
+    _check_only(request)
     make_ground = ground_maker(request)
     lines = open_results(NAME, request, voice)
     count = request.workers or (GPU_WORKERS if request.device == "cuda" else 1)
@@ -62,6 +64,22 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
         _work_off(request, wanted, pool, lines, voice)
+
+
+def _check_only(request: Request) -> None:
+    """NotHere where `only` asks for what no cell has: it would be told by no cell at all, as if all were done."""
+    of_place = [text for text in request.only if text.startswith(("row=", "column="))]
+    narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
+    if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
+        rows, columns = (sorted(set(names)) for names in zip(*all_places, strict=True))
+        raise NotHere(
+            f"only={','.join(of_place)} leaves no cell of {NAME}; rows are {', '.join(rows)}; columns are "
+            f"{', '.join(columns)}"
+        )
+    settings = {knob.name for each in ROWS for knob in each.knobs} | SETTINGS
+    for name in (text.partition("=")[0] for text in request.only):
+        if name not in settings:
+            raise NotHere(f"only: cells of {NAME} have no {name}; they have {', '.join(sorted(settings))}")
 
 
 def _work_off(

@@ -14,6 +14,11 @@ from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, column, row
 
 SWEEP = "clip norms"
 SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
+SETTINGS = {
+    "purpose", "row", "column", "seed", "steps", "batch_size", "standing_for", "standing_for_steps", "num_examples",
+    "model", "dtype",
+}  # fmt: skip
+"""What cells have besides what is tuned."""
 Cell = dict[str, Any]
 Place = tuple[str, str]
 
