@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,13 @@ class ClippingCounts:
     examples: int = 0
     clipped: int = 0
     nonfinite: int = 0
+
+
+class Sums(NamedTuple):
+    """Σ_j c_j g_j of one physical batch, and Σ_j (c_j g_j)² where that is asked for."""
+
+    sums: FlatTensors
+    square_sums: FlatTensors | None
 
 
 class ClippedSums:
@@ -106,19 +114,20 @@ class ClippedSums:
 
     def _add(self, batch: PhysicalBatch) -> None:
         try:
-            self._clip_and_sum(batch)
+            if batch.add_ready is None:
+                self._clip_and_sum(batch)
+            else:
+                batch.add_ready()
         except BaseException:  # out of memory, an interrupt: half a batch must never be released
             self.clear_sums()
             raise
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared, least = self._measured(batch.gradients)
-        precisions = {gradients.precision for gradients in batch.gradients.values()}
-        dtype = torch.float64 if torch.float64 in precisions else torch.float32
-        found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=dtype)
-        indices = list if least is None else _told_later(found)
-        self._sum(batch.gradients, found.weights)
+        squared, least = self._measured(batch.gradients, self.scale)
+        found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients))
+        indices = list if least is None else told_later(found)
+        _sum(batch.gradients, found.weights, self._sums, self._square_sums)
         self._examples += batch.examples
         self._remember_ways(batch)
         self._outcomes.append(found.counts)
@@ -135,35 +144,61 @@ class ClippedSums:
             self._explained[kind] = explain(batch.gradients, scaled=self.scale is not None)
         self._explanation = self._explained[kind]
 
-    def _measured(self, gradients: Mapping[str, ExampleGradients]) -> tuple[Tensor, Tensor | None]:
+    def empty_sums(self) -> Sums:
+        """Room for the sums of one physical batch."""
+        parameters = self.parameters
+        return Sums(FlatTensors(parameters), FlatTensors(parameters) if self._with_squares else None)
+
+    def clip_and_sum_apart(
+        self, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None, real: Tensor, into: Sums
+    ) -> Weighed:
+        """Clip and sum a batch into sums of its own, which `add_sums` adds. Nothing is asked of the device, so that a
+        graph can hold it.
+
+        Rows where `real` is False add nothing, whatever they hold. Neither do examples that are apart: where `counts`
+        tells of any, these sums must not be used.
+        """
+        squared, least = self._measured(batch.gradients, scale)
+        squared = torch.where(real, squared, 0.0)
+        least = None if least is None else torch.where(real, least, 0.0)
+        found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
+        sums = _Accumulator(self.parameters, into.sums)
+        square_sums = None if into.square_sums is None else _Accumulator(self.parameters, into.square_sums)
+        _sum(batch.gradients, torch.where(real, found.weights, 0.0), sums, square_sums)
+        sums.taken()
+        if square_sums is not None:
+            square_sums.taken()
+        self._remember_ways(batch)
+        return found
+
+    def add_sums(self, of_batch: Sums, found: Weighed, examples: int) -> None:
+        """Add what `clip_and_sum_apart` made of a batch whose first `examples` rows were real; it is copied."""
+        self._sums.add_all(of_batch.sums)
+        if self._square_sums is not None and of_batch.square_sums is not None:
+            self._square_sums.add_all(of_batch.square_sums)
+        self._examples += examples
+        self._outcomes.append(found.counts.clone())
+        self.norms.append(found.norms[:examples].clone())
+
+    def _measured(
+        self, gradients: Mapping[str, ExampleGradients], scale: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Squared norms over all parameters, and the least norms that can be trusted, if any cannot."""
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
         squared: Tensor | float = 0.0
         least: Tensor | None = None
         if dense:
-            scales = None if self.scale is None else [self.scale[name] for name in dense]
+            scales = None if scale is None else [scale[name] for name in dense]
             squared = kernels.many_squares(list(dense.values()), scales)
         for name, own in gradients.items():
             if name in dense:
                 continue
-            more, trusted = own.measured(None if self.scale is None else self.scale[name])
+            more, trusted = own.measured(None if scale is None else scale[name])
             squared = squared + more
             if trusted is not None:  # what parameters are off by adds up as their gradients do
                 least = trusted if least is None else torch.hypot(least, trusted)
         assert isinstance(squared, Tensor)
         return squared, least
-
-    def _sum(self, gradients: Mapping[str, ExampleGradients], weights: Tensor) -> None:
-        dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
-        self._sums.add_dense(dense, weights)
-        if self._square_sums is not None:
-            self._square_sums.add_dense(dense, weights, squared=True)
-        for name, own in gradients.items():
-            if name in dense:
-                continue
-            self._sums.add_sum(name, own, weights.to(own.precision))
-            if self._square_sums is not None:
-                self._square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
         """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
@@ -173,10 +208,32 @@ class ClippedSums:
         found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
         found.counts[0] = 0  # whether it is clipped was counted with its batch
         self._outcomes.append(found.counts)
-        self._sum({name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}, found.weights)
+        alone = {name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
+        _sum(alone, found.weights, self._sums, self._square_sums)
 
 
-def _told_later(found: Weighed) -> Callable[[], list[int]]:
+def _widest(gradients: Mapping[str, ExampleGradients]) -> torch.dtype:
+    is_double = any(own.precision == torch.float64 for own in gradients.values())
+    return torch.float64 if is_double else torch.float32
+
+
+def _sum(
+    gradients: Mapping[str, ExampleGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
+) -> None:
+    """Add Σ_j weights[j]·g_j to `sums`, and the squares of what is summed to `square_sums`."""
+    dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+    sums.add_dense(dense, weights)
+    if square_sums is not None:
+        square_sums.add_dense(dense, weights, squared=True)
+    for name, own in gradients.items():
+        if name in dense:
+            continue
+        sums.add_sum(name, own, weights.to(own.precision))
+        if square_sums is not None:
+            square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
+
+
+def told_later(found: Weighed) -> Callable[[], list[int]]:
     """The indices of examples that are apart, to be asked for when the sums are queued.
 
     The host then waits for their number alone: the device is still busy with the sums while the next batch is prepared.
@@ -197,9 +254,10 @@ def _told_later(found: Weighed) -> Callable[[], list[int]]:
 class _Accumulator:
     """Sums by parameter, end to end; what nothing was added to is 0 when they are taken."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
+        """`sums`, where they are given, are written to; what they held is of no matter."""
         self._parameters = parameters
-        self._sums: FlatTensors | None = None
+        self._sums = sums
         self._begun: set[str] = set()
 
     def _target(self, name: str) -> Tensor:
@@ -234,6 +292,14 @@ class _Accumulator:
             grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
             kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
             self._begun.update(names)
+
+    def add_all(self, sums: FlatTensors) -> None:
+        if self._sums is None:
+            self._sums = sums.mapped(torch.clone)
+        else:
+            for total, more in zip(self.taken().vectors, sums.vectors, strict=True):
+                total += more
+        self._begun.update(sums)
 
     def taken(self) -> FlatTensors:
         sums = FlatTensors(self._parameters) if self._sums is None else self._sums

@@ -153,10 +153,10 @@ class Engine:
             return  # an activation checkpoint runs a part again
         if not is_whole:
             refuse_bare_forward(self.model)
-            if self.batch.gradients:
+            if self.batch.is_open:
                 self.flush()
         self._called = module
-        self.buffers.begin(anew=is_whole and not self.batch.gradients)
+        self.buffers.begin(anew=is_whole and not self.batch.is_open)
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
@@ -178,7 +178,7 @@ class Engine:
         self.examples = examples if is_whole or is_first or self.examples is None else self.examples
         is_new = self.probe.try_call(module, examples, leaves, structure, is_compiled=self.is_compiled)
         if examples is not None and is_new and torch._C._current_graph_task_id() == -1:
-            if self.batch.gradients:
+            if self.batch.is_open:
                 self.flush()
                 self.buffers.begin(anew=True)
             self._try_rows(module, leaves, structure, min(examples, FEW))
@@ -209,7 +209,7 @@ class Engine:
 
     def agree_on_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
         """The tensor with the batch as its first axis: shared rows are expanded. `is_tied`: to labels, by two axes."""
-        if self.batch.gradients and torch._C._current_graph_task_id() == -1:
+        if self.batch.is_open and torch._C._current_graph_task_id() == -1:
             self.flush()
         self.buffers.begin(anew=False)  # where layers are called by themselves
         if tensor.ndim == 0:
@@ -300,7 +300,7 @@ class Engine:
                 "a backward came through a call of the model whose batch was closed by a later forward or step: its "
                 "examples would count twice; add up the losses of one call and run one backward"
             )
-        if batch.gradients and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
+        if batch.is_open and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
             if use.recomputed_in is not None:
                 self.discard()
                 raise ValueError(
@@ -328,8 +328,8 @@ class Engine:
         """Close the physical batch: what was kept goes to `on_batch`."""
         batch, self.batch = self.batch, self._new_batch()
         self._closed_calls.add(*batch.calls)
-        self.buffers.check(waiting=bool(batch.gradients))
-        if batch.gradients and not batch.has_failed():
+        self.buffers.check(waiting=batch.is_open)
+        if batch.is_open and not batch.has_failed():
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +24,12 @@ class PhysicalBatch:
     backwards: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)  # of the backwards: those that run, or failed
     last: tuple[Use, int] | None = None  # what was kept last, and in which backward
+    add_ready: Callable[[], None] | None = None  # adds what a graph has clipped and summed, in place of gradients
+
+    @property
+    def is_open(self) -> bool:
+        """Whether examples have been differentiated."""
+        return bool(self.gradients) or self.add_ready is not None
 
     def enter(self, use: Use, backward: int) -> None:
         """A use arrives in a backward, which is over once torch says so."""

@@ -23,6 +23,14 @@ def available(device: str | torch.device) -> bool:
     return device.index is None or device.index == torch.cuda.current_device()
 
 
+def hold_tables(held: list[torch.Tensor] | None) -> None:
+    """From now on put the small tables that kernels read into `held`, which a graph reads again; None: no longer."""
+    if _has_triton():
+        from dpoptim.noise import triton_tables
+
+        triton_tables.held = held
+
+
 def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:
     """The normals of elements [start, stop) of several tensors; has `combined(step, coefs, dtype)`."""
     from dpoptim.noise.triton_normals import DeviceNormals

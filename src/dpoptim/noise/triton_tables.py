@@ -26,13 +26,24 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=64)
+held: list[Tensor] | None = None
+"""While a graph is captured: what it reads again at every replay, which must outlive it."""
+
+
 def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:
     """int64 [programs, 4]: number of the tensor, where in it the program begins, and the two numbers of its size.
 
     The first number of a size is how many elements a tensor has; tensors are numbered from `first` on. The same at
     every step, so it stays on the device.
     """
+    parts = _parts_on(sizes, span, device, first)
+    if held is not None:
+        held.append(parts)
+    return parts
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_on(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, first: int) -> Tensor:
     rows = [(i, start, *size) for i, size in enumerate(sizes, first) for start in range(0, size[0], span)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -40,8 +51,13 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
 def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The numbers on a device, sent without waiting for it, and only once on a stream where they come again.
 
-    An ordinary copy of a list to the device would wait until all that was queued before is done.
+    An ordinary copy of a list to the device would wait until all that was queued before is done. In a graph that is
+    captured the copy is made at every replay: what the cache holds may be gone by then.
     """
+    if held is not None:
+        source = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True)
+        held.append(source)
+        return source.to(device, non_blocking=True)
     return _table_on(torch.cuda.current_stream(device).cuda_stream, numbers, dtype, device)
 
 
