@@ -10,8 +10,8 @@ from (`dpoptim.reproduce.tinybert.corpus` describes it); tokens that were cut ar
 The model is the folder of a BERT with its head for masked tokens. Of each text 15 % of the tokens are masked (80 %
 [MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss is the mean over them. The
 optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length (`lengths=`,
-`micro_batch_tokens=`); all tokens lie on the device, where a part is gathered, padded and masked. Losses that are
-printed are not private: they are for debugging.
+`micro_batch_tokens=`); all tokens lie on the device, where a part is gathered, padded and masked. On a GPU a part runs
+as one CUDA graph (`optimizer.captured`). Losses that are printed are not private: they are for debugging.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 import dpoptim
 from dpoptim.reproduce.tinybert.corpus import read_corpus
 from dpoptim.reproduce.tinybert.model import MaskedLM, load
-from dpoptim.reproduce.tinybert.texts import Indices, Texts, laid_out, made_part
+from dpoptim.reproduce.tinybert.texts import Indices, Part, Texts, laid_out, made_part
 
 LONGEST = 512
 EVERY = 100
@@ -59,7 +59,7 @@ class Progress:
 
     def add(self, losses: Tensor, *, tokens: int, padded: int) -> None:
         self.parts, self.tokens, self.padded = self.parts + 1, self.tokens + tokens, self.padded + padded
-        self.loss, self.examples = self.loss + losses.detach().float().sum(), self.examples + len(losses)
+        self.loss, self.examples = self.loss + losses.float().sum(), self.examples + len(losses)
 
     def show(self) -> None:
         seconds, loss = self.seconds(), float(self.loss) / max(self.examples, 1)
@@ -84,6 +84,7 @@ class Run:
     texts: Texts
     loader: dpoptim.PrivateLoader
     optimizer: Any
+    differentiated: Callable[[Part], Tensor]  # the losses of a part, after its backward
     steps: int  # that are done, of those that are planned
 
 
@@ -115,7 +116,14 @@ def set_up(options: argparse.Namespace) -> Run:
         key=dpoptim.NoiseKey.from_bytes(bytes(32)), run_id="abstracts",
     )  # fmt: skip
     optimizer = dpoptim.scale_then_privatize(model, plan, lr=options.lr)
-    return Run(model, texts, loader, optimizer, min(options.only_time or options.steps, options.steps))
+
+    def ordinary(part: Part) -> Tensor:
+        losses: Tensor = model(part)
+        losses.sum().backward()
+        return losses.detach()
+
+    differentiated = optimizer.captured(model) if options.graphs else ordinary
+    return Run(model, texts, loader, optimizer, differentiated, min(options.only_time or options.steps, options.steps))
 
 
 def train(run: Run, device: str) -> Progress:
@@ -123,8 +131,7 @@ def train(run: Run, device: str) -> Progress:
     generator = torch.Generator(device).manual_seed(0)
     progress = Progress(torch.cuda.synchronize if device == "cuda" else lambda: None)
     for indices, width, most, tokens in run.loader:
-        losses = run.model(made_part(run.texts, indices, width, most, vocabulary, generator))
-        losses.sum().backward()
+        losses = run.differentiated(made_part(run.texts, indices, width, most, vocabulary, generator))
         run.optimizer.step()
         progress.add(losses, tokens=tokens, padded=len(indices) * width)
         if not run.loader.step_ends:
@@ -147,6 +154,7 @@ def found_in(options: argparse.Namespace, examples: int, done: Progress, seconds
         "examples": examples,
         "most_tokens": options.tokens,
         "bucket": options.bucket,
+        "graphs": options.graphs,
         "steps": done.steps,
         "seconds": seconds,
         "warm_steps": done.warm_steps,
@@ -170,7 +178,7 @@ def markdown(record: dict[str, Any]) -> str:
         "tokens, padding not counted": f"{record['tokens']:,} ({record['tokens'] / seconds:,.0f} a second)",
         "padding": f"{padding:.1f} % of what was computed",
         "parts a step": f"{record['parts'] / steps:.1f} (up to {record['most_tokens']:,} tokens, "
-        f"bucket {record['bucket']})",
+        f"bucket {record['bucket']})" + (", each one CUDA graph" if record.get("graphs") else ""),
         "peak memory of the GPU": "none used" if record["gb"] is None else f"{record['gb']:.1f} GB",
     }
     lines = [
@@ -192,7 +200,13 @@ def main() -> None:
     parser.add_argument("--lr", type=positive, default=1e-3)
     add_device(parser)
     parser.add_argument(
-        "--tokens", type=whole(1), default=2**20, metavar="N", help="most tokens of a part, with padding"
+        "--tokens",
+        type=whole(1),
+        metavar="N",
+        help="most tokens of a part, with padding (default: 2^17, and 2^20 without graphs, where parts take longer)",
+    )
+    parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_false", help="launch every operation by itself, on a GPU too"
     )
     parser.add_argument("--bucket", type=whole(1), default=64, help="widths are multiples of this")
     parser.add_argument(
@@ -201,6 +215,8 @@ def main() -> None:
     parser.add_argument("--only-time", type=whole(2), metavar="STEPS", help="end after so many steps of the plan")
     add_files(parser)
     options = parser.parse_args()
+    options.graphs = options.graphs and options.device == "cuda"
+    options.tokens = options.tokens or (2**17 if options.graphs else 2**20)
     if options.files:
         with told_in_one_line(parser):
             record = read_as(options.files[0], "abstracts.py", "planned_steps", "padded")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,11 +57,16 @@ def laid_out(tokens: NDArray[Any], marks: Marks, longest: int, device: str) -> T
         raise ValueError(f"no text is closed by the id {marks.sep}; there is nothing to train on")
     lengths = np.minimum(np.diff(ends, prepend=0) + 1, longest)
     words = np.maximum(lengths - 2, 0)  # all but [CLS] and [SEP]
-    masked = np.minimum(np.maximum(np.rint(MASKED_SHARE * words).astype(np.int64), 1), words)
+    masked = np.minimum(_masked_of(words), words)
     rows = np.stack([np.concatenate([[0], ends[:-1]]), lengths, masked], axis=1)
     padded = np.full(1 + len(tokens) + longest, marks.pad, np.int32)
     padded[1 : 1 + len(tokens)] = tokens
     return Texts(torch.from_numpy(padded).to(device), torch.from_numpy(rows).to(device), lengths, masked, marks)
+
+
+def _masked_of(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """15 % of so many words, and at least one."""
+    return np.maximum(np.rint(MASKED_SHARE * words).astype(np.int64), 1)
 
 
 class Indices(torch.utils.data.Dataset[int]):
@@ -87,8 +93,8 @@ class Part(NamedTuple):
 
     ids: Tensor  # [examples, width], masked
     attends: Tensor  # [examples, 1, 1, width], False at padding
-    places: Tensor  # [examples, most masked places]
-    labels: Tensor  # [examples, most masked places], -100 where an example has fewer
+    places: Tensor  # [examples, as many masked places as a text of this width has]
+    labels: Tensor  # of that shape, -100 where an example has fewer
     masked: Tensor  # [examples]
 
 
@@ -97,7 +103,8 @@ def made_part(
 ) -> Part:
     """Gather, pad and mask the texts `indices` on their device; no number goes back to the host.
 
-    Of the chosen tokens 80 % become [MASK], 10 % another token, 10 % stay.
+    Of the chosen tokens 80 % become [MASK], 10 % another token, 10 % stay. The part's shapes follow from the number of
+    texts and the width alone, so that few are met.
     """
     device, marks = texts.tokens.device, texts.marks
     start, length, masked = texts.rows[indices.to(device, non_blocking=True)].unbind(1)
@@ -113,10 +120,11 @@ def made_part(
     fate = torch.rand(own.shape, device=device, generator=generator)
     other = torch.randint(0, vocabulary, own.shape, device=device, generator=generator)
     shown = torch.where(fate < 0.8, marks.mask, torch.where(fate < 0.9, other, own))
+    room = max(int(_masked_of(np.array(width - 2))) - most, 0)
     return Part(
         ids=ids.scatter_(1, places, torch.where(beyond, own, shown)),
         attends=~padding[:, None, None],
-        places=places,
-        labels=own.masked_fill(beyond, -100),
+        places=F.pad(places, (0, room)),
+        labels=F.pad(own.masked_fill(beyond, -100), (0, room), value=-100),
         masked=masked,
     )

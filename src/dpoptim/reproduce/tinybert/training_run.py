@@ -117,6 +117,7 @@ class _Training:
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
             pin_memory=ground.device == "cuda", key=key, run_id=run_id,
         )  # fmt: skip
+        self._differentiate = self.optimizer.captured(self.model, together=max(1, self.plan.batch_size // 32))
         self.sights = Sights(cell, self.optimizer)
         self.curve: Curve = []
         self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()
@@ -140,8 +141,7 @@ class _Training:
             if begins:
                 generator.manual_seed(int.from_bytes(self._secret.subkey("masks", str(step))[:8], "little") % 2**63)
                 self.sights.before(step)
-            losses = self.model(made_part(ground.train, indices, width, most, vocabulary, generator))
-            losses.sum().backward()
+            self._differentiate(made_part(ground.train, indices, width, most, vocabulary, generator))
             self.optimizer.step()
             begins = self.loader.step_ends
             if begins:
