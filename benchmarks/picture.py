@@ -23,6 +23,7 @@ BARS = {
     "compiled": ("#56B4E9", "torch.compile"),
     "flat": ("#009E73", "dpoptim, flat clipping"),
     "scaled": ("#D55E00", "dpoptim, scale then privatize"),
+    "captured": ("#CC79A7", "dpoptim, the same as a CUDA graph"),
     "opacus": ("#F0E442", "Opacus, faster mode"),
 }
 LONGEST = 2.0  # a bar may be this many times the longest that is not Opacus's; beyond, it is cut

@@ -15,9 +15,11 @@ from rich.table import Table
 from dpoptim.reproduce import provenance
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
-WAYS = ("plain", "compiled", "off", "flat", "scaled", "opacus", "opacus ghost", "flat twin")
+WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost", "flat twin")
 PEERS = ("opacus", "opacus ghost")
-RATIOS = ("flat/off", "scaled/off", "scaled/plain", "scaled/compiled", "memory scaled/off", "opacus/scaled")
+RATIOS = (
+    "flat/off", "scaled/off", "captured/off", "scaled/plain", "scaled/compiled", "memory scaled/off", "opacus/scaled",
+)  # fmt: skip
 SETTING = ("date", "commit", "machine", "versions")
 CASE = ("name", "note", "together", "compiled_micro_batch", "ways")
 Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb"} or {"error"}
@@ -130,7 +132,11 @@ def notes(record: dict[str, Any]) -> list[str]:
     """What a reader must know to read the table rightly."""
     lines, done = [], record["cases"]
     if own_norms(record):
-        lines.append("\"off\" runs torch's layer and group norms, flat and scaled kernels of dpoptim's own.")
+        lines.append("\"off\" runs torch's layer and group norms, private steps kernels of dpoptim's own.")
+    if any("captured" in c["ways"] for c in done):
+        lines.append(
+            '"captured" is scaled as one CUDA graph, but for noise and update; "off" and the others have none.'
+        )
     if any(way not in c["ways"] for c in done for way in WAYS if any(way in other["ways"] for other in done)):
         lines.append('"-": not measured.')
     if any(fastest_peer(c["ways"]) for c in done):

@@ -12,6 +12,7 @@ A step is forward, backward, clipping, noise and update of one batch. The ways:
     off           our fused loss, torch.optim.Adam, no privacy
     flat          our fused loss, dpoptim.post_processing
     scaled        our fused loss, dpoptim.scale_then_privatize
+    captured      the same through optimizer.captured: one CUDA graph up to the clipped sums (on a GPU)
     opacus        Opacus with a gradient for each example (grad_sample_mode "hooks"), torch.optim.Adam
     opacus ghost  Opacus with fast gradient clipping (grad_sample_mode "ghost"), torch.optim.Adam
     flat twin     dpoptim.post_processing on the very model that Opacus gets (only where asked for)
@@ -62,9 +63,10 @@ Tell = Callable[[str], None]
 
 
 def default_ways(device: str) -> tuple[str, ...]:
-    """All, but no twin, on the CPU nothing compiled, and Opacus only where it is installed."""
+    """All, but no twin, on the CPU nothing compiled or captured, and Opacus only where it is installed."""
     peers = PEERS if absent(["opacus"]) else ()
-    return tuple(w for w in WAYS if w not in (*peers, "flat twin", "compiled" if device == "cpu" else ""))
+    graphs = ("compiled", "captured") if device == "cpu" else ()
+    return tuple(way for way in WAYS if way not in (*peers, *graphs, "flat twin"))
 
 
 def steps_of(case: Case, way: str) -> Step:
@@ -79,7 +81,7 @@ def steps_of(case: Case, way: str) -> Step:
         return ordinary_steps(case, model, batch, way)
     size = len(batch[0])
     plan = dpoptim.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
-    make = dpoptim.scale_then_privatize if way == "scaled" else dpoptim.post_processing
+    make = dpoptim.scale_then_privatize if way in ("scaled", "captured") else dpoptim.post_processing
     optimizer = make(model, plan, lr=1e-4, own_batches=True)
     loss = case.peer_loss if twin else case.loss
 
@@ -87,7 +89,15 @@ def steps_of(case: Case, way: str) -> Step:
         loss(model, batch).sum().backward()
         optimizer.step()
 
-    return private
+    if way != "captured":
+        return private
+    differentiated = optimizer.captured(lambda *given: loss(model, given))
+
+    def captured() -> None:
+        differentiated(*batch)
+        optimizer.step()
+
+    return captured
 
 
 def ordinary_steps(case: Case, model: nn.Module, batch: Batch, way: str) -> Step:

@@ -50,7 +50,6 @@ class Captured:
         self._losses, self._together = losses, together
         self._sums: ClippedSums = release._sums
         self._engine = self._sums.engine
-        self._device = next(iter(self._sums.parameters.values())).device
         self._room = _Room(self._sums)
         self._places: tuple[Hashable, ...] = ()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: met once, or not to be captured
@@ -70,9 +69,10 @@ class Captured:
             )
         self._engine.flush()  # before its rows are overwritten
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors, others = self._sorted(leaves)
+        devices = {parameter.device for parameter in self._sums.parameters.values()}
+        tensors, others = _sorted(leaves, next(iter(devices)))
         batch = _Batch(self._losses, tensors, others, structure)
-        if not _can_capture(self._device):
+        if batch.examples == 0 or not _can_capture(devices):
             return self._run(batch)
         self._look_at_places()
         rows = -(-batch.examples // self._together) * self._together
@@ -86,21 +86,6 @@ class Captured:
         if graph is None:
             return self._run(batch)
         return self._replay(graph, batch)
-
-    def _sorted(self, leaves: Sequence[Any]) -> tuple[dict[int, Tensor], dict[int, Any]]:
-        """Tensors, on the model's device, and what else is given, by their places among the arguments."""
-        tensors = {
-            i: leaf.detach().to(self._device, non_blocking=True)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        }
-        first_axes = {tensor.shape[:1] for tensor in tensors.values()}
-        if len(first_axes) != 1 or first_axes == {torch.Size([])}:
-            raise ValueError(
-                "a captured function takes tensors that have the examples as their first axis, as many in each, got "
-                f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share is not an argument"
-            )
-        return tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in tensors}
 
     def _run(self, batch: _Batch) -> Tensor:
         """The ordinary way."""
@@ -116,7 +101,7 @@ class Captured:
             tuple(buffer.data_ptr() for buffer in model.buffers()),
         )
         if places != self._places:
-            self._places = places
+            self._places, self._room = places, _Room(self._sums)
             self._graphs.clear()
             self._refused.clear()
 
@@ -167,6 +152,19 @@ class Captured:
         with torch.enable_grad():
             self._run(graph.batch.first(examples))
         self._engine.flush()
+
+
+def _sorted(leaves: Sequence[Any], device: torch.device) -> tuple[dict[int, Tensor], dict[int, Any]]:
+    """Tensors, on the device, and what else is given, by their places among the arguments."""
+    given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    tensors = {i: tensor.detach().to(device, non_blocking=True) for i, tensor in given.items()}
+    first_axes = {tensor.shape[:1] for tensor in tensors.values()}
+    if len(first_axes) != 1 or first_axes == {torch.Size([])}:
+        raise ValueError(
+            "a captured function takes tensors that have the examples as their first axis, as many in each, got "
+            f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share is not an argument"
+        )
+    return tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in tensors}
 
 
 @dataclass(frozen=True)
@@ -305,11 +303,12 @@ def _held_tables() -> Iterator[list[Tensor]]:
         gpu.hold_tables(None)
 
 
-def _can_capture(device: torch.device) -> bool:
-    """Kernels must be there, since the plain functions ask the device; and of what an autocast has cast before,
-    a graph would see the old values.
+def _can_capture(devices: set[torch.device]) -> bool:
+    """On one device where the kernels are, since plain functions ask the device; and of what an autocast has cast
+    before, a graph would see the old values.
     """
-    return gpu.available(device) and not torch.is_autocast_enabled(device.type)
+    (device, *others) = devices
+    return not others and gpu.available(device) and not torch.is_autocast_enabled(device.type)
 
 
 def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
