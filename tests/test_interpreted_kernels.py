@@ -22,10 +22,11 @@ ROOT = Path(__file__).parents[1]
     [
         ("tests/gradients/test_triton_kernels.py", "softmax or outer or norm"),
         ("tests/gradients/test_triton_kernels.py", "not (softmax or outer or norm)"),
+        ("tests/gradients/test_captured_kernels.py", "scaled or whatever"),
         ("tests/optim/test_triton_adam.py", ""),
         ("tests/noise/test_triton_normals.py", ""),
     ],
-    ids=["products", "sums", "adam", "noise"],
+    ids=["products", "sums", "graphs", "adam", "noise"],
 )
 def test_kernels_compute_what_the_plain_functions_do(file, chosen):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen, file]

@@ -318,7 +318,8 @@ def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
         room.stream, room.memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     with torch.cuda.stream(room.stream):
-        run()
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+            run()
         torch.cuda.synchronize()
         # Relaxed: tables are sent from pinned memory that is allocated on the way.
         graph.capture_begin(pool=room.memory, capture_error_mode="relaxed")
