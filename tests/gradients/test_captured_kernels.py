@@ -111,3 +111,19 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_they_hold():
     optimizer.step()
     torch.testing.assert_close(seen[3], seen[4], rtol=1e-5, atol=1e-7)
     assert float(seen[3].norm()) > 0
+
+
+def test_dropout_is_drawn_anew_at_every_replay():
+    model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    ((x, y),) = batches_of((8, 4))
+    found = []
+    for _ in range(5):
+        found.append(run(x.to(DEVICE), y.to(DEVICE)).cpu())
+        optimizer.step()
+    assert len({tuple(losses.tolist()) for losses in found}) == 5
+    torch.manual_seed(3)
+    first = run(x.to(DEVICE), y.to(DEVICE)).cpu()
+    torch.manual_seed(3)
+    assert torch.equal(run(x.to(DEVICE), y.to(DEVICE)).cpu(), first)
