@@ -122,7 +122,8 @@ def set_up(options: argparse.Namespace) -> Run:
         losses.sum().backward()
         return losses.detach()
 
-    differentiated = optimizer.captured(model) if options.graphs else ordinary
+    together = max(1, options.batch // 32)  # as the loader cuts
+    differentiated = optimizer.captured(model, together=together) if options.graphs else ordinary
     return Run(model, texts, loader, optimizer, differentiated, min(options.only_time or options.steps, options.steps))
 
 
