@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
     "flat": dpoptim.dp_sgd,
     "scaled": dpoptim.scale_then_privatize,
     "squares": functools.partial(dpoptim.independent_moments, squares="average_of"),
+    "in turns": functools.partial(dpoptim.delayed_preconditioner, plain_steps=2, scaled_clip_norm=0.5),
 }
 
 
@@ -83,7 +85,8 @@ def test_replays_add_what_the_ordinary_way_adds(monkeypatch, variant, reduction)
     batches = batches_of((8, 4), (8, 4), (8, 2), (8, 4), (8, 2), (8, 4), (8, 2))
     expected, ordinary = trained(variant, batches, is_captured=False, loss_reduction=reduction)
     found, optimizer = trained(variant, batches, is_captured=True, loss_reduction=reduction)
-    assert replays == [3, 2]
+    # Sums of squares are not captured; of two ways in turns, each shape is met anew in each.
+    assert replays == {"squares": [], "in turns": [2, 1]}.get(variant, [3, 2])
     assert_same(found, expected)
     assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
     assert 0 < ordinary.release.counts_not_private.clipped < 56
@@ -144,8 +147,10 @@ def test_two_batches_make_one_step(monkeypatch):
     assert_same(*models)
 
 
-def test_an_ordinary_batch_may_follow(monkeypatch):
+@pytest.mark.parametrize("apart", [[], [0]], ids=["trusted", "apart"])
+def test_an_ordinary_batch_may_follow(monkeypatch, apart):
     tape_graphs(monkeypatch)
+    monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
     models = []
     for is_captured in (False, True):
         model = model_of()
@@ -158,9 +163,9 @@ def test_an_ordinary_batch_may_follow(monkeypatch):
                 run(x, y)
             else:
                 losses_of(model)(x, y).sum().backward()
-            losses_of(model)(x[:1], y[:1]).sum().backward()
+            losses_of(model)(x[:2], y[:2]).sum().backward()
             optimizer.step()
-        assert optimizer.release.counts_not_private.examples == 20
+        assert optimizer.release.counts_not_private.examples == 24
         models.append(model)
     assert_same(*models)
 
@@ -177,10 +182,12 @@ def test_examples_apart_are_looked_at_once(monkeypatch):
     assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
 
 
+@pytest.mark.parametrize("apart", [[], [0]], ids=["trusted", "apart"])
 @pytest.mark.parametrize("sampling", [dpoptim.Poisson(), dpoptim.Shuffled()], ids=["poisson", "shuffled"])
-def test_a_loader_is_followed(monkeypatch, sampling):
+def test_a_loader_is_followed(monkeypatch, sampling, apart):
     """Empty samples, parts of a step, and a step that the loop breaks off in its middle and draws again."""
     replays = tape_graphs(monkeypatch)
+    monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
     torch.manual_seed(2)
     data = torch.utils.data.TensorDataset(torch.randn(16, 3, WIDTH), torch.randn(16))
     models = []
@@ -294,3 +301,327 @@ def test_mistakes_are_told():
     optimizer.detach()
     with pytest.raises(ValueError, match="capture anew"):
         run(x, y)
+
+
+def captured_run(
+    model: nn.Module, losses: Callable[..., Tensor] | None = None, **options: Any
+) -> tuple[PrivateOptimizer, Any]:
+    """An optimizer that moves nothing and adds next to no noise, and its captured function."""
+    plan = plan_of(40, noise_multiplier=1e-9, **options)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, own_batches=True)
+    return optimizer, optimizer.captured(losses or losses_of(model), together=4)
+
+
+def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
+    """What it releases from now on, end to end."""
+    released: list[Tensor] = []
+    optimizer.observers.append(lambda r: released.append(torch.cat([g.flatten() for g in r.gradient.values()]).cpu()))
+    return released
+
+
+def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
+    """Until there is a graph."""
+    for _ in range(2):
+        run(x, y)
+        optimizer.step()
+
+
+def test_losses_may_take_their_rows_in_another_order(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+
+    def turned(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x.flip(0), y.flip(0)).flip(0)
+
+    optimizer, run = captured_run(model, turned)
+    seen = seen_by(optimizer)
+    first, last = batches_of((4, 2), (1, 2))
+    warm(run, *first, optimizer)
+    for differentiate in (run, lambda x, y: turned(x, y).sum().backward()):
+        differentiate(*last)
+        optimizer.step()
+    assert replays == [2]
+    torch.testing.assert_close(seen[2], seen[3], rtol=1e-5, atol=1e-8)
+    assert float(seen[3].norm()) > 0.01
+
+
+@pytest.mark.parametrize("where", ["between", "warm-up", "sums"])
+def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, where):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((1, 2))
+    run(x, y)
+    optimizer.step()
+    engine = optimizer.release._sums.engine
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "sums":
+            patched.setattr(optimizer.release._sums, "clip_and_sum_apart", interrupt)
+        else:
+            # Of three flushes, one when the call begins and one in each of two runs, the second or the third.
+            passed = [engine.flush] * (1 if where == "warm-up" else 2)
+            patched.setattr(engine, "flush", lambda: passed.pop()() if passed else interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(x, y)
+    seen = seen_by(optimizer)
+    optimizer.step()
+    assert float(seen[0].norm()) < 1e-6
+    assert optimizer.release.counts_not_private.examples == 1
+
+
+def test_a_call_that_fails_does_not_count(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+
+    def fail(found: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(captured, "told_later", fail)
+        with pytest.raises(MemoryError):
+            run(x, y)
+    run(x[:2], y[:2])
+    run(x[2:], y[2:])
+    optimizer.step()
+    assert optimizer.release.counts_not_private.examples == 12
+
+
+def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    seen = seen_by(optimizer)
+    sums = optimizer.release._sums
+
+    def fail(*args: Any) -> None:
+        sums._sums.add_all(args[0])
+        raise MemoryError
+
+    run(x, y)
+    with monkeypatch.context() as patched:
+        patched.setattr(sums, "add_sums", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert float(seen[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["another", "written to"])
+def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch, how):
+    """By whatever the noise will be divided."""
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    seen = seen_by(optimizer)
+    ((x, y),) = batches_of((4, 2))
+    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for number, differentiate in enumerate([run, run, run, lambda x, y: losses_of(model)(x, y).sum().backward()]):
+        optimizer.release.scale = {name: one.clone() for name, one in ones.items()}
+        differentiate(x, y)
+        if number >= 2:
+            if how == "another":
+                optimizer.release.scale = {name: 3 * one for name, one in ones.items()}
+            else:
+                for value in optimizer.release.scale.values():
+                    value.mul_(3)
+        optimizer.step()
+    torch.testing.assert_close(seen[2], seen[3], rtol=1e-5, atol=1e-8)
+    assert float(seen[2].norm()) < 0.9 * float(seen[1].norm())
+
+
+def test_a_clip_norm_and_a_precision_of_their_own_make_another_graph(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    seen = seen_by(optimizer)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    optimizer.release._sums.clip_norm = 0.01
+    warm(run, x, y, optimizer)
+    assert replays == [1, 1]
+    assert float(seen[3].norm()) < 0.1 * float(seen[1].norm())
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        warm(run, x, y, optimizer)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert replays == [1, 1, 1]
+
+
+class Heads(nn.Module):
+    """One head for single positions, another for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.several = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.one(x) if x.shape[1] == 1 else self.several(x)
+        return outputs
+
+
+def test_what_a_batch_does_not_use_stays_without_a_gradient(monkeypatch):
+    """Also where other batches of the same step use it, in a graph or without."""
+    replays = tape_graphs(monkeypatch)
+    warnings.simplefilter("ignore")  # that the second head was not tried
+    steps: list[list[tuple[int, bool]]] = [[(1, True)], [(2, True)]] * 3 + [[(1, True), (2, True)], [(2, True)]]
+    steps += [[(2, False), (1, True)], [(1, False), (2, True)], [(1, True)]]
+    found = []
+    for captures in (True, False):
+        model = Heads()
+        optimizer, run = captured_run(model)
+        seen = seen_by(optimizer)
+        for step in steps:
+            for positions, in_graph in step:
+                ((x, y),) = batches_of((4, positions))
+                if captures and in_graph:
+                    run(x, y)
+                else:
+                    losses_of(model)(x, y).sum().backward()
+            optimizer.step()
+        found.append(torch.stack(seen))
+    assert replays == [5, 5]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+
+
+def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    run(x, y)
+    with dpoptim.public_data(), pytest.raises(ValueError, match=r"not inside of public_data\(\)"):
+        optimizer.step()
+    earlier = losses_of(model)(x, y).sum()
+    run(x, y)
+    with pytest.raises(ValueError, match="or of another batch's backward"):
+        earlier.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameters_and_buffers_must_not_change_before_the_step(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    run(x, y)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' changes when the model runs"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["frozen", "buffer", "dtype"])
+def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+    model.register_buffer("shift", torch.zeros(()))
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x.to(next(model.parameters()).dtype), y) + model.get_buffer("shift")
+
+    optimizer, run = captured_run(model, losses)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    before = run(x, y)
+    optimizer.step()
+    if change == "frozen":
+        next(model.parameters()).requires_grad_(False)
+        with pytest.raises(ValueError, match="was frozen"):
+            run(x, y)
+        return
+    if change == "buffer":
+        model.register_buffer("shift", torch.ones(()))
+    else:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    warm(run, x, y, optimizer)
+    assert replays == [2, 1]
+    expected = before + 1 if change == "buffer" else before.double()
+    torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+
+    def losses(x: Tensor, y: Tensor, *, factor: Any = 1.0) -> Tensor:
+        by = factor["by"] if isinstance(factor, dict) else factor.value if isinstance(factor, Box) else factor
+        return losses_of(model)(x, y) * (2.0 if by is True else by)
+
+    class Box:
+        value = 3.0
+
+    optimizer, run = captured_run(model, losses)
+    ((x, y),) = batches_of((4, 2))
+    once = losses(x, y).detach()
+    for factor, times in ((1, 1.0), (True, 2.0), ({"by": 5.0}, 5.0), ({"by": 7.0}, 7.0)):
+        for _ in range(3):
+            torch.testing.assert_close(run(x, y, factor=factor), times * once)
+            optimizer.step()
+    assert replays == [2] * 4
+    box = Box()
+    for times in (3.0, 4.0, 5.0):
+        box.value = times
+        torch.testing.assert_close(run(x, y, factor=box), times * once)
+        optimizer.step()
+    assert replays == [2] * 4
+
+
+def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    one, other, many = batches_of((4, 2), (4, 2), (8, 1))
+    warm(run, *one, optimizer)
+    warm(run, *many, optimizer)
+    expected = []
+    for x, y in (one, other, many):
+        losses_of(model)(x, y).sum().backward()
+        optimizer.release._sums.engine.flush()
+        expected.append(optimizer.release._sums.norms[-1])
+        optimizer.step()
+    told = optimizer.explain()
+    for x, y in (many, one, other):
+        run(x, y)
+    optimizer.release._sums.engine.flush()
+    first, second, third = optimizer.release._sums.norms
+    torch.testing.assert_close([second, third, first], expected)
+    assert optimizer.explain() != told
+    run(*many)
+    assert optimizer.explain() == told
+
+
+def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x[:2], y[:2]).repeat(2)
+
+    optimizer, run = captured_run(model, losses)
+    ((x, y),) = batches_of((4, 2))
+    with pytest.warns(RuntimeWarning, match=r"could not be captured as a graph \(ValueError\)"):
+        warm(run, x, y, optimizer)
+
+
+def test_an_autocast_around_it_is_not_captured(monkeypatch):
+    monkeypatch.setattr(captured.gpu, "available", lambda device: True)
+    here, there = torch.device("cpu"), torch.device("meta")
+    assert captured._can_capture({here})
+    assert not captured._can_capture({here, there})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not captured._can_capture({here})

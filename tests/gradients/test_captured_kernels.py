@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.gradients import linear_cross_entropy
-from dpoptim.optim import PrivateOptimizer
 from tests.gradients.tape import tape_graphs
-from tests.gradients.test_captured import VARIANTS, batches_of, losses_of, model_of, plan_of
+from tests.gradients.test_captured import VARIANTS, batches_of, losses_of, model_of, plan_of, seen_by
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 
 pytestmark = [pytest.mark.gpu, needs_triton]
@@ -45,13 +46,6 @@ class Bert(nn.Module):
         return linear_cross_entropy(head.decoder, head.transform(hidden), labels).sum(1)
 
 
-def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
-    """What it releases from now on, end to end."""
-    released: list[Tensor] = []
-    optimizer.observers.append(lambda r: released.append(torch.cat([g.flatten() for g in r.gradient.values()]).cpu()))
-    return released
-
-
 def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of several lengths, with repeated tokens, and some places that are predicted."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,11 +56,11 @@ def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["flat", "scaled", "in turns", "squares"])
 def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
     """Full batches and others, of three widths, with memory that is taken and given back in between."""
     sizes = [(4, 8), (4, 8), (4, 5), (3, 8), (4, 5), (4, 11), (2, 5), (4, 11), (4, 8), (1, 8), (4, 5)]
-    sizes = sizes[:5] if IS_INTERPRETED else sizes * 3
+    sizes = sizes[:4] if IS_INTERPRETED else sizes * 3
     found = []
     for is_captured in (False, True):
         model = Bert().to(DEVICE, dtype)
@@ -84,7 +78,8 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
                 model(*batch).sum().backward()
             optimizer.step()
         graphs = [graph for graph in run._graphs.values() if graph is not None]
-        assert len(graphs) == ((2 if IS_INTERPRETED else 3) if is_captured else 0)
+        assert bool(graphs) == (is_captured and variant != "squares")
+        assert not run._refused
         found.append((released, optimizer.release.counts_not_private))
     rounding = 1e-4 if dtype == torch.float32 else 0.05
     for step, (ordinary, own) in enumerate(zip(found[0][0], found[1][0], strict=True)):
@@ -93,8 +88,8 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
         assert found[0][1] == found[1][1]
 
 
-def test_rows_that_fill_a_batch_up_add_nothing_whatever_they_hold():
-    """Those of an earlier batch, which are not finite."""
+def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
+    """Those of an earlier batch were not finite."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
     run = optimizer.captured(losses_of(model), together=8)
@@ -127,3 +122,61 @@ def test_dropout_is_drawn_anew_at_every_replay():
     first = run(x.to(DEVICE), y.to(DEVICE)).cpu()
     torch.manual_seed(3)
     assert torch.equal(run(x.to(DEVICE), y.to(DEVICE)).cpu(), first)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="tapes take what a graph does not")
+def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
+    """A loss that waits for the device; what torch leaves of a capture that failed must not stand in the way."""
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
+        plan, key = plan_of(noise_multiplier=1e-9), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, key=key, run_id="run", own_batches=True)
+
+        def losses(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            each = losses_of(model)(x, y)
+            assert float(each.detach().sum()) > 0
+            return each
+
+        run = optimizer.captured(losses, together=8)
+        seen = seen_by(optimizer)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(5):
+                torch.manual_seed(step)
+                x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
+                if is_captured:
+                    run(x, y)
+                else:
+                    losses(x, y).sum().backward()
+                optimizer.step()
+        told = [w for w in warned if "could not be captured" in str(w.message)]
+        assert len(told) == is_captured
+        found.append(torch.stack(seen))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes a minute for it")
+def test_a_graph_outlives_the_tables_of_others():
+    """Kernels' tables are cached, and more shapes come between than the caches hold."""
+    model = model_of().to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    seen = seen_by(optimizer)
+    x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
+    for _ in range(3):
+        run(x, y)
+        optimizer.step()
+    for count in range(1, 301):
+        losses_of(model)(
+            x[:1].repeat(count % 40 + 1, 1 + count // 40, 1), y[:1].repeat(count % 40 + 1)
+        ).sum().backward()
+        optimizer.release._sums.engine.flush()
+        optimizer.release._sums.clear_sums()
+        optimizer.release._at_last_release = optimizer.release._sums.examples
+        torch.cuda.empty_cache()
+        torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
+    run(x, y)
+    optimizer.step()
+    torch.testing.assert_close(seen[-1], seen[2], rtol=1e-6, atol=1e-8)

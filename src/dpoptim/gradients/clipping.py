@@ -10,9 +10,8 @@ and unscaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +32,6 @@ class ClippingCounts:
     examples: int = 0
     clipped: int = 0
     nonfinite: int = 0
-
-
-class Sums(NamedTuple):
-    """Σ_j c_j g_j of one physical batch, and Σ_j (c_j g_j)² where that is asked for."""
-
-    sums: FlatTensors
-    square_sums: FlatTensors | None
 
 
 class ClippedSums:
@@ -66,7 +58,7 @@ class ClippedSums:
         self.mean_loss = mean_loss
         self.scale: Mapping[str, Tensor] | None = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._with_squares = squares
+        self.with_squares = squares
         self.clear_sums()
         self._examples = 0
         self._outcomes: list[Tensor] = []  # `Weighed.counts` of physical batches, still on the device
@@ -109,7 +101,7 @@ class ClippedSums:
     def clear_sums(self) -> None:
         """Forget every physical batch that has been summed since the last `take`."""
         self._sums = _Accumulator(self.parameters)
-        self._square_sums = _Accumulator(self.parameters) if self._with_squares else None
+        self._square_sums = _Accumulator(self.parameters) if self.with_squares else None
         self.norms: list[Tensor] = []
 
     def _add(self, batch: PhysicalBatch) -> None:
@@ -144,39 +136,32 @@ class ClippedSums:
             self._explained[kind] = explain(batch.gradients, scaled=self.scale is not None)
         self._explanation = self._explained[kind]
 
-    def empty_sums(self) -> Sums:
-        """Room for the sums of one physical batch."""
-        parameters = self.parameters
-        return Sums(FlatTensors(parameters), FlatTensors(parameters) if self._with_squares else None)
+    def bounds(self) -> Hashable:
+        """What examples are clipped by now: another value where clip norm or scale are others, or were written to."""
+        scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
+        return self.clip_norm, scale
 
     def clip_and_sum_apart(
-        self, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None, real: Tensor, into: Sums
+        self, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None, into: FlatTensors
     ) -> Weighed:
         """Clip and sum a batch into sums of its own, which `add_sums` adds. Nothing is asked of the device, so that a
-        graph can hold it.
+        graph can hold it; the losses must have been summed.
 
-        Rows where `real` is False add nothing, whatever they hold. Neither do examples that are apart: where `counts`
-        tells of any, these sums must not be used.
+        Examples that are apart are not in the sums: where `counts` tells of any, these must not be used.
         """
         squared, least = self._measured(batch.gradients, scale)
-        squared = torch.where(real, squared, 0.0)
-        least = None if least is None else torch.where(real, least, 0.0)
         found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
-        sums = _Accumulator(self.parameters, into.sums)
-        square_sums = None if into.square_sums is None else _Accumulator(self.parameters, into.square_sums)
-        _sum(batch.gradients, torch.where(real, found.weights, 0.0), sums, square_sums)
+        sums = _Accumulator(self.parameters, into)
+        _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
-        if square_sums is not None:
-            square_sums.taken()
         self._remember_ways(batch)
         return found
 
-    def add_sums(self, of_batch: Sums, found: Weighed, examples: int) -> None:
-        """Add what `clip_and_sum_apart` made of a batch whose first `examples` rows were real; it is copied."""
-        self._sums.add_all(of_batch.sums)
-        if self._square_sums is not None and of_batch.square_sums is not None:
-            self._square_sums.add_all(of_batch.square_sums)
+    def add_sums(self, of_batch: FlatTensors, found: Weighed, examples: int, explanation: Explanation) -> None:
+        """Add what `clip_and_sum_apart` made of a batch whose first `examples` rows count; it is copied."""
+        self._sums.add_all(of_batch)
         self._examples += examples
+        self._explanation = explanation
         self._outcomes.append(found.counts.clone())
         self.norms.append(found.norms[:examples].clone())
 

@@ -153,8 +153,8 @@ class Engine:
             return  # an activation checkpoint runs a part again
         if not is_whole:
             refuse_bare_forward(self.model)
-            if self.batch.is_open:
-                self.flush()
+        if self.batch.is_open and (not is_whole or self.batch.add_ready is not None):
+            self.flush()  # before the call begins: what is ready may run the model
         self._called = module
         self.buffers.begin(anew=is_whole and not self.batch.is_open)
         for name, parameter in self._all_parameters:
