@@ -550,6 +550,8 @@ def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
             parameter.data = parameter.data.double()
     warm(run, x, y, optimizer)
     assert replays == [2, 1]
+    (total,) = run._room.sums.vectors
+    assert total.dtype == (torch.float64 if change == "dtype" else torch.float32)
     expected = before + 1 if change == "buffer" else before.double()
     torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
 
@@ -565,7 +567,7 @@ def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
     class Box:
         value = 3.0
 
-    optimizer, run = captured_run(model, losses)
+    optimizer, run = captured_run(model, losses, batch_size=16)
     ((x, y),) = batches_of((4, 2))
     once = losses(x, y).detach()
     for factor, times in ((1, 1.0), (True, 2.0), ({"by": 5.0}, 5.0), ({"by": 7.0}, 7.0)):
@@ -573,12 +575,16 @@ def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
             torch.testing.assert_close(run(x, y, factor=factor), times * once)
             optimizer.step()
     assert replays == [2] * 4
-    box = Box()
+    for _ in range(2):
+        run(x, y.long())
+    torch.testing.assert_close(run(x, y), once)  # whose y is no whole number
+    optimizer.step()
+    before, box = list(replays), Box()
     for times in (3.0, 4.0, 5.0):
         box.value = times
         torch.testing.assert_close(run(x, y, factor=box), times * once)
         optimizer.step()
-    assert replays == [2] * 4
+    assert replays == before
 
 
 def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
@@ -595,8 +601,8 @@ def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
         expected.append(optimizer.release._sums.norms[-1])
         optimizer.step()
     told = optimizer.explain()
-    for x, y in (many, one, other):
-        run(x, y)
+    losses = [run(x, y) for x, y in (many, one, other)]
+    torch.testing.assert_close(losses, [losses_of(model)(x, y).detach() for x, y in (many, one, other)])
     optimizer.release._sums.engine.flush()
     first, second, third = optimizer.release._sums.norms
     torch.testing.assert_close([second, third, first], expected)

@@ -114,8 +114,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         `losses` returns one loss an example, of tensors that have the examples as their first axis. It and the model
         run as Python code when a shape is new, and not when it comes again: what they read besides stays where it is,
-        and nothing in them may depend on values. A batch is filled up to a multiple of `together` rows, which add
-        nothing, so that few shapes are met. On a CPU it runs as it is.
+        and nothing in them may depend on values. A batch is filled up to a multiple of `together` rows, whose losses do
+        not count, so that few shapes are met. On a CPU it runs as it is.
 
         >>> import dpoptim
         >>> model = nn.Linear(3, 1)
