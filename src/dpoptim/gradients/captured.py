@@ -332,11 +332,12 @@ def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     if room.stream is None:
         room.stream, room.memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+        run()
     torch.cuda.synchronize()
+    if torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+        torch.cuda.empty_cache()  # a graph's memory is its own, and none is given back while it is captured
     with torch.cuda.stream(room.stream):
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-            run()
-        torch.cuda.synchronize()
         try:
             # Relaxed: tables are sent from pinned memory that is allocated on the way.
             graph.capture_begin(pool=room.memory, capture_error_mode="relaxed")
