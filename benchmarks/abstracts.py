@@ -84,7 +84,7 @@ class Run:
     texts: Texts
     loader: dpoptim.PrivateLoader
     optimizer: Any
-    differentiated: Callable[[Part], Tensor]  # the losses of a part, after its backward
+    differentiate: Callable[[Part], Tensor]  # the losses of a part, after its backward
     steps: int  # that are done, of those that are planned
 
 
@@ -123,8 +123,8 @@ def set_up(options: argparse.Namespace) -> Run:
         return losses.detach()
 
     together = max(1, options.batch // 32)  # as the loader cuts
-    differentiated = optimizer.captured(model, together=together) if options.graphs else ordinary
-    return Run(model, texts, loader, optimizer, differentiated, min(options.only_time or options.steps, options.steps))
+    differentiate = optimizer.captured(model, together=together) if options.graphs else ordinary
+    return Run(model, texts, loader, optimizer, differentiate, min(options.only_time or options.steps, options.steps))
 
 
 def train(run: Run, device: str) -> Progress:
@@ -132,7 +132,7 @@ def train(run: Run, device: str) -> Progress:
     generator = torch.Generator(device).manual_seed(0)
     progress = Progress(torch.cuda.synchronize if device == "cuda" else lambda: None)
     for indices, width, most, tokens in run.loader:
-        losses = run.differentiated(made_part(run.texts, indices, width, most, vocabulary, generator))
+        losses = run.differentiate(made_part(run.texts, indices, width, most, vocabulary, generator))
         run.optimizer.step()
         progress.add(losses, tokens=tokens, padded=len(indices) * width)
         if not run.loader.step_ends:

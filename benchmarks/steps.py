@@ -85,19 +85,16 @@ def steps_of(case: Case, way: str) -> Step:
     optimizer = make(model, plan, lr=1e-4, own_batches=True)
     loss = case.peer_loss if twin else case.loss
 
+    def ordinary(*given: Tensor) -> object:
+        return loss(model, given).sum().backward()
+
+    differentiate = optimizer.captured(lambda *given: loss(model, given)) if way == "captured" else ordinary
+
     def private() -> None:
-        loss(model, batch).sum().backward()
+        differentiate(*batch)
         optimizer.step()
 
-    if way != "captured":
-        return private
-    differentiated = optimizer.captured(lambda *given: loss(model, given))
-
-    def captured() -> None:
-        differentiated(*batch)
-        optimizer.step()
-
-    return captured
+    return private
 
 
 def ordinary_steps(case: Case, model: nn.Module, batch: Batch, way: str) -> Step:

@@ -7,6 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,21 @@ def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
     assert_same(found, expected)
     assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
     assert optimizer.release.counts_not_private.examples == sum(len(x) for x, _ in batches)
+
+
+def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
+    """And not with its copies, which fill the batch up."""
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    first, last = batches_of((4, 2), (2, 2))
+    warm(run, *first, optimizer)
+    last[0][0] = math.nan
+    run(*last)
+    assert optimizer.release._sums.engine.batch.add_ready is not None
+    optimizer.release._sums.engine.flush()
+    counts = optimizer.release.counts_not_private
+    assert (counts.examples, counts.nonfinite) == (10, 1)
 
 
 def test_norms_are_those_of_the_examples_alone(monkeypatch):
@@ -274,7 +290,8 @@ def test_more_shapes_than_graphs_run_as_they_are(monkeypatch):
     assert_same(found, expected)
 
 
-def test_a_cpu_runs_without_graphs():
+def test_a_cpu_runs_without_graphs(monkeypatch):
+    monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
     batches = batches_of((8, 4), (3, 4), (8, 4), (8, 4))
     expected, _ = trained("scaled", batches, is_captured=False)
     found, _ = trained("scaled", batches, is_captured=True)
@@ -294,10 +311,14 @@ def test_mistakes_are_told():
         run(x, y[:3])
     with pytest.raises(ValueError, match="examples as their first axis"):
         run(x, torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"found no tensor among its arguments.*\*\*batch"):
+        run({"texts": ["a", "b"]})
     with torch.no_grad(), pytest.raises(ValueError, match=r"inside no_grad\(\) or public_data\(\)"):
         run(x, y)
     with pytest.raises(ValueError, match=r"one loss an example, of shape \(4,\), got \(\)"):
         optimizer.captured(lambda x: model(x).sum())(x)
+    with pytest.raises(ValueError, match=r"of shape \(4,\), got \(4, 1\); take reduction='none'"):
+        optimizer.captured(lambda x: model(x).sum((1, 2))[:, None])(x)
     optimizer.detach()
     with pytest.raises(ValueError, match="capture anew"):
         run(x, y)
@@ -360,7 +381,7 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
 
     with monkeypatch.context() as patched:
         if where == "sums":
-            patched.setattr(optimizer.release._sums, "clip_and_sum_apart", interrupt)
+            patched.setattr(optimizer.release._sums, "clip_and_sum_into", interrupt)
         else:
             # Of three flushes, one when the call begins and one in each of two runs, the second or the third.
             passed = [engine.flush] * (1 if where == "warm-up" else 2)
@@ -560,29 +581,26 @@ def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
     replays = tape_graphs(monkeypatch)
     model = model_of()
 
-    def losses(x: Tensor, y: Tensor, *, factor: Any = 1.0) -> Tensor:
-        by = factor["by"] if isinstance(factor, dict) else factor.value if isinstance(factor, Box) else factor
-        return losses_of(model)(x, y) * (2.0 if by is True else by)
-
-    class Box:
-        value = 3.0
+    def losses(x: Tensor, y: Tensor, *, twice: Any = None) -> Tensor:
+        return losses_of(model)(x, y) * (2.0 if twice is True else twice or 1.0)
 
     optimizer, run = captured_run(model, losses, batch_size=16)
     ((x, y),) = batches_of((4, 2))
     once = losses(x, y).detach()
-    for factor, times in ((1, 1.0), (True, 2.0), ({"by": 5.0}, 5.0), ({"by": 7.0}, 7.0)):
+    for twice, times in ((True, 2.0), (False, 1.0), (None, 1.0)):
         for _ in range(3):
-            torch.testing.assert_close(run(x, y, factor=factor), times * once)
+            torch.testing.assert_close(run(x, y, twice=twice), times * once)
             optimizer.step()
-    assert replays == [2] * 4
+    assert replays == [2] * 3
     for _ in range(2):
-        run(x, y.long())
-    torch.testing.assert_close(run(x, y), once)  # whose y is no whole number
+        run(x, y.long(), twice=None)
+    torch.testing.assert_close(run(x, y, twice=None), once)  # whose y is no whole number
     optimizer.step()
-    before, box = list(replays), Box()
-    for times in (3.0, 4.0, 5.0):
-        box.value = times
-        torch.testing.assert_close(run(x, y, factor=box), times * once)
+    before = list(replays)
+    with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None alone"):
+        run(x, y, twice=3.0)
+    for times in (4.0, 3.0, 3.0):  # which may be another one in each batch
+        torch.testing.assert_close(run(x, y, twice=times), times * once)
         optimizer.step()
     assert replays == before
 
@@ -625,9 +643,15 @@ def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
 
 
 def test_an_autocast_around_it_is_not_captured(monkeypatch):
-    monkeypatch.setattr(captured.gpu, "available", lambda device: True)
-    here, there = torch.device("cpu"), torch.device("meta")
-    assert captured._can_capture({here})
-    assert not captured._can_capture({here, there})
+    monkeypatch.setattr(captured, "gpu", SimpleNamespace(available=lambda device: True))
+    monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not captured._can_capture({here})
+        warm(run, x, y, optimizer)
+    here, there = torch.device("cpu"), torch.device("meta")
+    assert captured._can_capture([here])
+    assert not captured._can_capture([here, there])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not captured._can_capture([here])

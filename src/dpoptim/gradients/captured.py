@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from dpoptim.gradients.release import PrivateRelease
 from dpoptim.noise import gpu
 
 MOST_GRAPHS = 64
-"""Of more shapes than this the later ones are not captured: each graph takes a fraction of a second, and memory."""
+"""Shapes beyond so many are not captured: a graph takes a fraction of a second to make, and memory."""
 
 
 class Captured:
@@ -40,23 +40,23 @@ class Captured:
     Guarantee: every batch adds the same clipped sum as `losses(...).sum().backward()` would, to rounding, provided that
     the loss of an example depends on the example alone. Rows that fill a batch up to a captured shape are copies of its
     first one, whose losses do not count.
-    Edge cases: on a CPU, without Triton, where sums of squares are released too, with arguments that are neither
-    tensors nor plain values, under an autocast that was begun outside of `losses`, and for what a graph cannot hold (a
-    wait for the device, in the model or in `losses`), batches run in the ordinary way.
+    Edge cases: on a CPU, without Triton, where sums of squares are released too, with numbers, texts or objects among
+    the arguments, under an autocast that was begun outside of `losses`, and for what a graph cannot hold (a wait for
+    the device, in the model or in `losses`), batches run in the ordinary way.
     """
 
-    def __init__(self, release: PrivateRelease, losses: Callable[..., Tensor], *, together: int = 64) -> None:
+    def __init__(self, release: PrivateRelease, losses: Callable[..., Tensor], *, together: int | None = None) -> None:
         if not callable(losses):
             raise ValueError(f"losses must be a function of a batch's tensors, got {type(losses).__name__}")
-        if isinstance(together, bool) or not isinstance(together, int) or together < 1:
-            raise ValueError(f"together={together!r} must be a whole number, 1 or more")
+        if together is not None and (isinstance(together, bool) or not isinstance(together, int) or together < 1):
+            raise ValueError(f"together={together!r} must be a whole number, 1 or more, or None")
         self._losses, self._together = losses, together
         self._sums: ClippedSums = release._sums
         self._engine = self._sums.engine
-        self._room = _Room(self._sums)
-        self._places: tuple[Hashable, ...] = ()
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: met once, or not to be captured
-        self._refused: set[Hashable] = set()
+        self._room: _Room  # made where places are looked at
+        self._places: tuple[Hashable, ...] | None = None
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -71,19 +71,29 @@ class Captured:
                 "a captured function differentiates private batches; inside no_grad() or public_data() call the model"
             )
         self._engine.flush()  # what was replayed last, before it is overwritten
-        devices = {parameter.device for parameter in self._sums.parameters.values()}
+        devices = {parameter.device: None for parameter in self._sums.parameters.values()}
         batch = _batch_of(self._losses, args, kwargs, next(iter(devices)))
-        if batch.examples == 0 or self._sums.with_squares or not batch.is_plain or not _can_capture(devices):
+        if batch.examples == 0 or self._sums.with_squares or not _can_capture(list(devices)):
+            return self._run(batch)
+        if not batch.is_plain:
+            self._warn("batches run without graphs: pass tensors, True, False and None alone", stacklevel=3)
             return self._run(batch)
         self._look_at_places()
-        rows = -(-batch.examples // self._together) * self._together
+        rows = _filled_up(batch.examples, self._together)
         key = (rows, batch.key, self._conditions())
-        graph = self._graphs.get(key)
-        if graph is None:
-            if key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
-                self._graphs[key] = None
-                return self._run(batch)
-            graph = self._made(key, batch, rows)
+        if key not in self._met:
+            if len(self._met) < MOST_GRAPHS:
+                self._met.add(key)
+            else:
+                self._warn(
+                    f"batches came in more than {MOST_GRAPHS} shapes, and later ones run without graphs; pad them to "
+                    "fewer (dpoptim.pad_to_bucket), or give captured(together=...)",
+                    stacklevel=3,
+                )
+            return self._run(batch)
+        if key not in self._graphs:
+            self._graphs[key] = self._made(batch, rows)
+        graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
     def _run(self, batch: _Batch) -> Tensor:
@@ -93,7 +103,7 @@ class Captured:
         return losses.detach()
 
     def _look_at_places(self) -> None:
-        """Graphs that read parameters or buffers where they are no more are not used again."""
+        """Forget all graphs once a parameter or buffer lies elsewhere, or has another dtype."""
         model = self._engine.model
         places = (
             tuple((parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in model.parameters()),
@@ -104,35 +114,31 @@ class Captured:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # one of them may still run
         self._places, self._room = places, _Room(self._sums)
+        self._met.clear()
         self._graphs.clear()
-        self._refused.clear()
 
     def _conditions(self) -> Hashable:
         """What else decides which way a batch takes, besides its shape."""
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
         return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
-    def _made(self, key: Hashable, batch: _Batch, rows: int) -> _Graph | None:
-        """The graph of a shape; None where there are too many, or where it cannot be captured."""
-        if key in self._refused:
-            return None
-        if key not in self._graphs:
-            self._refused.add(key)
-            self._warn(f"batches came in more than {MOST_GRAPHS} shapes; pad them to fewer, see pad_to_bucket")
-            return None
+    def _made(self, batch: _Batch, rows: int) -> _Graph | None:
+        """The graph of a shape; None where it cannot be captured."""
         try:
-            graph = _capture(self._sums, batch.padded(rows), self._room)
+            return _capture(self._sums, batch.padded(rows), self._room)
         except Exception as error:  # of any kind: nothing of it has counted, and the ordinary way says what is wrong
-            self._refused.add(key)
-            self._warn(f"a batch could not be captured as a graph ({type(error).__name__}) and runs as it is")
+            self._warn(
+                f"a batch could not be captured as a graph ({type(error).__name__}) and runs as it is: model and "
+                "losses must not wait for the device (.item(), .tolist(), print), and must run the model once, on all "
+                "rows",
+                stacklevel=4,
+            )
             return None
-        self._graphs[key] = graph
-        return graph
 
-    def _warn(self, line: str) -> None:
+    def _warn(self, line: str, *, stacklevel: int) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(line, RuntimeWarning, stacklevel=4)
+            warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
 
     def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
         """Run a batch; its sums are taken in when the engine closes it, as those of other batches are."""
@@ -147,10 +153,11 @@ class Captured:
         return losses
 
     def _add(self, graph: _Graph, examples: int, bounds: Hashable, apart: Callable[[], list[int]]) -> None:
-        """Take in what a replay has summed. Where one of its examples must be looked at by itself, or what it was
-        clipped by is no more what it will be noised by, the batch runs again.
+        """Take in what a replay has summed. Where an example must be looked at by itself, or clip norm or scale have
+        changed since, the batch runs again.
         """
         with torch.enable_grad():
+            # Gradients are off while the engine closes a batch; with them, this asks for public_data() alone.
             if not self._engine.capturing or torch._C._current_graph_task_id() != -1:
                 raise ValueError(
                     "a captured batch is taken in by optimizer.step() or by the next batch, and not inside of "
@@ -178,14 +185,14 @@ class _Batch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the key tells batches apart: what is in an object may change."""
-        return all(isinstance(other, bool | int | float | str | None) for other in self.others.values())
+        """Whether the key tells batches apart, and there are few: numbers and texts may be other ones in each."""
+        return all(other is None or isinstance(other, bool) for other in self.others.values())
 
     @property
     def key(self) -> Hashable:
         """What two batches that one graph serves have in common."""
         shapes = tuple((i, tensor.shape[1:], tensor.dtype) for i, tensor in self.tensors.items())
-        return shapes, tuple((i, type(other), other) for i, other in self.others.items()), self.structure
+        return shapes, tuple(self.others.items()), self.structure
 
     def losses(self) -> Tensor:
         given = self.tensors | self.others
@@ -193,21 +200,28 @@ class _Batch:
         losses = self.function(*args, **kwargs)
         if not isinstance(losses, Tensor) or losses.shape != (self.examples,):
             found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(f"losses must return one loss an example, of shape ({self.examples},), got {found}")
+            raise ValueError(
+                f"losses must return one loss an example, of shape ({self.examples},), got {found}; take "
+                "reduction='none', and the mean over an example's own tokens"
+            )
         return losses
 
     def padded(self, rows: int) -> _Batch:
         """A copy of so many rows, filled up by the first one."""
-        where = torch.arange(rows, device=next(iter(self.tensors.values())).device)
-        where[self.examples :] = 0
-        return self._with({i: tensor[where] for i, tensor in self.tensors.items()})
+        own = {i: tensor.new_empty(rows, *tensor.shape[1:]) for i, tensor in self.tensors.items()}
+        filled = replace(self, tensors=own)
+        filled.fill(self)
+        return filled
+
+    def fill(self, batch: _Batch) -> None:
+        """Overwrite the rows by those of a smaller batch, and those beyond them by its first one."""
+        for i, tensor in batch.tensors.items():
+            self.tensors[i][: len(tensor)].copy_(tensor, non_blocking=True)
+            self.tensors[i][len(tensor) :] = tensor[:1]
 
     def first(self, examples: int) -> _Batch:
         """The first rows alone."""
-        return self._with({i: tensor[:examples] for i, tensor in self.tensors.items()})
-
-    def _with(self, tensors: dict[int, Tensor]) -> _Batch:
-        return _Batch(self.function, tensors, self.others, self.structure)
+        return replace(self, tensors={i: tensor[:examples] for i, tensor in self.tensors.items()})
 
 
 def _batch_of(
@@ -216,11 +230,14 @@ def _batch_of(
     leaves, structure = pytree.tree_flatten((args, kwargs))
     given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     tensors = {i: tensor.detach().to(device, non_blocking=True) for i, tensor in given.items()}
+    if not tensors:
+        raise ValueError("a captured function found no tensor among its arguments; pass a batch's tensors, or **batch")
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
     if len(first_axes) != 1 or first_axes == {torch.Size([])}:
         raise ValueError(
             "a captured function takes tensors that have the examples as their first axis, as many in each, got "
-            f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share is not an argument"
+            f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share (class weights, position "
+            "ids) is not passed: let the function read it from outside, and write new values into it in place"
         )
     return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
 
@@ -230,16 +247,10 @@ class _Room:
 
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
-        self._sums: FlatTensors | None = None
+        self.sums = FlatTensors(sums.parameters)
         self._scale: FlatTensors | None = None
         self.memory: Any = None
         self.stream: Any = None
-
-    @property
-    def sums(self) -> FlatTensors:
-        if self._sums is None:
-            self._sums = FlatTensors(self._clipped.parameters)
-        return self._sums
 
     def copy_scale(self) -> FlatTensors | None:
         """The scale as it is now, in a place of its own."""
@@ -259,27 +270,20 @@ class _Graph:
 
     replay: Callable[[], None]
     batch: _Batch  # whose tensors are read
-    numbers: Tensor  # of its rows
     real: Tensor  # bool [rows]: whose losses count
     losses: Tensor
     found: Weighed
     explanation: Explanation
-    held: list[Tensor]  # what else is read
+    tables: list[Tensor]  # that kernels read
 
     def fill(self, batch: _Batch) -> None:
-        examples = batch.examples
-        for i, tensor in batch.tensors.items():
-            rows = self.batch.tensors[i]
-            rows[:examples].copy_(tensor, non_blocking=True)
-            if examples < len(rows):
-                rows[examples:] = tensor[:1]
-        torch.lt(self.numbers, examples, out=self.real)
+        self.batch.fill(batch)
+        self.real[: batch.examples], self.real[batch.examples :] = True, False
 
 
 def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
     engine = sums.engine
-    numbers = torch.arange(batch.examples, device=next(iter(batch.tensors.values())).device)
-    real = numbers < batch.examples
+    real = torch.ones(batch.examples, dtype=torch.bool, device=next(iter(batch.tensors.values())).device)
     scale, into = room.copy_scale(), room.sums
     found: list[Weighed] = []
     losses: list[Tensor] = []
@@ -287,7 +291,7 @@ def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
     def on_batch(kept: PhysicalBatch) -> None:
         if found or kept.examples != batch.examples:
             raise ValueError("a captured function must run the model once, on all of the examples")
-        found.append(sums.clip_and_sum_apart(kept, scale, into))
+        found.append(sums.clip_and_sum_into(into, kept, scale))
 
     def run() -> None:
         found.clear()
@@ -297,7 +301,7 @@ def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
 
     ordinary, engine.on_batch = engine.on_batch, on_batch
     try:
-        with _held_tables() as held:
+        with gpu.held_tables() as tables:
             replay = _graph_of(run, room)
     except BaseException:  # an interrupt too: rows that fill the batch up must never be released
         engine.discard()
@@ -305,26 +309,24 @@ def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
         raise
     finally:
         engine.on_batch = ordinary
-    return _Graph(replay, batch, numbers, real, losses[0].detach(), found[0], sums.explain(), held)
+    return _Graph(replay, batch, real, losses[0].detach(), found[0], sums.explain(), tables)
 
 
-@contextlib.contextmanager
-def _held_tables() -> Iterator[list[Tensor]]:
-    """Small tables that kernels read: those of this time are kept."""
-    held: list[Tensor] = []
-    gpu.hold_tables(held)
-    try:
-        yield held
-    finally:
-        gpu.hold_tables(None)
+def _filled_up(examples: int, together: int | None) -> int:
+    """How many rows a graph for so many examples has.
 
-
-def _can_capture(devices: set[torch.device]) -> bool:
-    """On one device where the kernels are, since plain functions ask the device; and of what an autocast has cast
-    before, a graph would see the old values.
+    >>> [_filled_up(examples, None) for examples in (1, 8, 100, 2048)], _filled_up(100, 64)
+    ([1, 8, 104, 2048], 128)
     """
-    (device, *others) = devices
-    return not others and gpu.available(device) and not torch.is_autocast_enabled(device.type)
+    together = together or 1 << max(examples.bit_length() - 4, 0)
+    return -(-examples // together) * together
+
+
+def _can_capture(devices: Sequence[torch.device]) -> bool:
+    """On one device with Triton's kernels, as the plain functions wait for it, and under no autocast that was begun
+    outside: a graph would go on reading weights that it had cast before.
+    """
+    return len(devices) == 1 and gpu.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
 
 
 def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
@@ -352,8 +354,8 @@ def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
 
 
 def _give_up(room: _Room) -> None:
-    """End a capture that has failed also where torch's own end of it stops half-way: memory would go on coming from the
-    graph's pool, and dropout would wait for the graph.
+    """Clean up where torch's own end of a failed capture stops half-way: memory would go on coming from the graph's
+    pool, and dropout would wait for the graph.
     """
     device: int = torch.cuda.current_device()
     with contextlib.suppress(Exception):

@@ -141,13 +141,11 @@ class ClippedSums:
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 
-    def clip_and_sum_apart(
-        self, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None, into: FlatTensors
-    ) -> Weighed:
-        """Clip and sum a batch into sums of its own, which `add_sums` adds. Nothing is asked of the device, so that a
-        graph can hold it; the losses must have been summed.
+    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None) -> Weighed:
+        """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
+        the losses must have been summed, not averaged.
 
-        Examples that are apart are not in the sums: where `counts` tells of any, these must not be used.
+        Examples whose norms cannot be trusted are left out: where `counts` tells of any, the sums must not be used.
         """
         squared, least = self._measured(batch.gradients, scale)
         found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
@@ -158,11 +156,13 @@ class ClippedSums:
         return found
 
     def add_sums(self, of_batch: FlatTensors, found: Weighed, examples: int, explanation: Explanation) -> None:
-        """Add what `clip_and_sum_apart` made of a batch whose first `examples` rows count; it is copied."""
+        """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied."""
         self._sums.add_all(of_batch)
         self._examples += examples
         self._explanation = explanation
-        self._outcomes.append(found.counts.clone())
+        counts = found.counts.clone()
+        counts[1] -= (found.weights[examples:] == 0).sum()  # copies of a first row that is not finite
+        self._outcomes.append(counts)
         self.norms.append(found.norms[:examples].clone())
 
     def _measured(
@@ -279,6 +279,7 @@ class _Accumulator:
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:
+        """Add sums of all parameters; they are copied."""
         if self._sums is None:
             self._sums = sums.mapped(torch.clone)
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +24,20 @@ def available(device: str | torch.device) -> bool:
     return device.index is None or device.index == torch.cuda.current_device()
 
 
-def hold_tables(held: list[torch.Tensor] | None) -> None:
-    """From now on put the small tables that kernels read into `held`, which a graph reads again; None: no longer."""
-    if _has_triton():
-        from dpoptim.noise import triton_tables
+@contextlib.contextmanager
+def held_tables() -> Iterator[list[torch.Tensor]]:
+    """The small tables that kernels read within this context: a graph that is captured there reads them again."""
+    held: list[torch.Tensor] = []
+    if not _has_triton():
+        yield held
+        return
+    from dpoptim.noise import triton_tables
 
-        triton_tables.held = held
+    triton_tables.held = held
+    try:
+        yield held
+    finally:
+        triton_tables.held = None
 
 
 def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:

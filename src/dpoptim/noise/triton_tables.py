@@ -27,7 +27,7 @@ def next_power_of_2(number: int) -> int:
 
 
 held: list[Tensor] | None = None
-"""While a graph is captured: what it reads again at every replay, which must outlive it."""
+"""While a graph is made: what it reads again at every replay, and must outlive it."""
 
 
 def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:

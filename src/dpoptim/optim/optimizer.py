@@ -108,22 +108,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         return str(self.release.explain())
 
-    def captured(self, losses: Callable[..., Tensor], *, together: int = 64) -> Captured:
+    def captured(self, losses: Callable[..., Tensor], *, together: int | None = None) -> Captured:
         """A function that does for a batch what `losses(*batch).sum().backward()` does, and returns the losses: on a
         GPU as one CUDA graph for each shape, so that small batches do not wait for the host.
 
         `losses` returns one loss an example, of tensors that have the examples as their first axis. It and the model
-        run as Python code when a shape is new, and not when it comes again: what they read besides stays where it is,
-        and nothing in them may depend on values. A batch is filled up to a multiple of `together` rows, whose losses do
-        not count, so that few shapes are met. On a CPU it runs as it is.
+        run as Python code when a shape is new, and not when it comes again: what else they read must stay in its place,
+        and they must not branch on values. A batch is filled up to a multiple of `together` rows (by default by an
+        eighth at the most), whose losses do not count, so that few shapes are met. On a CPU it runs as it is.
 
         >>> import dpoptim
         >>> model = nn.Linear(3, 1)
         >>> plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=2, noise_multiplier=1.0)
         >>> optimizer = dpoptim.dp_sgd(model, plan, lr=0.1)
-        >>> losses = optimizer.captured(lambda x, y: (model(x)[:, 0] - y) ** 2)
+        >>> differentiate = optimizer.captured(lambda x, y: (model(x)[:, 0] - y) ** 2)
         >>> for x, y in dpoptim.private_loader([(torch.ones(3), 1.0)] * 8, plan):
-        ...     shape = losses(x, y).shape
+        ...     shape = differentiate(x, y).shape
         ...     optimizer.step()
         >>> shape
         torch.Size([4])
