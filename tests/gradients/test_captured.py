@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,41 +15,19 @@ from torch import Tensor, nn
 import dpoptim
 from dpoptim.gradients import captured
 from dpoptim.optim import PrivateOptimizer
+from tests.gradients.captured_loops import (
+    VARIANTS,
+    WIDTH,
+    batches_of,
+    both_ways,
+    captured_run,
+    losses_of,
+    model_of,
+    plan_of,
+    seen_by,
+    warm,
+)
 from tests.gradients.tape import tape_graphs
-
-WIDTH = 6
-VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
-    "flat": dpoptim.dp_sgd,
-    "scaled": dpoptim.scale_then_privatize,
-    "squares": functools.partial(dpoptim.independent_moments, squares="average_of"),
-    "in turns": functools.partial(dpoptim.delayed_preconditioner, plain_steps=2, scaled_clip_norm=0.5),
-}
-
-
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3, bias=False)
-    return nn.Sequential(*layers)
-
-
-def losses_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    def losses(x: Tensor, y: Tensor) -> Tensor:
-        outputs: Tensor = model(x)
-        return (outputs - y[:, None, None]).square().mean((1, 2))
-
-    return losses
-
-
-def batches_of(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
-    """One for each (examples, positions); an example is as long as a few clip norms, or much less."""
-    torch.manual_seed(1)
-    return [(torch.randn(n, t, WIDTH) * torch.rand(n, 1, 1) * 3, torch.randn(n)) for n, t in sizes]
-
-
-def plan_of(steps: int = 12, **options: Any) -> dpoptim.PrivacyPlan:
-    return dpoptim.PrivacyPlan(
-        **{"num_examples": 64, "batch_size": 8, "steps": steps, "noise_multiplier": 0.1, **options}
-    )
 
 
 def trained(
@@ -143,47 +119,31 @@ def test_norms_are_those_of_the_examples_alone(monkeypatch):
 def test_two_batches_make_one_step(monkeypatch):
     """Each is taken in when the next one begins, before its rows are overwritten."""
     replays = tape_graphs(monkeypatch)
-    models = []
-    for is_captured in (False, True):
-        model = model_of()
-        optimizer = dpoptim.dp_sgd(
-            model, plan_of(), lr=0.3, key=dpoptim.NoiseKey.from_bytes(bytes(32)), run_id="run", own_batches=True
-        )
-        run = optimizer.captured(losses_of(model), together=4)
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
         for number, (x, y) in enumerate(batches_of(*[(4, 2)] * 8)):
-            if is_captured:
-                run(x, y)
-            else:
-                losses_of(model)(x, y).sum().backward()
+            differentiate(x, y)
             if number % 2:
                 optimizer.step()
         assert optimizer.release.counts_not_private.examples == 32
-        models.append(model)
+
+    assert_same(*both_ways(loop))
     assert replays == [7]
-    assert_same(*models)
 
 
 @pytest.mark.parametrize("apart", [[], [0]], ids=["trusted", "apart"])
 def test_an_ordinary_batch_may_follow(monkeypatch, apart):
     tape_graphs(monkeypatch)
     monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
-    models = []
-    for is_captured in (False, True):
-        model = model_of()
-        optimizer = dpoptim.dp_sgd(
-            model, plan_of(), lr=0.3, key=dpoptim.NoiseKey.from_bytes(bytes(32)), run_id="run", own_batches=True
-        )
-        run = optimizer.captured(losses_of(model), together=4)
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
         for x, y in batches_of(*[(4, 2)] * 4):
-            if is_captured:
-                run(x, y)
-            else:
-                losses_of(model)(x, y).sum().backward()
-            losses_of(model)(x[:2], y[:2]).sum().backward()
+            differentiate(x, y)
+            ordinary(x[:2], y[:2])
             optimizer.step()
         assert optimizer.release.counts_not_private.examples == 24
-        models.append(model)
-    assert_same(*models)
+
+    assert_same(*both_ways(loop))
 
 
 def test_examples_apart_are_looked_at_once(monkeypatch):
@@ -206,29 +166,22 @@ def test_a_loader_is_followed(monkeypatch, sampling, apart):
     monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
     torch.manual_seed(2)
     data = torch.utils.data.TensorDataset(torch.randn(16, 3, WIDTH), torch.randn(16))
-    models = []
-    for is_captured in (False, True):
-        model = model_of()
-        plan = plan_of(12, num_examples=16, batch_size=2 if sampling.is_random else 8, sampling=sampling)
-        key = dpoptim.NoiseKey.from_bytes(bytes(32))
-        optimizer = dpoptim.dp_sgd(model, plan, lr=0.3, key=key, run_id="run")
-        loader = dpoptim.private_loader(data, plan, key=key, run_id="run", micro_batch_size=3)
-        run = optimizer.captured(losses_of(model), together=3)
+    plan = plan_of(12, num_examples=16, batch_size=2 if sampling.is_random else 8, sampling=sampling)
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
+        loader = dpoptim.private_loader(data, plan, key=optimizer.key, run_id="run", micro_batch_size=3)
         broken_off = False
         while loader.next_step < plan.steps:
             for x, y in loader:
-                if is_captured:
-                    run(x, y)
-                else:
-                    losses_of(model)(x, y).sum().backward()
+                differentiate(x, y)
                 optimizer.step()
                 if not loader.step_ends and loader.next_step == 5 and not broken_off:
                     broken_off = True
                     break
         assert optimizer.release.step == 12
-        models.append(model)
+
+    assert_same(*both_ways(loop, together=3, plan=plan, own_batches=False))
     assert sum(replays) > 3
-    assert_same(*models)
 
 
 def test_other_conditions_make_another_graph(monkeypatch):
@@ -322,29 +275,6 @@ def test_mistakes_are_told():
     optimizer.detach()
     with pytest.raises(ValueError, match="capture anew"):
         run(x, y)
-
-
-def captured_run(
-    model: nn.Module, losses: Callable[..., Tensor] | None = None, **options: Any
-) -> tuple[PrivateOptimizer, Any]:
-    """An optimizer that moves nothing and adds next to no noise, and its captured function."""
-    plan = plan_of(40, noise_multiplier=1e-9, **options)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, own_batches=True)
-    return optimizer, optimizer.captured(losses or losses_of(model), together=4)
-
-
-def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
-    """What it releases from now on, end to end."""
-    released: list[Tensor] = []
-    optimizer.observers.append(lambda r: released.append(torch.cat([g.flatten() for g in r.gradient.values()]).cpu()))
-    return released
-
-
-def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
-    """Until there is a graph."""
-    for _ in range(2):
-        run(x, y)
-        optimizer.step()
 
 
 def test_losses_may_take_their_rows_in_another_order(monkeypatch):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.gradients import linear_cross_entropy
+from tests.gradients.captured_loops import VARIANTS, batches_of, losses_of, model_of, plan_of, seen_by
 from tests.gradients.tape import tape_graphs
-from tests.gradients.test_captured import VARIANTS, batches_of, losses_of, model_of, plan_of, seen_by
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 
 pytestmark = [pytest.mark.gpu, needs_triton]

@@ -1,0 +1,92 @@
+"""Models, batches and loops by which captured batches are held against ordinary ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dpoptim
+from dpoptim.optim import PrivateOptimizer
+
+WIDTH = 6
+VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
+    "flat": dpoptim.dp_sgd,
+    "scaled": dpoptim.scale_then_privatize,
+    "squares": functools.partial(dpoptim.independent_moments, squares="average_of"),
+    "in turns": functools.partial(dpoptim.delayed_preconditioner, plain_steps=2, scaled_clip_norm=0.5),
+}
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3, bias=False)
+    return nn.Sequential(*layers)
+
+
+def losses_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        outputs: Tensor = model(x)
+        return (outputs - y[:, None, None]).square().mean((1, 2))
+
+    return losses
+
+
+def batches_of(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    """One for each (examples, positions); an example is as long as a few clip norms, or much less."""
+    torch.manual_seed(1)
+    return [(torch.randn(n, t, WIDTH) * torch.rand(n, 1, 1) * 3, torch.randn(n)) for n, t in sizes]
+
+
+def plan_of(steps: int = 12, **options: Any) -> dpoptim.PrivacyPlan:
+    return dpoptim.PrivacyPlan(
+        **{"num_examples": 64, "batch_size": 8, "steps": steps, "noise_multiplier": 0.1, **options}
+    )
+
+
+def captured_run(
+    model: nn.Module, losses: Callable[..., Tensor] | None = None, **options: Any
+) -> tuple[PrivateOptimizer, Any]:
+    """An optimizer that moves nothing and adds next to no noise, and its captured function."""
+    plan = plan_of(40, noise_multiplier=1e-9, **options)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, own_batches=True)
+    return optimizer, optimizer.captured(losses or losses_of(model), together=4)
+
+
+def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
+    """What it releases from now on, end to end."""
+    released: list[Tensor] = []
+    optimizer.observers.append(lambda r: released.append(torch.cat([g.flatten() for g in r.gradient.values()]).cpu()))
+    return released
+
+
+def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
+    """Until there is a graph."""
+    for _ in range(2):
+        run(x, y)
+        optimizer.step()
+
+
+def both_ways(
+    loop: Callable[..., None], *, together: int = 4, plan: dpoptim.PrivacyPlan | None = None, own_batches: bool = True
+) -> tuple[nn.Module, nn.Module]:
+    """The models after `loop(differentiate, ordinary, optimizer)`, where `differentiate` is `ordinary`, and captured.
+
+    Key and run are the same.
+    """
+    models = []
+    for is_captured in (False, True):
+        model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = dpoptim.dp_sgd(model, plan or plan_of(), lr=0.3, key=key, run_id="run", own_batches=own_batches)
+        losses = losses_of(model)
+
+        def ordinary(x: Tensor, y: Tensor, losses: Callable[[Tensor, Tensor], Tensor] = losses) -> None:
+            losses(x, y).sum().backward()
+
+        loop(optimizer.captured(losses, together=together) if is_captured else ordinary, ordinary, optimizer)
+        models.append(model)
+    one, other = models
+    return one, other
