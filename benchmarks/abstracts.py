@@ -30,6 +30,7 @@ from record import heading, markdown_table, read_as, save, setting
 from torch import Tensor
 
 import dpoptim
+from dpoptim.privacy.lengths import cut_together
 from dpoptim.reproduce.tinybert.corpus import read_corpus
 from dpoptim.reproduce.tinybert.model import MaskedLM, load
 from dpoptim.reproduce.tinybert.texts import Indices, Part, Texts, laid_out, made_part
@@ -122,8 +123,8 @@ def set_up(options: argparse.Namespace) -> Run:
         losses.sum().backward()
         return losses.detach()
 
-    together = max(1, options.batch // 32)  # as the loader cuts
-    differentiate = optimizer.captured(model, together=together) if options.graphs else ordinary
+    graphs = optimizer.captured(model, together=cut_together(options.batch))
+    differentiate = graphs if options.graphs else ordinary
     return Run(model, texts, loader, optimizer, differentiate, min(options.only_time or options.steps, options.steps))
 
 

@@ -70,6 +70,14 @@ def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
         optimizer.step()
 
 
+def with_a_graph() -> tuple[nn.Module, PrivateOptimizer, Any, tuple[Tensor, Tensor]]:
+    """A model with its optimizer, its captured function, and a batch that has a graph."""
+    model, (batch,) = model_of(), batches_of((4, 2))
+    optimizer, run = captured_run(model)
+    warm(run, *batch, optimizer)
+    return model, optimizer, run, batch
+
+
 def both_ways(
     loop: Callable[..., None], *, together: int = 4, plan: dpoptim.PrivacyPlan | None = None, own_batches: bool = True
 ) -> tuple[nn.Module, nn.Module]:

@@ -26,6 +26,7 @@ from tests.gradients.captured_loops import (
     plan_of,
     seen_by,
     warm,
+    with_a_graph,
 )
 from tests.gradients.tape import tape_graphs
 
@@ -326,10 +327,7 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
 
 def test_a_call_that_fails_does_not_count(monkeypatch):
     tape_graphs(monkeypatch)
-    model = model_of()
-    optimizer, run = captured_run(model)
-    ((x, y),) = batches_of((4, 2))
-    warm(run, x, y, optimizer)
+    _, optimizer, run, (x, y) = with_a_graph()
 
     def fail(found: Any) -> Any:
         raise MemoryError
@@ -346,10 +344,7 @@ def test_a_call_that_fails_does_not_count(monkeypatch):
 
 def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
     tape_graphs(monkeypatch)
-    model = model_of()
-    optimizer, run = captured_run(model)
-    ((x, y),) = batches_of((4, 2))
-    warm(run, x, y, optimizer)
+    _, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
     sums = optimizer.release._sums
 
@@ -448,10 +443,7 @@ def test_what_a_batch_does_not_use_stays_without_a_gradient(monkeypatch):
 
 def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
     tape_graphs(monkeypatch)
-    model = model_of()
-    optimizer, run = captured_run(model)
-    ((x, y),) = batches_of((4, 2))
-    warm(run, x, y, optimizer)
+    model, optimizer, run, (x, y) = with_a_graph()
     run(x, y)
     with dpoptim.public_data(), pytest.raises(ValueError, match=r"not inside of public_data\(\)"):
         optimizer.step()
@@ -464,10 +456,7 @@ def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
 
 def test_parameters_and_buffers_must_not_change_before_the_step(monkeypatch):
     tape_graphs(monkeypatch)
-    model = model_of()
-    optimizer, run = captured_run(model)
-    ((x, y),) = batches_of((4, 2))
-    warm(run, x, y, optimizer)
+    model, optimizer, run, (x, y) = with_a_graph()
     run(x, y)
     with torch.no_grad():
         next(model.parameters()).mul_(2)

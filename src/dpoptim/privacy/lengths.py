@@ -20,6 +20,15 @@ PART_PRICE = 131_072
 """What one more part costs, in tokens: its launches take about as long as this many tokens of padding."""
 
 
+def cut_together(batch_size: int) -> int:
+    """Of how many examples a loader's parts are multiples, so that a run meets few shapes.
+
+    >>> cut_together(2048), cut_together(8)
+    (64, 1)
+    """
+    return max(1, batch_size // 32)
+
+
 def cut_by_length(
     lengths: Integers,
     *,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import tickets
-from dpoptim.privacy.lengths import Integers, checked_lengths, cut_by_length
+from dpoptim.privacy.lengths import Integers, checked_lengths, cut_by_length, cut_together
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.record_digests import digest_in_memory
 from dpoptim.privacy.record_forms import check_all_forms, collate_one_form, is_in_memory
@@ -174,7 +174,7 @@ class PrivateLoader:
             max_tokens=self.micro_batch_tokens,
             max_examples=self.micro_batch_size,
             bucket=self.bucket,
-            together=max(1, self.plan.batch_size // 32),
+            together=cut_together(self.plan.batch_size),
         )
         return [indices[part].tolist() for part in positions]
 

@@ -14,6 +14,7 @@ import torch
 
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import private_loader
+from dpoptim.privacy.lengths import cut_together
 from dpoptim.reproduce.experiment import Outcome
 from dpoptim.reproduce.tinybert.evaluation import mean_losses
 from dpoptim.reproduce.tinybert.model import MaskedLM
@@ -117,7 +118,7 @@ class _Training:
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
             pin_memory=ground.device == "cuda", key=key, run_id=run_id,
         )  # fmt: skip
-        self._differentiate = self.optimizer.captured(self.model, together=max(1, self.plan.batch_size // 32))
+        self._differentiate = self.optimizer.captured(self.model, together=cut_together(self.plan.batch_size))
         self.sights = Sights(cell, self.optimizer)
         self.curve: Curve = []
         self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()

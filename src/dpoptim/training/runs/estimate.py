@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.privacy.lengths import cut_by_length
+from dpoptim.privacy.lengths import cut_by_length, cut_together
 from dpoptim.training.models.synthetic import random_batch
 from dpoptim.training.recipes.plans import optimizer_of
 from dpoptim.training.runs.run import bytes_on_disk
@@ -93,7 +93,7 @@ def _parts(setup: Setup) -> list[list[int]]:
         max_tokens=recipe.micro_batch_tokens or int(drawn.sum()),
         max_examples=recipe.micro_batch_size,
         bucket=prepared.bucket,
-        together=max(1, recipe.batch_size // 32),
+        together=cut_together(recipe.batch_size),
     )
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)
