@@ -7,7 +7,9 @@ Kernels of Triton are written down too, where its interpreter runs them.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +31,9 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if not self._is_paused:
-            self._entries.append(lambda: self._again(function, args, kwargs or {}, found))
+            # Without what autograd adds to them later: a graph holds memory alone.
+            again = partial(self._again, function, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs, found)))
+            self._entries.append(again)
         return found
 
     def launch(self, run: Callable[[], None]) -> None:
@@ -41,7 +45,7 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def _again(function: Any, args: Any, kwargs: Any, before: Any) -> None:
-        now = function(*args, **kwargs)
+        now = function(*args, **(kwargs or {}))
         for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=True):
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
@@ -58,6 +62,8 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def graph_of(run: Callable[[], None], room: Any) -> Callable[[], None]:
         run()
+        if held := [name for name, parameter in room._clipped.parameters.items() if _is_in_a_graph(parameter)]:
+            pytest.fail(f"autograd still holds nodes of another stream, which ends a capture: {held}")
         tape = Tape()
         with _kernels_on(tape), tape:
             run()
@@ -73,6 +79,19 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(captured, "_graph_of", graph_of)
     monkeypatch.setattr(captured, "_can_capture", lambda devices: True)
     return replays
+
+
+def _is_in_a_graph(parameter: Tensor) -> bool:
+    """Whether an autograd graph that is still alive ends at this leaf, whose node would then be taken again."""
+
+    class Hook:
+        def __call__(self, *args: Any) -> None: ...
+
+    hook = Hook()
+    seen = weakref.ref(hook)
+    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(hook)
+    del hook
+    return seen() is not None
 
 
 @contextlib.contextmanager

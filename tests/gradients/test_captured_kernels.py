@@ -102,6 +102,7 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
     for x, y in (first, second, third, last):
         run(x.to(DEVICE), y.to(DEVICE))
         optimizer.step()
+    assert all(run._graphs.values())
     assert optimizer.release.counts_not_private.nonfinite == 3
     assert optimizer.release.counts_not_private.examples == 29
     x, y = last
@@ -120,6 +121,7 @@ def test_dropout_is_drawn_anew_at_every_replay():
     for _ in range(5):
         found.append(run(x.to(DEVICE), y.to(DEVICE)).cpu())
         optimizer.step()
+    assert all(run._graphs.values())
     assert len({tuple(losses.tolist()) for losses in found}) == 5
     torch.manual_seed(3)
     first = run(x.to(DEVICE), y.to(DEVICE)).cpu()
@@ -171,6 +173,7 @@ def test_a_graph_outlives_the_tables_of_others():
     for _ in range(3):
         run(x, y)
         optimizer.step()
+    assert all(run._graphs.values())
     for count in range(1, 301):
         losses_of(model)(
             x[:1].repeat(count % 40 + 1, 1 + count // 40, 1), y[:1].repeat(count % 40 + 1)

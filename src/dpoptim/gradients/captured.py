@@ -129,8 +129,8 @@ class Captured:
         except Exception as error:  # of any kind: nothing of it has counted, and the ordinary way says what is wrong
             self._warn(
                 f"a batch could not be captured as a graph ({type(error).__name__}) and runs as it is: model and "
-                "losses must not wait for the device (.item(), .tolist(), print), and must run the model once, on all "
-                "rows",
+                "losses must not wait for the device (.item(), .tolist(), print) and must run the model once, on all "
+                "rows; keep no earlier loss without detach()",
                 stacklevel=4,
             )
             return None
@@ -295,8 +295,9 @@ def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
 
     def run() -> None:
         found.clear()
-        losses[:] = [batch.losses()]
-        torch.where(real, losses[0], 0.0).sum().backward()
+        each = batch.losses()
+        losses[:] = [each.detach()]  # alone: autograd's nodes must end with the run, as they belong to its stream
+        torch.where(real, each, 0.0).sum().backward()
         engine.flush()
 
     ordinary, engine.on_batch = engine.on_batch, on_batch
@@ -309,7 +310,7 @@ def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
         raise
     finally:
         engine.on_batch = ordinary
-    return _Graph(replay, batch, real, losses[0].detach(), found[0], sums.explain(), tables)
+    return _Graph(replay, batch, real, losses[0], found[0], sums.explain(), tables)
 
 
 def _filled_up(examples: int, together: int | None) -> int:
