@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.gradients import captured
+from dpoptim.gradients.clipping import ClippedSums
+from dpoptim.gradients.flat import FlatTensors
+from dpoptim.gradients.per_example import Weighed
 from dpoptim.optim import PrivateOptimizer
 from tests.gradients.captured_loops import (
     VARIANTS,
@@ -50,6 +53,24 @@ def trained(
             reduced(losses(x, y)).backward()
         optimizer.step()
     return model, optimizer
+
+
+def hold_apart(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
+    """From now on a graph tells of an example apart where the first row's norm is above this; its sums are no use."""
+    clip_and_sum = ClippedSums.clip_and_sum_into
+
+    def told(self: ClippedSums, into: FlatTensors, *args: Any) -> Weighed:
+        found = clip_and_sum(self, into, *args)
+        is_apart = found.norms[0] > above
+        found.counts[2] += is_apart
+        for vector in into.vectors:
+            vector.copy_(torch.where(is_apart, torch.nan, vector))
+        return found
+
+    monkeypatch.setattr(ClippedSums, "clip_and_sum_into", told)
+
+
+ABOVE = {"trusted": math.inf, "some apart": 0.4, "all apart": -1.0}
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:
@@ -133,10 +154,10 @@ def test_two_batches_make_one_step(monkeypatch):
     assert replays == [7]
 
 
-@pytest.mark.parametrize("apart", [[], [0]], ids=["trusted", "apart"])
+@pytest.mark.parametrize("apart", ABOVE)
 def test_an_ordinary_batch_may_follow(monkeypatch, apart):
     tape_graphs(monkeypatch)
-    monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
+    hold_apart(monkeypatch, ABOVE[apart])
 
     def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
         for x, y in batches_of(*[(4, 2)] * 4):
@@ -151,7 +172,7 @@ def test_an_ordinary_batch_may_follow(monkeypatch, apart):
 def test_examples_apart_are_looked_at_once(monkeypatch):
     """A replay that tells of one does not count; its batch runs again, in the ordinary way."""
     replays = tape_graphs(monkeypatch)
-    monkeypatch.setattr(captured, "told_later", lambda found: lambda: [0])
+    hold_apart(monkeypatch, -1.0)
     batches = batches_of((8, 4), (8, 4), (5, 4), (8, 4))
     expected, ordinary = trained("scaled", batches, is_captured=False)
     found, optimizer = trained("scaled", batches, is_captured=True)
@@ -160,12 +181,12 @@ def test_examples_apart_are_looked_at_once(monkeypatch):
     assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
 
 
-@pytest.mark.parametrize("apart", [[], [0]], ids=["trusted", "apart"])
+@pytest.mark.parametrize("apart", ABOVE)
 @pytest.mark.parametrize("sampling", [dpoptim.Poisson(), dpoptim.Shuffled()], ids=["poisson", "shuffled"])
 def test_a_loader_is_followed(monkeypatch, sampling, apart):
     """Empty samples, parts of a step, and a step that the loop breaks off in its middle and draws again."""
     replays = tape_graphs(monkeypatch)
-    monkeypatch.setattr(captured, "told_later", lambda found: lambda: apart)
+    hold_apart(monkeypatch, ABOVE[apart])
     torch.manual_seed(2)
     data = torch.utils.data.TensorDataset(torch.randn(16, 3, WIDTH), torch.randn(16))
     plan = plan_of(12, num_examples=16, batch_size=2 if sampling.is_random else 8, sampling=sampling)
@@ -330,11 +351,11 @@ def test_a_call_that_fails_does_not_count(monkeypatch):
     tape_graphs(monkeypatch)
     _, optimizer, run, (x, y) = with_a_graph()
 
-    def fail(found: Any) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(captured, "told_later", fail)
+        patched.setattr(optimizer.release._sums.engine.buffers, "begin", fail)
         with pytest.raises(MemoryError):
             run(x, y)
     run(x[:2], y[:2])
@@ -360,6 +381,78 @@ def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
             optimizer.step()
     optimizer.step()
     assert float(seen[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("apart", ABOVE)
+@pytest.mark.parametrize("variant", ["flat", "scaled"])
+def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
+    """The host learns of examples apart when the loop has filled its buffers with the next part."""
+    replays = tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, ABOVE[apart])
+    parts, norms = batches_of(*[(4, 3)] * 15), {}
+    found = []
+    for is_captured in (False, True):
+        model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = VARIANTS[variant](model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", own_batches=True)
+        losses = losses_of(model)
+        run, sums = optimizer.captured(losses, together=4), optimizer.release._sums
+        x, y = (torch.empty_like(tensor) for tensor in parts[0])
+        for number, part in enumerate(parts):
+            x.copy_(part[0])
+            y.copy_(part[1])
+            if is_captured:
+                run(x, y)
+            else:
+                losses(x, y).sum().backward()
+                sums.engine.flush()
+            if number % 3 == 2:
+                sums.engine.flush()
+                sums._settle()
+                norms[number, is_captured] = torch.cat(sums.norms).sort().values
+                assert sums.examples == 4 * (number + 1)
+                optimizer.step()
+        found.append((model, optimizer.release.counts_not_private))
+    for number in range(2, 15, 3):
+        torch.testing.assert_close(norms[number, True], norms[number, False], rtol=1e-4, atol=1e-6)
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert sum(replays) == 14
+
+
+def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, -1.0)
+    model, optimizer, run, (x, y) = with_a_graph()
+    seen = seen_by(optimizer)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    losses_of(model)(x, y).sum().backward()
+    run(x, y)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_run", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert float(seen[0].norm()) < 1e-6
+    run(x, y)
+    optimizer.step()
+    assert float(seen[1].norm()) > 1e-3
+    assert optimizer.release.counts_not_private.examples == 20
+
+
+def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeypatch):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, -1.0)
+    model, optimizer, run, (x, y) = with_a_graph()
+    sums = optimizer.release._sums
+    run(x, y)
+    sums.engine.flush()
+    captured_run(model)
+    with pytest.raises(ValueError, match="a captured batch is taken in"):
+        sums._settle()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("how", ["another", "written to"])

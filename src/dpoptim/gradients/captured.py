@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpoptim.gradients.clipping import ClippedSums, told_later
+from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.explanation import Explanation
 from dpoptim.gradients.flat import FlatTensors, end_to_end
 from dpoptim.gradients.per_example import Weighed
@@ -147,27 +147,36 @@ class Captured:
         graph.fill(batch)
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
-        add = partial(self._add, graph, batch.examples, bounds, told_later(graph.found))
+        add = partial(self._add, graph, batch, bounds)
         self._engine.buffers.begin(anew=True)
         self._engine.batch.add_ready = add  # last: a call that fails must not count
         return losses
 
-    def _add(self, graph: _Graph, examples: int, bounds: Hashable, apart: Callable[[], list[int]]) -> None:
+    def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable) -> None:
         """Take in what a replay has summed. Where an example must be looked at by itself, or clip norm or scale have
         changed since, the batch runs again.
         """
+        again = partial(self._again, batch)
+        if bounds == self._sums.bounds():
+            self._check_place()
+            self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
+        else:
+            again()
+
+    def _again(self, batch: _Batch) -> None:
+        self._check_place()
         with torch.enable_grad():
-            # Gradients are off while the engine closes a batch; with them, this asks for public_data() alone.
-            if not self._engine.capturing or torch._C._current_graph_task_id() != -1:
-                raise ValueError(
-                    "a captured batch is taken in by optimizer.step() or by the next batch, and not inside of "
-                    "public_data() or of another batch's backward"
-                )
-            if bounds == self._sums.bounds() and not apart():
-                self._sums.add_sums(self._room.sums, graph.found, examples, graph.explanation)
-                return
-            self._run(graph.batch.first(examples))
+            self._run(batch)
         self._engine.flush()
+
+    def _check_place(self) -> None:
+        with torch.enable_grad():  # they are off while the engine closes a batch; so this asks for public_data() alone
+            is_private = self._engine.attached and self._engine.capturing
+        if not is_private or torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "a captured batch is taken in by optimizer.step() or by the next batch, and not inside of "
+                "public_data() or of another batch's backward"
+            )
 
 
 @dataclass(frozen=True)
@@ -219,17 +228,14 @@ class _Batch:
             self.tensors[i][: len(tensor)].copy_(tensor, non_blocking=True)
             self.tensors[i][len(tensor) :] = tensor[:1]
 
-    def first(self, examples: int) -> _Batch:
-        """The first rows alone."""
-        return replace(self, tensors={i: tensor[:examples] for i, tensor in self.tensors.items()})
-
 
 def _batch_of(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> _Batch:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    tensors = {i: tensor.detach().to(device, non_blocking=True) for i, tensor in given.items()}
+    # Copies, as a batch that must run again does so when the loop has gone on.
+    tensors = {i: tensor.detach().to(device, non_blocking=True, copy=True) for i, tensor in given.items()}
     if not tensors:
         raise ValueError("a captured function found no tensor among its arguments; pass a batch's tensors, or **batch")
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
@@ -274,7 +280,7 @@ class _Graph:
     losses: Tensor
     found: Weighed
     explanation: Explanation
-    tables: list[Tensor]  # that kernels read
+    tables: Any  # that kernels read
 
     def fill(self, batch: _Batch) -> None:
         self.batch.fill(batch)

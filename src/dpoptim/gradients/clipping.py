@@ -93,6 +93,8 @@ class ClippedSums:
         """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
         emptied.
         """
+        self.engine.flush()
+        self._settle()
         self.engine.end_step()
         taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         self.clear_sums()
@@ -100,6 +102,7 @@ class ClippedSums:
 
     def clear_sums(self) -> None:
         """Forget every physical batch that has been summed since the last `take`."""
+        self._unsettled: Callable[[], None] | None = None
         self._sums = _Accumulator(self.parameters)
         self._square_sums = _Accumulator(self.parameters) if self.with_squares else None
         self.norms: list[Tensor] = []
@@ -155,15 +158,44 @@ class ClippedSums:
         self._remember_ways(batch)
         return found
 
-    def add_sums(self, of_batch: FlatTensors, found: Weighed, examples: int, explanation: Explanation) -> None:
-        """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied."""
-        self._sums.add_all(of_batch)
+    def add_sums(
+        self, of_batch: FlatTensors, found: Weighed, examples: int, explanation: Explanation, again: Callable[[], None]
+    ) -> None:
+        """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied.
+
+        Where an example must be looked at by itself nothing is added, and `again` differentiates the batch in the
+        ordinary way. The device decides about the sums at once; the host learns of it before the batch after the next
+        is taken in or the sums are taken, so that it prepares one batch while the device is busy with another.
+        """
+        number = number_apart(found)
+        self._settle()
+        is_trusted = found.counts[2] == 0
+        self._sums.add_all(of_batch.mapped(lambda vector: torch.where(is_trusted, vector, 0.0)))
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
         counts[1] -= (found.weights[examples:] == 0).sum()  # copies of a first row that is not finite
-        self._outcomes.append(counts)
-        self.norms.append(found.norms[:examples].clone())
+        self._outcomes.append(torch.where(is_trusted, counts, 0))
+        norms = found.norms[:examples].clone()
+        self.norms.append(norms)
+
+        def settle() -> None:
+            if number():
+                again()
+                self._examples -= examples  # they were counted twice
+                self.norms = [others for others in self.norms if others is not norms]
+
+        self._unsettled = settle
+
+    def _settle(self) -> None:
+        settle, self._unsettled = self._unsettled, None
+        if settle is None:
+            return
+        try:
+            settle()
+        except BaseException:  # as in `_add`: what is there lacks a batch
+            self.clear_sums()
+            raise
 
     def _measured(
         self, gradients: Mapping[str, ExampleGradients], scale: Mapping[str, Tensor] | None
@@ -218,22 +250,28 @@ def _sum(
             square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
 
-def told_later(found: Weighed) -> Callable[[], list[int]]:
-    """The indices of examples that are apart, to be asked for when the sums are queued.
-
-    The host then waits for their number alone: the device is still busy with the sums while the next batch is prepared.
-    """
-    if not found.apart.is_cuda:
-        return lambda: torch.nonzero(found.apart).flatten().tolist()
+def number_apart(found: Weighed) -> Callable[[], int]:
+    """How many examples are apart, to be asked for later: the host then waits for that number alone."""
+    if not found.counts.is_cuda:
+        now = int(found.counts[2])
+        return lambda: now
     number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(found.counts[2], non_blocking=True)
     there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(found.apart.device))
+    there.record(torch.cuda.current_stream(found.counts.device))
 
-    def indices() -> list[int]:
+    def asked() -> int:
         there.synchronize()
-        return torch.nonzero(found.apart).flatten().tolist() if number else []
+        return int(number)
 
-    return indices
+    return asked
+
+
+def told_later(found: Weighed) -> Callable[[], list[int]]:
+    """The indices of examples that are apart, to be asked for when the sums are queued: the device is still busy with
+    them while the next batch is prepared.
+    """
+    number = number_apart(found)
+    return lambda: torch.nonzero(found.apart).flatten().tolist() if number() else []
 
 
 class _Accumulator:
@@ -279,9 +317,9 @@ class _Accumulator:
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:
-        """Add sums of all parameters; they are copied."""
+        """Add sums of all parameters, which are the accumulator's own from now on."""
         if self._sums is None:
-            self._sums = sums.mapped(torch.clone)
+            self._sums = sums
         else:
             for total, more in zip(self.taken().vectors, sums.vectors, strict=True):
                 total += more

@@ -25,19 +25,21 @@ def available(device: str | torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def held_tables() -> Iterator[list[torch.Tensor]]:
-    """The small tables that kernels read within this context: a graph that is captured there reads them again."""
-    held: list[torch.Tensor] = []
+def held_tables() -> Iterator[Any]:
+    """Within this context a graph is captured; what it yields are the small tables that its kernels read, to be kept
+    as long as the graph is.
+    """
     if not _has_triton():
-        yield held
+        yield None
         return
     from dpoptim.noise import triton_tables
 
-    triton_tables.held = held
+    held = triton_tables.held = triton_tables.HeldTables()
     try:
         yield held
     finally:
         triton_tables.held = None
+    held.send()
 
 
 def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:

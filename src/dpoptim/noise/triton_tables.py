@@ -26,8 +26,49 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-held: list[Tensor] | None = None
-"""While a graph is made: what it reads again at every replay, and must outlive it."""
+class HeldTables:
+    """The tables that kernels of a CUDA graph read at every replay, in memory that outlives it.
+
+    They are written once the graph is made: sent within it, they would be sent again at every replay, and its kernels
+    would wait for each. Their memory is none of the graph's own, which serves other tensors before and after.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._room: Tensor | None = None
+        self._taken = 0  # bytes of the room
+        self._unsent: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, table: Tensor) -> None:
+        self._kept.append(table)
+
+    def made(self, numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The numbers on a device; before the capture begins they are there at once."""
+        if not torch.cuda.is_current_stream_capturing():
+            if self._room is None:
+                self._room = torch.empty(_ROOM, dtype=torch.uint8, device=device)
+            return _table_on(torch.cuda.current_stream(device).cuda_stream, numbers, dtype, device)
+        source = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True)
+        start, end = self._taken, self._taken + source.nbytes
+        if self._room is None or end > _ROOM:
+            self._kept.append(source)
+            return source.to(device, non_blocking=True)
+        self._taken = cdiv(end, _ALIGNED) * _ALIGNED
+        table = self._room[start:end].view(dtype).view(source.shape)
+        self._unsent.append((table, source))
+        return table
+
+    def send(self) -> None:
+        """When the graph is made: write what it reads."""
+        for table, source in self._unsent:
+            table.copy_(source)
+        self._unsent.clear()
+
+
+_ROOM, _ALIGNED = 1 << 18, 128
+
+held: HeldTables | None = None
+"""While a graph is made: its tables."""
 
 
 def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:
@@ -38,7 +79,7 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
     """
     parts = _parts_on(sizes, span, device, first)
     if held is not None:
-        held.append(parts)
+        held.keep(parts)
     return parts
 
 
@@ -51,13 +92,10 @@ def _parts_on(sizes: tuple[tuple[int, int], ...], span: int, device: torch.devic
 def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The numbers on a device, sent without waiting for it, and only once on a stream where they come again.
 
-    An ordinary copy of a list to the device would wait until all that was queued before is done. In a graph that is
-    captured the copy is made at every replay: what the cache holds may be gone by then.
+    An ordinary copy of a list to the device would wait until all that was queued before is done.
     """
     if held is not None:
-        source = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True)
-        held.append(source)
-        return source.to(device, non_blocking=True)
+        return held.made(numbers, dtype, device)
     return _table_on(torch.cuda.current_stream(device).cuda_stream, numbers, dtype, device)
 
 
