@@ -668,3 +668,15 @@ def test_an_autocast_around_it_is_not_captured(monkeypatch):
     assert not captured._can_capture([here, there])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not captured._can_capture([here])
+
+
+def test_transformers_builds_no_mask_where_none_was_given(monkeypatch):
+    """While a graph is captured; what it does with one that was given is its own."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    before = masking.is_tracing
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    assert masking.is_tracing(None)
+    with captured._no_mask_for_none():
+        assert not masking.is_tracing(None)
+        assert masking.is_tracing(torch.ones(1, 1))
+    assert masking.is_tracing is before

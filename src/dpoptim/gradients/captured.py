@@ -12,8 +12,9 @@ modes, the same clip norm, and a scale or none.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -351,13 +352,31 @@ def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
             # Relaxed: tables are sent from pinned memory that is allocated on the way.
             graph.capture_begin(pool=room.memory, capture_error_mode="relaxed")
             try:
-                run()
+                with _no_mask_for_none():
+                    run()
             finally:
                 graph.capture_end()
         except BaseException:
             _give_up(room)
             raise
     return graph.replay
+
+
+@contextlib.contextmanager
+def _no_mask_for_none() -> Iterator[None]:
+    """Within a capture Transformers does not look whether an attention mask can be left out, and some releases (5.17
+    among them) then build one where none was given, which makes attention several times slower.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    is_tracing = getattr(masking, "is_tracing", None)
+    if is_tracing is None:
+        yield
+        return
+    masking.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    try:
+        yield
+    finally:
+        masking.is_tracing = is_tracing
 
 
 def _give_up(room: _Room) -> None:
