@@ -70,10 +70,10 @@ def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
         optimizer.step()
 
 
-def with_a_graph() -> tuple[nn.Module, PrivateOptimizer, Any, tuple[Tensor, Tensor]]:
+def with_a_graph(**options: Any) -> tuple[nn.Module, PrivateOptimizer, Any, tuple[Tensor, Tensor]]:
     """A model with its optimizer, its captured function, and a batch that has a graph."""
     model, (batch,) = model_of(), batches_of((4, 2))
-    optimizer, run = captured_run(model)
+    optimizer, run = captured_run(model, **options)
     warm(run, *batch, optimizer)
     return model, optimizer, run, batch
 

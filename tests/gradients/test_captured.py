@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from dpoptim.gradients import captured
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.flat import FlatTensors
 from dpoptim.gradients.per_example import Weighed
+from dpoptim.gradients.physical_batch import PhysicalBatch
 from dpoptim.optim import PrivateOptimizer
 from tests.gradients.captured_loops import (
     VARIANTS,
@@ -56,15 +58,18 @@ def trained(
 
 
 def hold_apart(monkeypatch: pytest.MonkeyPatch, above: float) -> None:
-    """From now on a graph tells of an example apart where the first row's norm is above this; its sums are no use."""
+    """From now on a graph leaves the first row out, as one to be looked at by itself, where its norm is above this."""
     clip_and_sum = ClippedSums.clip_and_sum_into
 
-    def told(self: ClippedSums, into: FlatTensors, *args: Any) -> Weighed:
-        found = clip_and_sum(self, into, *args)
+    def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> Weighed:
+        found = clip_and_sum(self, into, batch, scale)
         is_apart = found.norms[0] > above
+        share = torch.where(is_apart, found.weights[0], 0.0)
+        for name, own in batch.gradients.items():
+            into[name].sub_(share * own.example(0))
+        found.weights[0] -= share
+        found.apart[0] = is_apart
         found.counts[2] += is_apart
-        for vector in into.vectors:
-            vector.copy_(torch.where(is_apart, torch.nan, vector))
         return found
 
     monkeypatch.setattr(ClippedSums, "clip_and_sum_into", told)
@@ -428,18 +433,93 @@ def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    losses_of(model)(x, y).sum().backward()
-    run(x, y)
+    def step() -> None:  # as large as the plan allows
+        losses_of(model)(x, y).sum().backward()
+        run(x, y)
+        optimizer.step()
+
     with monkeypatch.context() as patched:
         patched.setattr(run, "_run", fail)
         with pytest.raises(MemoryError):
-            optimizer.step()
-    optimizer.step()
-    assert float(seen[0].norm()) < 1e-6
-    run(x, y)
-    optimizer.step()
+            step()
+    for _ in range(2):
+        step()
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
     assert float(seen[1].norm()) > 1e-3
-    assert optimizer.release.counts_not_private.examples == 20
+    optimizer.step()
+    assert float(seen[2].norm()) < 1e-6
+    assert optimizer.release.counts_not_private.examples == 32
+
+
+@pytest.mark.parametrize("by", ["the step", "the next batch"])
+def test_an_interrupt_of_what_runs_again_leaves_nothing(monkeypatch, by):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, -1.0)
+    _, optimizer, run, (x, y) = with_a_graph(sampling=dpoptim.Poisson())
+    seen, ordinary = seen_by(optimizer), run._run
+
+    def interrupted(batch: Any) -> None:
+        ordinary(batch)
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        run(x, y)
+        if by == "the next batch":
+            run(x[:3], y[:3])
+        optimizer.step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    for _ in range(2):
+        step()
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
+    assert float(seen[1].norm()) > 1e-3
+
+
+def test_an_example_apart_changes_nothing_of_what_others_add(monkeypatch):
+    """One whose own gradient is 0: though there is dropout, and a value of the loop's that changes before it runs."""
+    tape_graphs(monkeypatch)
+    released = []
+    for above in (math.inf, -1.0):
+        with monkeypatch.context() as patched:
+            hold_apart(patched, above)
+            model, factor = nn.Sequential(model_of(), nn.Dropout(0.5)), torch.ones(())
+
+            def losses(
+                x: Tensor, y: Tensor, counts: Tensor, model: nn.Module = model, factor: Tensor = factor
+            ) -> Tensor:
+                return losses_of(model)(x, y) * counts * factor
+
+            optimizer, run = captured_run(model, losses, batch_size=12)
+            seen = seen_by(optimizer)
+            torch.manual_seed(3)
+            parts = batches_of(*[(4, 2)] * 9)
+            for number, (x, y) in enumerate(parts):
+                factor.fill_(1.0 + number % 3)
+                run(x, y, torch.tensor([0.0, 1.0, 1.0, 1.0]))
+                if number % 3 == 2:
+                    optimizer.step()
+            released.append(torch.stack(seen))
+    torch.testing.assert_close(released[0], released[1], rtol=1e-5, atol=1e-8)
+    assert float(released[0][0].norm()) > 1e-3
+
+
+def test_the_scale_that_clipped_a_batch_lives_until_it_is_taken_in(monkeypatch):
+    """Another in its place would look the same."""
+    tape_graphs(monkeypatch)
+    model, optimizer, run, (x, y) = with_a_graph()
+    for is_replayed in (False, True):  # with a scale
+        scale = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+        lives = [weakref.ref(value) for value in scale.values()]
+        optimizer.release.scale = scale
+        run(x, y)
+        del scale
+        optimizer.release.scale = None
+        assert [value() is not None for value in lives] == [is_replayed] * len(lives)
+        optimizer.step()
+        assert all(value() is None for value in lives)
 
 
 def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeypatch):

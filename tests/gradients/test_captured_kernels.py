@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,45 @@ def test_a_graph_outlives_the_tables_of_others():
     run(x, y)
     optimizer.step()
     torch.testing.assert_close(seen[-1], seen[2], rtol=1e-6, atol=1e-8)
+
+
+def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tensor]]:
+    """What keeps the device busy for long after a call has returned; and what is released."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(DEVICE)
+    optimizer = dpoptim.dp_sgd(
+        model, plan_of(10, num_examples=4096, batch_size=batch_size, noise_multiplier=1e-9), lr=0.0, own_batches=True
+    )
+    run = optimizer.captured(lambda x: model(x).square().mean((1, 2)), together=256)
+    return optimizer, run, seen_by(optimizer)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="a CPU copies at once")
+def test_a_loop_may_fill_its_pinned_buffer_again_at_once():
+    optimizer, run, seen = wide_run(1024)
+    parts = [torch.randn(256, 32, 2048) for _ in range(4)]
+    buffer = torch.empty_like(parts[0]).pin_memory()
+    for waits in (True, True, True, False):
+        for part in parts:
+            buffer.copy_(part)
+            run(buffer)
+            if waits:
+                torch.cuda.synchronize()
+        optimizer.step()
+    assert all(run._graphs.values())
+    torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="a CPU has one stream")
+def test_batches_may_run_on_another_stream_than_the_step():
+    optimizer, run, seen = wide_run(512)
+    parts = [torch.randn(256, 32, 2048, device=DEVICE) for _ in range(2)]
+    torch.cuda.synchronize()
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    for stream in (own, own, own, other):
+        for part in parts:
+            with torch.cuda.stream(stream):
+                run(part)
+        optimizer.step()
+    assert all(run._graphs.values())
+    torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)

@@ -15,14 +15,14 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from dpoptim.gradients.captured_batch import Batch, batch_of
 from dpoptim.gradients.clipping import ClippedSums
 from dpoptim.gradients.explanation import Explanation
 from dpoptim.gradients.flat import FlatTensors, end_to_end
@@ -73,7 +73,7 @@ class Captured:
             )
         self._engine.flush()  # what was replayed last, before it is overwritten
         devices = {parameter.device: None for parameter in self._sums.parameters.values()}
-        batch = _batch_of(self._losses, args, kwargs, next(iter(devices)))
+        batch = batch_of(self._losses, args, kwargs, next(iter(devices)))
         if batch.examples == 0 or self._sums.with_squares or not _can_capture(list(devices)):
             return self._run(batch)
         if not batch.is_plain:
@@ -97,7 +97,7 @@ class Captured:
         graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
-    def _run(self, batch: _Batch) -> Tensor:
+    def _run(self, batch: Batch) -> Tensor:
         """The ordinary way."""
         losses = batch.losses()
         (losses.mean() if self._sums.mean_loss else losses.sum()).backward()
@@ -123,7 +123,7 @@ class Captured:
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
         return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
-    def _made(self, batch: _Batch, rows: int) -> _Graph | None:
+    def _made(self, batch: Batch, rows: int) -> _Graph | None:
         """The graph of a shape; None where it cannot be captured."""
         try:
             return _capture(self._sums, batch.padded(rows), self._room)
@@ -141,30 +141,40 @@ class Captured:
             self._has_warned = True
             warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
 
-    def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
+    def _replay(self, graph: _Graph, batch: Batch) -> Tensor:
         """Run a batch; its sums are taken in when the engine closes it, as those of other batches are."""
-        bounds = self._sums.bounds()
+        bounds, scale = self._sums.bounds(), self._sums.scale
+        self._room.wait()
         self._room.copy_scale()
         graph.fill(batch)
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
-        add = partial(self._add, graph, batch, bounds)
+        self._room.mark()
+        add = partial(self._add, graph, batch, bounds, scale)
         self._engine.buffers.begin(anew=True)
         self._engine.batch.add_ready = add  # last: a call that fails must not count
         return losses
 
-    def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable) -> None:
-        """Take in what a replay has summed. Where an example must be looked at by itself, or clip norm or scale have
-        changed since, the batch runs again.
+    def _add(self, graph: _Graph, batch: Batch, bounds: Hashable, held_scale: object) -> None:
+        """Take in what a replay has summed. Examples that must be looked at by themselves run again, and all of them
+        where clip norm or scale have changed since; the scale is held until then, as another in its place would look
+        the same.
         """
-        again = partial(self._again, batch)
-        if bounds == self._sums.bounds():
-            self._check_place()
-            self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
-        else:
-            again()
+        self._check_place()
+        if bounds != self._sums.bounds():
+            self._again(batch)
+            return
+        self._room.wait()
+        again = partial(self._again_alone, batch)
+        self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
+        self._room.mark()
 
-    def _again(self, batch: _Batch) -> None:
+    def _again_alone(self, batch: Batch, rows: list[int]) -> None:
+        """Some rows, and random numbers go on as if it had not been."""
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            self._again(batch.chosen(rows))
+
+    def _again(self, batch: Batch) -> None:
         self._check_place()
         with torch.enable_grad():
             self._run(batch)
@@ -180,75 +190,6 @@ class Captured:
             )
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A batch with what is to be computed of it; tensors and other arguments by their places."""
-
-    function: Callable[..., Tensor]
-    tensors: dict[int, Tensor]
-    others: dict[int, Any]
-    structure: Any
-
-    @property
-    def examples(self) -> int:
-        return next(iter(self.tensors.values())).shape[0]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the key tells batches apart, and there are few: numbers and texts may be other ones in each."""
-        return all(other is None or isinstance(other, bool) for other in self.others.values())
-
-    @property
-    def key(self) -> Hashable:
-        """What two batches that one graph serves have in common."""
-        shapes = tuple((i, tensor.shape[1:], tensor.dtype) for i, tensor in self.tensors.items())
-        return shapes, tuple(self.others.items()), self.structure
-
-    def losses(self) -> Tensor:
-        given = self.tensors | self.others
-        args, kwargs = pytree.tree_unflatten([given[i] for i in range(len(given))], self.structure)
-        losses = self.function(*args, **kwargs)
-        if not isinstance(losses, Tensor) or losses.shape != (self.examples,):
-            found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"losses must return one loss an example, of shape ({self.examples},), got {found}; take "
-                "reduction='none', and the mean over an example's own tokens"
-            )
-        return losses
-
-    def padded(self, rows: int) -> _Batch:
-        """A copy of so many rows, filled up by the first one."""
-        own = {i: tensor.new_empty(rows, *tensor.shape[1:]) for i, tensor in self.tensors.items()}
-        filled = replace(self, tensors=own)
-        filled.fill(self)
-        return filled
-
-    def fill(self, batch: _Batch) -> None:
-        """Overwrite the rows by those of a smaller batch, and those beyond them by its first one."""
-        for i, tensor in batch.tensors.items():
-            self.tensors[i][: len(tensor)].copy_(tensor, non_blocking=True)
-            self.tensors[i][len(tensor) :] = tensor[:1]
-
-
-def _batch_of(
-    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> _Batch:
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    # Copies, as a batch that must run again does so when the loop has gone on.
-    tensors = {i: tensor.detach().to(device, non_blocking=True, copy=True) for i, tensor in given.items()}
-    if not tensors:
-        raise ValueError("a captured function found no tensor among its arguments; pass a batch's tensors, or **batch")
-    first_axes = {tensor.shape[:1] for tensor in tensors.values()}
-    if len(first_axes) != 1 or first_axes == {torch.Size([])}:
-        raise ValueError(
-            "a captured function takes tensors that have the examples as their first axis, as many in each, got "
-            f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share (class weights, position "
-            "ids) is not passed: let the function read it from outside, and write new values into it in place"
-        )
-    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
-
-
 class _Room:
     """What all graphs share: they run one after the other, and what one has made is taken in before the next."""
 
@@ -258,6 +199,18 @@ class _Room:
         self._scale: FlatTensors | None = None
         self.memory: Any = None
         self.stream: Any = None
+        self._used: Any = None
+
+    def mark(self) -> None:
+        """Used up to here, on whatever stream that is."""
+        if torch.cuda.is_initialized():
+            self._used = self._used or torch.cuda.Event()
+            self._used.record()
+
+    def wait(self) -> None:
+        """Let the current stream wait for what was marked."""
+        if self._used is not None:
+            torch.cuda.current_stream().wait_event(self._used)
 
     def copy_scale(self) -> FlatTensors | None:
         """The scale as it is now, in a place of its own."""
@@ -276,19 +229,19 @@ class _Graph:
     """One shape's graph, with what it reads and what it leaves."""
 
     replay: Callable[[], None]
-    batch: _Batch  # whose tensors are read
+    batch: Batch  # whose tensors are read
     real: Tensor  # bool [rows]: whose losses count
     losses: Tensor
     found: Weighed
     explanation: Explanation
     tables: Any  # that kernels read
 
-    def fill(self, batch: _Batch) -> None:
+    def fill(self, batch: Batch) -> None:
         self.batch.fill(batch)
         self.real[: batch.examples], self.real[batch.examples :] = True, False
 
 
-def _capture(sums: ClippedSums, batch: _Batch, room: _Room) -> _Graph:
+def _capture(sums: ClippedSums, batch: Batch, room: _Room) -> _Graph:
     engine = sums.engine
     real = torch.ones(batch.examples, dtype=torch.bool, device=next(iter(batch.tensors.values())).device)
     scale, into = room.copy_scale(), room.sums

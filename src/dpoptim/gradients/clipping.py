@@ -93,9 +93,13 @@ class ClippedSums:
         """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
         emptied.
         """
-        self.engine.flush()
-        self._settle()
-        self.engine.end_step()
+        try:
+            self.engine.flush()
+            self._settle()
+            self.engine.end_step()
+        except BaseException:
+            self._forget()
+            raise
         taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
         self.clear_sums()
         return taken
@@ -114,8 +118,13 @@ class ClippedSums:
             else:
                 batch.add_ready()
         except BaseException:  # out of memory, an interrupt: half a batch must never be released
-            self.clear_sums()
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        """All of the step, and a batch that was running again."""
+        self.engine.discard()
+        self.clear_sums()
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
@@ -148,7 +157,7 @@ class ClippedSums:
         """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
         the losses must have been summed, not averaged.
 
-        Examples whose norms cannot be trusted are left out: where `counts` tells of any, the sums must not be used.
+        Examples whose norms cannot be trusted are left out.
         """
         squared, least = self._measured(batch.gradients, scale)
         found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
@@ -159,43 +168,48 @@ class ClippedSums:
         return found
 
     def add_sums(
-        self, of_batch: FlatTensors, found: Weighed, examples: int, explanation: Explanation, again: Callable[[], None]
+        self,
+        of_batch: FlatTensors,
+        found: Weighed,
+        examples: int,
+        explanation: Explanation,
+        again: Callable[[list[int]], None],
     ) -> None:
         """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied.
 
-        Where an example must be looked at by itself nothing is added, and `again` differentiates the batch in the
-        ordinary way. The device decides about the sums at once; the host learns of it before the batch after the next
-        is taken in or the sums are taken, so that it prepares one batch while the device is busy with another.
+        Examples that must be looked at by themselves are not in it: `again(rows)` differentiates them in the ordinary
+        way, and them alone, as no example may change what the others add. The host learns of them when the next such
+        batch is added or the sums are taken, so that it prepares one batch while the device is busy with another.
         """
-        number = number_apart(found)
+        number, apart = number_apart(found), found.apart[:examples].clone()
         self._settle()
-        is_trusted = found.counts[2] == 0
-        self._sums.add_all(of_batch.mapped(lambda vector: torch.where(is_trusted, vector, 0.0)))
+        self._sums.add_all(of_batch.mapped(torch.clone))
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
-        counts[1] -= (found.weights[examples:] == 0).sum()  # copies of a first row that is not finite
-        self._outcomes.append(torch.where(is_trusted, counts, 0))
-        norms = found.norms[:examples].clone()
-        self.norms.append(norms)
+        counts[1] -= ((found.weights == 0) & ~found.apart)[examples:].sum()  # copies of a first row that is not finite
+        self._outcomes.append(counts)
+        self.norms.append(found.norms[:examples].clone())
 
         def settle() -> None:
-            if number():
-                again()
-                self._examples -= examples  # they were counted twice
-                self.norms = [others for others in self.norms if others is not norms]
+            if not number():
+                return
+            examples, norms, outcomes = self._examples, len(self.norms), len(self._outcomes)
+            try:
+                again(torch.nonzero(apart).flatten().tolist())
+            finally:
+                self._examples = examples  # they were counted with their batch
+            del self.norms[norms:]
+            for counts in self._outcomes[outcomes:]:
+                counts[0] = 0
 
         self._unsettled = settle
 
     def _settle(self) -> None:
+        """Run again what the last captured batch has left out; where that fails the caller forgets the sums."""
         settle, self._unsettled = self._unsettled, None
-        if settle is None:
-            return
-        try:
+        if settle is not None:
             settle()
-        except BaseException:  # as in `_add`: what is there lacks a batch
-            self.clear_sums()
-            raise
 
     def _measured(
         self, gradients: Mapping[str, ExampleGradients], scale: Mapping[str, Tensor] | None

@@ -256,8 +256,10 @@ class PrivateRelease:
         )
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
-        self._at_last_release = self._sums.examples
-        sums, square_sums = self._sums.take()
+        try:
+            sums, square_sums = self._sums.take()
+        finally:  # what could not be taken is forgotten
+            self._at_last_release = self._sums.examples
         self._report_nonfinite()
         squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_sums else None
