@@ -30,6 +30,7 @@ from record import heading, markdown_table, read_as, save, setting
 from torch import Tensor
 
 import dpoptim
+from dpoptim.gradients.captured import Captured
 from dpoptim.privacy.lengths import cut_together
 from dpoptim.reproduce.tinybert.corpus import read_corpus
 from dpoptim.reproduce.tinybert.model import MaskedLM, load
@@ -148,15 +149,16 @@ def train(run: Run, device: str) -> Progress:
     return progress
 
 
-def found_in(options: argparse.Namespace, examples: int, done: Progress, seconds: float) -> dict[str, Any]:
+def found_in(options: argparse.Namespace, run: Run, done: Progress, seconds: float) -> dict[str, Any]:
     """The figures of a run with their setting, for --json."""
+    graphs = run.differentiate.graphs if isinstance(run.differentiate, Captured) else 0
     return setting(options.device, options.commit) | {
         "planned_steps": options.steps,
         "batch": options.batch,
-        "examples": examples,
+        "examples": len(run.texts.lengths),
         "most_tokens": options.tokens,
         "bucket": options.bucket,
-        "graphs": options.graphs,
+        "graphs": graphs,
         "steps": done.steps,
         "seconds": seconds,
         "warm_steps": done.warm_steps,
@@ -197,9 +199,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, metavar="FILE", help="texts, or a folder with train*.u16.xz (see above)")
     parser.add_argument("--model", type=a_folder, metavar="DIR", help="for BertForMaskedLM.from_pretrained")
-    parser.add_argument("--steps", type=whole(2), default=2000)
-    parser.add_argument("--batch", type=whole(1), default=2048, help="texts a step")
-    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--steps", type=whole(2), default=2000, help="that are planned (2000)")
+    parser.add_argument("--batch", type=whole(1), default=2048, help="texts a step (2048)")
+    parser.add_argument("--lr", type=positive, default=1e-3, help="learning rate (0.001)")
     add_device(parser)
     parser.add_argument(
         "--tokens",
@@ -210,7 +212,7 @@ def main() -> None:
     parser.add_argument(
         "--no-graphs", dest="graphs", action="store_false", help="launch every operation by itself, on a GPU too"
     )
-    parser.add_argument("--bucket", type=whole(1), default=64, help="widths are multiples of this")
+    parser.add_argument("--bucket", type=whole(1), default=64, help="widths are multiples of this (64)")
     parser.add_argument(
         "--files", dest="files_read", type=whole(1), metavar="K", help="of packed files read the first K alone"
     )
@@ -231,7 +233,7 @@ def main() -> None:
         with told_in_one_line(parser):
             run = set_up(options)
         done = train(run, options.device)
-        record = found_in(options, len(run.texts.lengths), done, done.seconds())
+        record = found_in(options, run, done, done.seconds())
     text = markdown(record)
     print(text, end="")
     if options.json:

@@ -59,7 +59,8 @@ def footnotes(record: dict[str, Any], shown: dict[str, dict[str, float | str]]) 
         lines.append(f"torch.compile ran in micro-batches of {size} in {spelled(case['name'])}")
     twins = {case["note"] for case in cases if case["note"] and isinstance(shown[case["name"]].get("opacus"), float)}
     if twins:
-        lines.append(f"Opacus trains a twin of the same sizes in layers that it accepts ({'; '.join(sorted(twins))})")
+        lines.append(f"Opacus trains a twin of the same sizes in layers that it accepts ({'; '.join(sorted(twins))});")
+        lines.append("it stores logits, as plain PyTorch does")
     later = {way for case in cases for later in case.get("later", []) for way in later["ways"]}
     apart = [BARS[bar][1].split(",")[0] for bar in BARS if bar in later]
     if apart:

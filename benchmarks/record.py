@@ -18,7 +18,8 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
 WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost", "flat twin")
 PEERS = ("opacus", "opacus ghost")
 RATIOS = (
-    "flat/off", "scaled/off", "captured/off", "scaled/plain", "scaled/compiled", "memory scaled/off", "opacus/scaled",
+    "flat/off", "scaled/off", "captured/off", "scaled/plain", "scaled/compiled", "memory scaled/off",
+    "memory captured/off", "opacus/scaled",
 )  # fmt: skip
 SETTING = ("date", "commit", "machine", "versions")
 CASE = ("name", "note", "together", "compiled_micro_batch", "ways")
@@ -140,7 +141,9 @@ def notes(record: dict[str, Any]) -> list[str]:
     if any(way not in c["ways"] for c in done for way in WAYS if any(way in other["ways"] for other in done)):
         lines.append('"-": not measured.')
     if any(fastest_peer(c["ways"]) for c in done):
-        lines.append("opacus/scaled takes the faster of Opacus's modes that ran.")
+        lines.append(
+            'opacus/scaled takes the faster of Opacus\'s modes that ran; Opacus stores logits, as "plain" does.'
+        )
         twins = [f"{spelled(c['name'])} ({c['note']})" for c in done if c["note"] and fastest_peer(c["ways"])]
         if twins:
             lines.append(

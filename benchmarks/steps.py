@@ -88,11 +88,13 @@ def steps_of(case: Case, way: str) -> Step:
     def ordinary(*given: Tensor) -> object:
         return loss(model, given).sum().backward()
 
-    differentiate = optimizer.captured(lambda *given: loss(model, given)) if way == "captured" else ordinary
+    captured = optimizer.captured(lambda *given: loss(model, given)) if way == "captured" else None
 
     def private() -> None:
-        differentiate(*batch)
+        (captured or ordinary)(*batch)
         optimizer.step()
+        if captured is not None and optimizer.release.step == 3 and not captured.graphs:
+            raise RuntimeError("nothing was captured")
 
     return private
 
@@ -225,7 +227,9 @@ def ran(record: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
-    parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name has TEXT in it")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only the cases whose name has TEXT in it, such as 'GPT-2 8x1024'"
+    )
     parser.add_argument("--ways", metavar="A,B", help="only these ways, with commas between (see above)")
     parser.add_argument("--repeats", type=whole(2), default=20, metavar="N", help="rounds that are timed (20)")
     parser.add_argument("--threads", type=whole(1), metavar="N", help="threads of PyTorch on the CPU")
@@ -235,6 +239,8 @@ def main() -> int:
     chosen = [case for case in cases(options.device) if options.only.lower() in case.name.lower()]
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"--ways has {unknown[0]!r}; choose from: {', '.join(WAYS)}")
+    if "captured" in ways and options.device == "cpu":
+        parser.error("--ways has captured, which takes a GPU")
     if not chosen:
         parser.error(f"--only must be part of one of: {', '.join(case.name for case in cases(options.device))}")
     if set(ways) & set(PEERS) and not options.files and absent(["opacus"]):

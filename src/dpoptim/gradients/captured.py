@@ -39,8 +39,9 @@ class Captured:
     """Differentiates batches of examples, each by one replay of a graph where it can; made by `optimizer.captured`.
 
     Guarantee: every batch adds the same clipped sum as `losses(...).sum().backward()` would, to rounding, provided that
-    the loss of an example depends on the example alone. Rows that fill a batch up to a captured shape are copies of its
-    first one, whose losses do not count.
+    the loss of an example depends on the example alone, and that modes and whatever `losses` reads besides stay as they
+    are until the next batch or step: an example that must be looked at by itself runs again then. Rows that fill a
+    batch up to a captured shape are copies of its first one, whose losses do not count.
     Edge cases: on a CPU, without Triton, where sums of squares are released too, with numbers, texts or objects among
     the arguments, under an autocast that was begun outside of `losses`, and for what a graph cannot hold (a wait for
     the device, in the model or in `losses`), batches run in the ordinary way.
@@ -59,6 +60,12 @@ class Captured:
         self._met: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._has_warned = False
+        self._stream: object = None  # that was used last
+
+    @property
+    def graphs(self) -> int:
+        """How many shapes run as graphs."""
+        return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The losses of a batch, [examples], which has been differentiated; `optimizer.step()` comes next.
@@ -71,6 +78,7 @@ class Captured:
             raise ValueError(
                 "a captured function differentiates private batches; inside no_grad() or public_data() call the model"
             )
+        self._follow_stream()
         self._engine.flush()  # what was replayed last, before it is overwritten
         devices = {parameter.device: None for parameter in self._sums.parameters.values()}
         batch = batch_of(self._losses, args, kwargs, next(iter(devices)))
@@ -97,11 +105,21 @@ class Captured:
         graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
-    def _run(self, batch: Batch) -> Tensor:
-        """The ordinary way."""
+    def _run(self, batch: Batch, counts: Tensor | None = None) -> Tensor:
+        """The ordinary way; `counts`, bool [examples], says whose losses count, if not all do."""
         losses = batch.losses()
-        (losses.mean() if self._sums.mean_loss else losses.sum()).backward()
+        counted = losses if counts is None else torch.where(counts, losses, 0.0)
+        (counted.mean() if self._sums.mean_loss else counted.sum()).backward()
         return losses.detach()
+
+    def _follow_stream(self) -> None:
+        """A loop that goes on in another stream waits for the last one: nothing here is ordered between two."""
+        if not torch.cuda.is_initialized():
+            return
+        stream = torch.cuda.current_stream()
+        if self._stream not in (None, stream):
+            torch.cuda.synchronize()
+        self._stream = stream
 
     def _look_at_places(self) -> None:
         """Forget all graphs once a parameter or buffer lies elsewhere, or has another dtype."""
@@ -142,14 +160,14 @@ class Captured:
             warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
 
     def _replay(self, graph: _Graph, batch: Batch) -> Tensor:
-        """Run a batch; its sums are taken in when the engine closes it, as those of other batches are."""
-        bounds, scale = self._sums.bounds(), self._sums.scale
-        self._room.wait()
+        """Run a batch; its sums are taken in when the engine closes it, as those of other batches are, and examples
+        apart run again after that.
+        """
+        bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
         self._room.copy_scale()
         graph.fill(batch)
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
-        self._room.mark()
         add = partial(self._add, graph, batch, bounds, scale)
         self._engine.buffers.begin(anew=True)
         self._engine.batch.add_ready = add  # last: a call that fails must not count
@@ -161,23 +179,25 @@ class Captured:
         the same.
         """
         self._check_place()
+        self._follow_stream()
         if bounds != self._sums.bounds():
             self._again(batch)
-            return
-        self._room.wait()
-        again = partial(self._again_alone, batch)
-        self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
-        self._room.mark()
+        else:
+            again = partial(self._again_alone, batch)
+            self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
 
     def _again_alone(self, batch: Batch, rows: list[int]) -> None:
-        """Some rows, and random numbers go on as if it had not been."""
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-            self._again(batch.chosen(rows))
-
-    def _again(self, batch: Batch) -> None:
+        """Some rows, in a batch of the same size: nothing tells how many they are, and random numbers go on as if it
+        had not been.
+        """
         self._check_place()
+        counts = torch.arange(batch.examples, device=batch.device) < len(rows)
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            self._again(batch.chosen(rows + rows[:1] * (batch.examples - len(rows))), counts)
+
+    def _again(self, batch: Batch, counts: Tensor | None = None) -> None:
         with torch.enable_grad():
-            self._run(batch)
+            self._run(batch, counts)
         self._engine.flush()
 
     def _check_place(self) -> None:
@@ -199,18 +219,6 @@ class _Room:
         self._scale: FlatTensors | None = None
         self.memory: Any = None
         self.stream: Any = None
-        self._used: Any = None
-
-    def mark(self) -> None:
-        """Used up to here, on whatever stream that is."""
-        if torch.cuda.is_initialized():
-            self._used = self._used or torch.cuda.Event()
-            self._used.record()
-
-    def wait(self) -> None:
-        """Let the current stream wait for what was marked."""
-        if self._used is not None:
-            torch.cuda.current_stream().wait_event(self._used)
 
     def copy_scale(self) -> FlatTensors | None:
         """The scale as it is now, in a place of its own."""
@@ -302,7 +310,7 @@ def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
         torch.cuda.empty_cache()  # a graph's memory is its own, and none is given back while it is captured
     with torch.cuda.stream(room.stream):
         try:
-            # Relaxed: tables are sent from pinned memory that is allocated on the way.
+            # Relaxed: tables are written to pinned memory that is allocated on the way.
             graph.capture_begin(pool=room.memory, capture_error_mode="relaxed")
             try:
                 with _no_mask_for_none():

@@ -25,6 +25,10 @@ class Batch:
         return next(iter(self.tensors.values())).shape[0]
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
     def is_plain(self) -> bool:
         """Whether the key tells batches apart, and there are few: numbers and texts may be other ones in each."""
         return all(other is None or isinstance(other, bool) for other in self.others.values())
@@ -40,9 +44,9 @@ class Batch:
         args, kwargs = pytree.tree_unflatten([given[i] for i in range(len(given))], self.structure)
         losses = self.function(*args, **kwargs)
         if not isinstance(losses, Tensor) or losses.shape != (self.examples,):
-            found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(
-                f"losses must return one loss an example, of shape ({self.examples},), got {found}; take "
+            found = f"a tensor of {losses.ndim} axes" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(  # without sizes: that of a Poisson sample is secret
+                f"losses must return one loss an example, a vector as long as the batch, got {found}; take "
                 "reduction='none', and the mean over an example's own tokens"
             )
         return losses
@@ -55,6 +59,7 @@ class Batch:
         return filled
 
     def chosen(self, rows: list[int]) -> Batch:
+        """These rows alone, in this order."""
         return replace(self, tensors={i: tensor[rows] for i, tensor in self.tensors.items()})
 
     def fill(self, batch: Batch) -> None:
@@ -67,6 +72,7 @@ class Batch:
 def batch_of(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> Batch:
+    """What a captured function was called with, on the device; ValueError where its tensors are no batch."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     tensors = {i: _copied(tensor.detach(), device) for i, tensor in given.items()}
@@ -75,9 +81,9 @@ def batch_of(
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
     if len(first_axes) != 1 or first_axes == {torch.Size([])}:
         raise ValueError(
-            "a captured function takes tensors that have the examples as their first axis, as many in each, got "
-            f"{[tuple(tensor.shape) for tensor in tensors.values()]}; what all examples share (class weights, position "
-            "ids) is not passed: let the function read it from outside, and write new values into it in place"
+            "a captured function takes tensors that have the examples as their first axis, as many in each; of the "
+            f"{len(tensors)} that it was given one has another number. What all examples share (class weights, "
+            "position ids) is not passed: let the function read it from outside, and write new values into it in place"
         )
     return Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
 

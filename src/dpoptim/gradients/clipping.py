@@ -94,9 +94,8 @@ class ClippedSums:
         emptied.
         """
         try:
-            self.engine.flush()
-            self._settle()
             self.engine.end_step()
+            self._settle()
         except BaseException:
             self._forget()
             raise
@@ -157,7 +156,7 @@ class ClippedSums:
         """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
         the losses must have been summed, not averaged.
 
-        Examples whose norms cannot be trusted are left out.
+        Examples whose norms cannot be trusted are left out, and must run again.
         """
         squared, least = self._measured(batch.gradients, scale)
         found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
@@ -181,9 +180,10 @@ class ClippedSums:
         way, and them alone, as no example may change what the others add. The host learns of them when the next such
         batch is added or the sums are taken, so that it prepares one batch while the device is busy with another.
         """
-        number, apart = number_apart(found), found.apart[:examples].clone()
+        apart = found.apart[:examples].clone()
+        number = number_apart(found)  # known when the copy is there, too
         self._settle()
-        self._sums.add_all(of_batch.mapped(torch.clone))
+        self._sums.add_all(of_batch)
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
@@ -192,16 +192,15 @@ class ClippedSums:
         self.norms.append(found.norms[:examples].clone())
 
         def settle() -> None:
-            if not number():
+            rows = torch.nonzero(apart).flatten().tolist() if number() else []
+            if not rows:
                 return
-            examples, norms, outcomes = self._examples, len(self.norms), len(self._outcomes)
+            counted, norms, outcomes = (self._examples, self._explanation), len(self.norms), len(self._outcomes)
             try:
-                again(torch.nonzero(apart).flatten().tolist())
-            finally:
-                self._examples = examples  # they were counted with their batch
-            del self.norms[norms:]
-            for counts in self._outcomes[outcomes:]:
-                counts[0] = 0
+                again(rows)
+            finally:  # they were counted with their batch, and that they are apart is nobody's business
+                self._examples, self._explanation = counted
+            del self.norms[norms:], self._outcomes[outcomes:]
 
         self._unsettled = settle
 
@@ -331,9 +330,9 @@ class _Accumulator:
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:
-        """Add sums of all parameters, which are the accumulator's own from now on."""
+        """Add sums of all parameters; they are copied."""
         if self._sums is None:
-            self._sums = sums
+            self._sums = sums.mapped(torch.clone)
         else:
             for total, more in zip(self.taken().vectors, sums.vectors, strict=True):
                 total += more

@@ -29,8 +29,9 @@ def next_power_of_2(number: int) -> int:
 class HeldTables:
     """The tables that kernels of a CUDA graph read at every replay, in memory that outlives it.
 
-    They are written once the graph is made: sent within it, they would be sent again at every replay, and its kernels
-    would wait for each. Their memory is none of the graph's own, which serves other tensors before and after.
+    They are written once the graph is made: sent within it, as those are that find no more room, they would be sent
+    again at every replay, and its kernels would wait for each. Their memory is none of the graph's own, which serves
+    other tensors before and after.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class HeldTables:
         source = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True)
         start, end = self._taken, self._taken + source.nbytes
         if self._room is None or end > _ROOM:
-            self._kept.append(source)
+            self.keep(source)
             return source.to(device, non_blocking=True)
         self._taken = cdiv(end, _ALIGNED) * _ALIGNED
         table = self._room[start:end].view(dtype).view(source.shape)
@@ -65,7 +66,7 @@ class HeldTables:
         self._unsent.clear()
 
 
-_ROOM, _ALIGNED = 1 << 18, 128
+_ROOM, _ALIGNED = 1 << 18, 128  # bytes
 
 held: HeldTables | None = None
 """While a graph is made: its tables."""
