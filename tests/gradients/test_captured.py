@@ -430,6 +430,24 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
     assert sum(replays) == 14
 
 
+def assert_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Any,
+    failing: Callable[..., None],
+    step: Callable[[], None],
+    seen: list[Tensor],
+) -> None:
+    """A step in which running again fails leaves nothing to those that follow."""
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_run", failing)
+        with pytest.raises((MemoryError, KeyboardInterrupt)):
+            step()
+    for _ in range(2):
+        step()
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
+    assert float(seen[1].norm()) > 1e-3
+
+
 def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
     tape_graphs(monkeypatch)
     hold_apart(monkeypatch, APART["all apart"])
@@ -444,14 +462,7 @@ def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
         run(x, y)
         optimizer.step()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(run, "_run", fail)
-        with pytest.raises(MemoryError):
-            step()
-    for _ in range(2):
-        step()
-    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
-    assert float(seen[1].norm()) > 1e-3
+    assert_forgotten(monkeypatch, run, fail, step, seen)
     optimizer.step()
     assert float(seen[2].norm()) < 1e-6
     assert optimizer.release.counts_not_private.examples == 32
@@ -474,14 +485,7 @@ def test_an_interrupt_of_what_runs_again_leaves_nothing(monkeypatch, by):
             run(x[:3], y[:3])
         optimizer.step()
 
-    with monkeypatch.context() as patched:
-        patched.setattr(run, "_run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step()
-    for _ in range(2):
-        step()
-    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
-    assert float(seen[1].norm()) > 1e-3
+    assert_forgotten(monkeypatch, run, interrupted, step, seen)
 
 
 def test_an_example_apart_changes_nothing_of_what_others_add(monkeypatch):

@@ -251,7 +251,7 @@ class _Graph:
 
 def _capture(sums: ClippedSums, batch: Batch, room: _Room) -> _Graph:
     engine = sums.engine
-    real = torch.ones(batch.examples, dtype=torch.bool, device=next(iter(batch.tensors.values())).device)
+    real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)
     scale, into = room.copy_scale(), room.sums
     found: list[Weighed] = []
     losses: list[Tensor] = []
