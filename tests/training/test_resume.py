@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -171,6 +172,23 @@ def test_the_key_is_in_its_own_file_alone(tmp_path):
         content = path.read_bytes()
         assert secret not in content
         assert secret.hex().encode() not in content
+
+
+def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path, monkeypatch):
+    """It comes while the loop makes up its mind about the checkpoint."""
+
+    class Wish:
+        asked = 0
+
+        @property
+        def signal(self) -> signal.Signals | None:
+            self.asked += 1
+            return signal.SIGINT if self.asked >= 4 else None
+
+    monkeypatch.setattr("dpoptim.training.runs.run.stopping_between_steps", lambda: contextlib.nullcontext(Wish()))
+    summary = train(rows_recipe(tmp_path, checkpoint_every=100), tmp_path / "run")
+    assert summary["reason"] == "interrupted"
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{summary['step']:06d}"
 
 
 def test_ctrl_c_in_a_process(tmp_path):

@@ -167,14 +167,15 @@ class _Run:
                 self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 last = loop.step == loop.steps
                 evaluates = last or loop.step % recipe.evaluate_every == 0
-                saves = last or self._wish.signal is not None or loop.step % recipe.checkpoint_every == 0
+                stops = not last and self._wish.signal is not None  # asked once: it may come at any moment
+                saves = last or stops or loop.step % recipe.checkpoint_every == 0
                 if "released" in entry or evaluates or saves:
                     self._check_finite()
                 if evaluates:
                     self._evaluate()
                 if saves:
                     self._checkpoint()
-                if self._wish.signal is not None and not last:
+                if stops:
                     return self._end("interrupted")
             self._save_model()
             return self._end("finished")
