@@ -331,6 +331,12 @@ class TestTable:
         assert [line["cell"]["seed"] for line in lines[-2:]] == [0, 1]
         assert len(scores(lines)["post_processing", "independent_low"]) == 2
 
+    def test_seeds_are_for_what_is_beyond_the_paper_too(self, made, tmp_path):
+        path = tmp_path / "tinybert.jsonl"
+        path.write_text((made / "tinybert.jsonl").read_text())
+        run_table(Request(scale="smoke", out=tmp_path, only=("column=buffered_10",), seeds=2), Voice())
+        assert set(scores(result_files.read(path).lines)["scale_then_privatize", "buffered_10"]) == {0, 1}
+
     def test_figures_adds_to_the_results_and_never_begins_them_afresh(self, made, tmp_path, capsys):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
@@ -366,7 +372,7 @@ PAPER = {"post_processing": 3.5, "independent_moments": 3.6, "bias_correction": 
 def test_claims_of_one_seed_are_margins_without_a_verdict():
     found = {(name, "banded"): {0: loss} for name, loss in (PAPER | {"scale_then_privatize": 3.4}).items()}
     answers = [compared(claim, found, "banded", PAPER) for claim in CLAIMS]
-    assert answers == ["0.090 (0.040)", "0.100 (0.100)", "-0.020 (-0.020)", "-0.051 (-0.001)", "0.200 (0.200)"]
+    assert answers == ["0.090 (0.040)", "0.100 (0.100)", "−0.020 (−0.020)", "−0.051 (−0.001)", "0.200 (0.200)"]
 
 
 def test_claims_of_several_seeds_are_decided_seed_by_seed():
@@ -377,7 +383,7 @@ def test_claims_of_several_seeds_are_decided_seed_by_seed():
     spread_out = {0: 3.0, 1: 3.5, 2: 4.0}
     more = {seed: loss + 0.1 + 0.01 * seed for seed, loss in spread_out.items()}
     assert answer(more, spread_out) == "0.110 ± 0.025 (0.100), holds"
-    assert answer(spread_out, more) == "-0.110 ± 0.025 (0.100), fails"
+    assert answer(spread_out, more) == "−0.110 ± 0.025 (0.100), fails"
     assert answer({0: 3.1, 1: 3.4, 2: 4.2}, spread_out).endswith(", undecided")
     assert answer({0: 3.1, 5: 9.0}, spread_out) == "0.100 (0.100)"
     assert answer({5: 9.0}, spread_out) is None
@@ -403,7 +409,7 @@ def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
 
 
 def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():
-    found = {("delayed", "independent"): {0: 4.1}, ("post_processing", "independent"): {0: 4.2},
+    found = {("delayed", "independent"): {0: 4.1}, ("post_processing", "independent"): {0: 4.125, 1: 4.3},
              ("scale_then_privatize", "buffered_10"): {0: 3.7},
              ("scale_then_privatize", "banded_10"): {0: 3.8}}  # fmt: skip
     lines = [
@@ -412,6 +418,7 @@ def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():
     ]
     of_rows, of_noise = report._beyond(lines, found).split("Scale-then-privatize at ε = 10")
     assert of_rows.index("delayed") < of_rows.index("which is p = 0")
+    assert "| 0.025 |" in of_rows, "behind by the seeds that both have, not by the means"
     assert of_noise.index("BLT | 1.5 | 3.700") < of_noise.index("BandMF, b = 128 | 1.5 | 3.800")
     assert report._beyond(lines, {("post_processing", "independent"): {0: 4.2}}) == ""
 

@@ -44,9 +44,17 @@ def number(value: float | None, digits: int = 4) -> str:
 def spread(found: Interval) -> str:
     """
     >>> spread(Interval(mean=0.5, half_width=0.1, count=3)), spread(Interval(mean=-0.5, half_width=None, count=1))
-    ('0.500 ± 0.100', '-0.500')
+    ('0.500 ± 0.100', '−0.500')
     """
-    return f"{found.mean:.3f}" + ("" if found.half_width is None else f" ± {found.half_width:.3f}")
+    return thousandths(found.mean) + ("" if found.half_width is None else f" ± {found.half_width:.3f}")
+
+
+def thousandths(value: float) -> str:
+    """
+    >>> thousandths(-0.02), thousandths(-0.0004)
+    ('−0.020', '0.000')
+    """
+    return f"{value:z.3f}".replace("-", "−")
 
 
 def percent(value: float) -> str:

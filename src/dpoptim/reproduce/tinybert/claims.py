@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dpoptim.reproduce.markdown import spread
+from dpoptim.reproduce.markdown import spread, thousandths
 from dpoptim.reproduce.tinybert.scores import Scores
 from dpoptim.training.comparison.intervals import mean_interval
 
@@ -83,4 +83,4 @@ def compared(claim: Claim, found: Scores, column: str, paper: Mapping[str, float
     verdict = ""
     if margin.half_width is not None:
         verdict = ", holds" if margin.low > claim.least else ", fails" if margin.high < claim.least else ", undecided"
-    return f"{spread(margin)} ({claim.margin(paper):.3f}){verdict}"
+    return f"{spread(margin)} ({thousandths(claim.margin(paper))}){verdict}"

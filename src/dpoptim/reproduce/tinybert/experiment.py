@@ -36,9 +36,8 @@ def run_table(request: Request, voice: Voice) -> None:
     size = SIZES[request.scale]
 
     def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:
-        seeds = request.seeds or size.seeds
-        table = jobs(lines, places(beyond=False), size, shared, seeds)
-        return in_turn(table + jobs(lines, places(beyond=True), size, shared, 1))
+        all_places = places(beyond=False) + places(beyond=True)
+        return in_turn(jobs(lines, all_places, size, shared, request.seeds or size.seeds))
 
     _run(request, voice, next_jobs)
 

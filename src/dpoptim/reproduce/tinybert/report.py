@@ -32,6 +32,7 @@ BESIDE = {
     "independent_moments": "IME, square of the average",
 }
 """Rows of the table that those beyond it are held against, as they are called there."""
+BEHIND = "behind the first by"
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 
 
@@ -170,22 +171,34 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
     parts = []
     if of_row:
         known = [(name, "independent") for name in BESIDE if (name, "independent") in found]
-        rows = [[BESIDE.get(name, row(name).label), _shown(found[name, kind])]
-                for name, kind in sorted([*of_row, *known], key=lambda place: _mean(found[place]))]  # fmt: skip
+        in_order = _best_first([*of_row, *known], found)
+        rows = [[BESIDE.get(name, row(name).label), _shown(found[name, kind]), behind]
+                for (name, kind), behind in in_order]  # fmt: skip
         parts.append(
             f"Beyond the paper, {column('independent').label}, beside rows of the table:\n\n"
-            + table(["optimizer", "test loss"], rows)
+            + table(["optimizer", "test loss", BEHIND], rows)
         )
     if of_column:
         rows = []
-        for name, kind in sorted(of_column, key=lambda place: _mean(found[place])):
+        for (name, kind), behind in _best_first(of_column, found):
             plan = next(line for line in lines if _is_final(line, name, kind))["plan"]
-            rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind])])
+            rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind]), behind])
         parts.append(
             f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, the best noise first:"
-            "\n\n" + table(["noise", "σ", "test loss"], rows)
+            "\n\n" + table(["noise", "σ", "test loss", BEHIND], rows)
         )
     return "\n\n".join(parts)
+
+
+def _best_first(wanted_places: Sequence[tuple[str, str]], found: Scores) -> list[tuple[tuple[str, str], str]]:
+    """The places by their mean loss, each with how far it is behind the first, over the seeds that both have."""
+    in_order = sorted(wanted_places, key=lambda place: _mean(found[place]))
+    best = found[in_order[0]]
+    told = [""]
+    for place in in_order[1:]:
+        margins = [loss - best[seed] for seed, loss in found[place].items() if seed in best]
+        told.append(spread(mean_interval(margins)) if margins and all(map(math.isfinite, margins)) else "–")
+    return list(zip(in_order, told, strict=True))
 
 
 def _is_final(line: Line, name: str, kind: str) -> bool:
