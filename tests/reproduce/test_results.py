@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dpoptim.privacy import PrivacyPlan
 from dpoptim.reproduce import result_files
 from dpoptim.reproduce.experiment import SCALES
 from dpoptim.reproduce.experiments import NAMES, experiment
 from dpoptim.reproduce.rendering import lines_of, section
+from dpoptim.reproduce.result_files import cell_key
+from dpoptim.reproduce.tinybert import report
+from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.schedule import SETTINGS
+from dpoptim.reproduce.tinybert.scores import scores
 from dpoptim.reproduce.tinybert.table_of_cells import ROWS
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +74,62 @@ def test_committed_results_are_whole_and_say_where_they_come_from(name):
         assert line["experiment"] == name
         assert line["scale"] in SCALES
         assert set(line["setting"]) >= {"commit", "machine", "versions", "made", "seconds"}
+
+
+def test_no_cell_is_there_twice():
+    for name in FILES:
+        keys = [cell_key(line["cell"]) for line in result_files.read(RESULTS / f"{name}.jsonl").lines]
+        assert len(set(keys)) == len(keys), name
+
+
+def test_every_guarantee_of_tinybert_is_that_of_its_cell():
+    """Plan, ε and what is not private, worked out again from each cell's settings."""
+    known: dict[str, tuple[Any, ...]] = {}
+    lines = [line for line in lines_of(experiment("tinybert"), RESULTS) if line["plan"] is not None]
+    assert len(lines) > 400
+    for line in lines:
+        cell = line["cell"]
+        key = str([cell.get(name) for name in ("row", "column", "steps", "batch_size", "num_examples", "clip_norm")])
+        if key not in known:
+            plan = plan_of(cell)
+            known[key] = (described(plan), *guarantee(cell, plan))
+        plan_again, epsilon, note = known[key]
+        sigma = pytest.approx(plan_again["noise_multiplier"], rel=1e-6)
+        assert line["plan"] == plan_again | {"noise_multiplier": sigma}, cell
+        assert line["epsilon"] == (None if epsilon is None else pytest.approx(epsilon, rel=1e-6)), cell
+        assert (line["note"], line["adjacency"]) == (note, None if note else "zero_out"), cell
+        assert cell["num_examples"] == 817_503
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic"])
+def test_every_epsilon_of_the_small_experiments_is_that_of_its_plan(name):
+    private = [line for line in lines_of(experiment(name), RESULTS) if line["epsilon"] is not None]
+    assert len(private) >= 12
+    plans = {str(line["plan"]): PrivacyPlan.from_dict(line["plan"]) for line in private}
+    epsilons = {text: plan.epsilon(delta=1e-5) for text, plan in plans.items()}
+    for line in private:
+        plan, cell = plans[str(line["plan"])], line["cell"]
+        asked = {"batch_size": cell["batch_size"], "steps": cell["steps"], "noise_multiplier": cell["noise_multiplier"]}
+        assert asked == {key: line["plan"][key] for key in asked}
+        assert plan.num_examples == plan.batch_size * plan.steps, "one pass"
+        assert line["epsilon"] == pytest.approx(epsilons[str(line["plan"])], rel=1e-6)
+        assert (line["adjacency"], plan.adjacency.value) == ("zero_out", "zero_out")
+
+
+def test_a_changed_run_of_tinybert_would_be_seen():
+    """The test loss of any final run is in the tables."""
+
+    def tables(lines):
+        return report.main_table(lines) + report._beyond(lines, scores(lines))
+
+    lines, unseen = lines_of(experiment("tinybert"), RESULTS), []
+    expected = tables(lines)
+    for index, line in enumerate(lines):
+        if line["cell"]["purpose"] == "final":
+            other = line | {"result": line["result"] | {"test": {"tokens": line["result"]["test"]["tokens"] + 0.05}}}
+            if tables([*lines[:index], other, *lines[index + 1 :]]) == expected:
+                unseen.append(line["cell"])
+    assert unseen == []
 
 
 def test_the_first_three_are_committed():

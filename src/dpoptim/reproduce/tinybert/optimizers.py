@@ -35,6 +35,8 @@ def optimizer_of(
                 return optim.dp_sgd(model, plan, rate, momentum=cell["momentum"], **common)
             case "non_private_adam" | "post_processing":
                 return optim.post_processing(model, plan, rate, rule=PLAIN_ADAM, **common)
+            case "post_processing_eps":
+                return optim.post_processing(model, plan, rate, rule=Adam(eps=cell["eps"]), **common)
             case "noiseless":
                 return optim.noiseless_preconditioner(model, plan, rate, rule=Adam(eps=cell["eps"]), **common)
             case "noiseless_scaled":

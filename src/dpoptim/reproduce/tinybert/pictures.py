@@ -20,6 +20,7 @@ from dpoptim.theory import picture_style as style
 WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 COLOURS = {
     **style.METHODS,
+    "post_processing_eps": style.BLUE,
     "noiseless": style.GREY,
     "noiseless_scaled": style.SKY,
     "non_private_adam": style.BLACK,
@@ -79,7 +80,7 @@ def curves(lines: Sequence[Line]) -> Any:
                 cell = line["cell"]
                 if cell["row"] == each.name and cell["column"] in (kind.name, "none") and not each.beyond:
                     steps, losses = zip(*line["result"]["curve"], strict=True)
-                    dashed = "--" if each.note else "-"
+                    dashed = "--" if each.note else ":" if each.name == "post_processing_eps" else "-"
                     label = each.label + (" (NOT private)" if each.note else "")
                     panel.plot(steps, losses, dashed, color=COLOURS[each.name], label=label, linewidth=1.4)
         style.label(panel, kind.label, "step", "validation loss" if panel is panels[0] else "")

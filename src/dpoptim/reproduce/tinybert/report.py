@@ -9,7 +9,8 @@ from typing import Any
 from dpoptim.reproduce.markdown import made_by, number, spread, table
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, compared
-from dpoptim.reproduce.tinybert.schedule import chosen, tuning_lines, tuning_losses
+from dpoptim.reproduce.tinybert.proxy import how_near
+from dpoptim.reproduce.tinybert.schedule import chosen, final_lines, tuning_lines, tuning_losses
 from dpoptim.reproduce.tinybert.scores import Losses, Scores, scores
 from dpoptim.reproduce.tinybert.search import on_edge, wanted
 from dpoptim.reproduce.tinybert.sizes import SIZES, Size
@@ -50,6 +51,7 @@ def markdown(lines: Sequence[Line]) -> str:
         _claims(found),
         _beyond(lines, found),
         _tuning(lines, SIZES[scale]),
+        how_near(lines, SIZES[scale]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -78,13 +80,14 @@ def main_table(lines: Sequence[Line]) -> str:
     for each in ROWS:
         if each.beyond or each.name in NON_PRIVATE:
             continue
-        cells = [_beside(found.get((each.name, kind.name)), kind.paper[each.name]) for kind in WITH_NOISE]
-        rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
+        cells = [_beside(found.get((each.name, kind.name)), kind.paper.get(each.name)) for kind in WITH_NOISE]
+        if set(cells) != {"– (–)"}:
+            rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
     return table(titles, rows)
 
 
-def _beside(losses: Losses | None, paper: float) -> str:
-    return f"{_shown(losses)} ({paper:.3f})" if losses else f"– ({paper:.3f})"
+def _beside(losses: Losses | None, paper: float | None) -> str:
+    return f"{_shown(losses) if losses else '–'} ({'–' if paper is None else f'{paper:.3f}'})"
 
 
 def _mean(losses: Losses) -> float:
@@ -99,7 +102,7 @@ def _signal(lines: Sequence[Line]) -> str:
     """How much of an average of clipped gradients is left, which noise is to be compared with."""
     means = []
     for kind in WITH_NOISE:
-        norms = [norm for line in lines if _is_final(line, "noiseless", kind.name)
+        norms = [norm for line in final_lines(lines, ("noiseless", kind.name))
                  for _, norm in line["result"].get("gradient_norms", [])]  # fmt: skip
         if norms:
             means.append(f"{sum(norms) / len(norms):.3f} ({kind.label})")
@@ -157,7 +160,8 @@ def _claims(found: Scores) -> str:
     rows = []
     for claim in CLAIMS:
         margins = [compared(claim, found, kind.name, kind.paper) for kind in WITH_NOISE]
-        rows.append([claim.text, *(margin or "–" for margin in margins)])
+        if any(margins) or not claim.ours:
+            rows.append([claim.text, *(margin or "–" for margin in margins)])
     return table(["what the paper says; ours (the paper's)", *(kind.label for kind in WITH_NOISE)], rows)
 
 
@@ -181,7 +185,7 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
     if of_column:
         rows = []
         for (name, kind), behind in _best_first(of_column, found):
-            plan = next(line for line in lines if _is_final(line, name, kind))["plan"]
+            plan = final_lines(lines, (name, kind))[0]["plan"]
             rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind]), behind])
         parts.append(
             f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, the best noise first:"
@@ -199,11 +203,6 @@ def _best_first(wanted_places: Sequence[tuple[str, str]], found: Scores) -> list
         margins = [loss - best[seed] for seed, loss in found[place].items() if seed in best]
         told.append(spread(mean_interval(margins)) if margins and all(map(math.isfinite, margins)) else "–")
     return list(zip(in_order, told, strict=True))
-
-
-def _is_final(line: Line, name: str, kind: str) -> bool:
-    cell = line["cell"]
-    return bool(cell["purpose"] == "final" and cell["row"] == name and cell["column"] == kind)
 
 
 def _tuning(lines: Sequence[Line], size: Size) -> str:
@@ -225,7 +224,8 @@ def _tuning(lines: Sequence[Line], size: Size) -> str:
         return ""
     head = (
         "Tuning, one knob after the other, each on its grid, from neighbour to neighbour until none is better; "
-        "the loss is that of validation texts, and the test texts play no part:"
+        "the loss is that of validation texts, and the test texts play no part. No tuning run is private, whatever its "
+        "row:"
     )
     return head + "\n\n" + table(["optimizer", "noise", "runs", "chosen", "validation loss", "note"], rows, left=4)
 

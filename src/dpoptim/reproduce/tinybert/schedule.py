@@ -105,6 +105,12 @@ def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
     return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
 
 
+def final_lines(lines: Sequence[Line], place: Place) -> list[Line]:
+    """The final runs of a place, of all seeds."""
+    own = {"purpose": "final", "row": place[0], "column": place[1]}
+    return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
+
+
 def setting_of(cell: Cell) -> Setting:
     """The tuned settings of a cell."""
     return tuple((knob.name, cell[knob.name]) for knob in row(cell["row"]).knobs)
