@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "not sparse": {"present": 1.0, "batch_size": 10, "steps": 1000},
 }
 """Assumed: the paper's text on sizes is not at hand. The first is the main one."""
-_GRID = {"lrs": 13, "eps": (0.1, 1.0, 10.0, 100.0)}
+_GRID = {"lrs": 13, "eps": (TINY_EPS, 0.01, 0.1, 1.0, 10.0, 100.0)}
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"lrs": 3, "eps": (1.0, 10.0), "test_samples": 400, "draws": (3,), "trials": (4,), "steps": 40},
     "small": {**_GRID, "test_samples": 10_000, "draws": (20,), "trials": (10,), "steps": 1000},
@@ -48,11 +48,20 @@ def cells(scale: str) -> list[Cell]:
             for variant in VARIANTS:
                 if (variant in ("ground_truth", "non_private")) != (noise == "none"):
                     continue
-                lrs = [] if variant == "ground_truth" else np.geomspace(10**-1.5, 10**1.5, size["lrs"]).tolist()
+                lrs = [] if variant == "ground_truth" else _rates(size["lrs"])
                 eps = list(size["eps"]) if _tunes_eps(variant) else [TINY_EPS]
                 found.append({"setting": setting, "variant": variant, "noise": noise, **dataclasses.asdict(problem),
                               "lrs": lrs, "eps": eps})  # fmt: skip
     return found
+
+
+def _rates(count: int) -> list[float]:
+    """From 10^-1.5 to 10^1.5, with digits that every machine agrees on.
+
+    >>> _rates(3)
+    [0.03162, 1.0, 31.62]
+    """
+    return [float(f"{rate:.4g}") for rate in np.geomspace(10**-1.5, 10**1.5, count)]
 
 
 def _tunes_eps(variant: str) -> bool:
@@ -76,7 +85,7 @@ def compute(cell: Cell) -> Outcome:
     private = plan is not None and "NOT private" not in VARIANTS[variant]
     return Outcome(
         result=result,
-        plan=None if plan is None else plan.to_dict(),
+        plan=plan.to_dict() if plan is not None and private else None,
         epsilon=plan.epsilon(delta=DELTA) if plan is not None and private else None,
         adjacency=plan.adjacency.value if plan is not None and private else None,
         note=f"delta {DELTA:g}; one run at the tuned settings, tuning not counted" if private else VARIANTS[variant],

@@ -158,17 +158,20 @@ def _finding(lines: Sequence[Line]) -> str:
             f"(difference {_short(difference.mean())} ± {_short(error)}); post-processing's excess reaches the printed "
             f"{_short(gap)} in {percent(float((post >= gap).mean()))} of the draws."
         )
-    largest = [_at_largest_eps(line) for line in lines if len(line["cell"]["eps"]) > 1]
-    if largest:
+    tuned = [line for line in lines if len(line["cell"]["eps"]) > 1]
+    if tuned:
+        least, largest = ([_share_at(edge, line) for line in tuned] for edge in (min, max))
         parts.append(
             f"Where ε_s is tuned, the largest of the grid, which all but switches ν off, is chosen in "
-            f"{percent(min(largest))} to {percent(max(largest))} of the draws."
+            f"{percent(min(largest))} to {percent(max(largest))} of the draws, and the least in "
+            f"{percent(min(least))} to {percent(max(least))}."
         )
     return " ".join(parts)
 
 
-def _at_largest_eps(line: Line) -> float:
-    return float(np.mean(np.array(line["result"]["eps"]) >= max(line["cell"]["eps"])))
+def _share_at(edge: Callable[[Sequence[float]], float], line: Line) -> float:
+    """In how many of the draws the least or the largest ε_s of the grid was chosen."""
+    return float(np.mean(np.array(line["result"]["eps"]) == edge(line["cell"]["eps"])))
 
 
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
