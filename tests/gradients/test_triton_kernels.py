@@ -264,7 +264,7 @@ ODD = [0.0, 1e-320, 1e-90, 1.0, 1e76, 1e80, 1e308, math.inf, math.nan]
 @pytest.mark.parametrize(("factor", "dtype"), [(1, torch.float32), (7, torch.float32), (100_003, torch.float64)])
 def test_weights(examples, clip_norm, factor, dtype, plainly):
     """For norms of all sizes and near the clip norm, with bounds that are met, missed and not numbers."""
-    last_bits = 2 * torch.finfo(dtype).eps
+    last_bits = 2.5 * torch.finfo(dtype).eps  # five roundings are not shared: PyTorch takes a reciprocal and multiplies
     generator = torch.Generator().manual_seed(examples)
     near = torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64) * 4)
     squared = torch.cat([torch.tensor(ODD, dtype=torch.float64), near])[len(ODD) if examples == 1 else 0 :][:examples]

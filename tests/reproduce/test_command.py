@@ -106,7 +106,10 @@ def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, t
     ("arguments", "message"),
     [
         (["theory", "--only", "quantity"], "NAME=VALUE"),
-        (["theory", "--only", "quantity=none of them"], "leaves no cell"),
+        (["theory", "--only", "quantity=none of them"], "leaves no cell of theory; quantity is dimension limit,"),
+        (["theory", "--device", "gpu"], "must be cpu, cuda or cuda:N"),
+        (["theory", "--seeds", "0"], "seeds=0 must be more than 0"),
+        (["theory", "--time-limit", "-5"], "time_limit=-5.0 must be more than 0"),
         (["tinybert", "--only", "column=bnded"], "columns are banded, banded_10"),
         (["tinybert", "--only", "row=post_processing", "--only", "column=none"], "leaves no cell"),
         (["tinybert", "--only", "colum=banded"], "have no colum; they have batch_size"),
@@ -117,6 +120,51 @@ def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, t
 def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
     assert main(["reproduce", *arguments, "--scale", "smoke", "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("logistic", "noise", "dense"),
+        ("logistic", "noise", "none"),
+        ("quadratic", "variant", "adam"),
+        ("quadratic", "variant", "dp_sgd"),
+        ("theory", "quantity", "epsilon"),
+        ("theory", "quantity", "window"),
+        ("theory", "case", "IME"),
+    ],
+)
+def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
+    lines = result_files.read(made / f"{name}.jsonl").lines
+    kept = [line for line in lines if line["cell"].get(setting) == value]
+    assert kept
+    for line in kept:
+        result_files.append(tmp_path / f"{name}.jsonl", line)
+    assert main(["reproduce", name, "--render", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / f"{name}.md").read_text()
+    assert "|" in text
+    for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+        assert (tmp_path / link).exists(), "a picture that was not drawn is not linked"
+
+
+def test_two_that_share_a_file_begin_it_afresh_once(tmp_path, capsys):
+    row = ["--only", "column=independent_low", "--only", "row=scale_then_privatize"]
+    arguments = ["reproduce", "tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--again"]
+    for _ in range(2):
+        assert main(arguments) == 0
+        purposes = [line["cell"]["purpose"] for line in result_files.read(tmp_path / "tinybert.jsonl").lines]
+        assert purposes == ["no fine-tuning", "final", "clip norms", "clip norms"]
+    assert (tmp_path / "tinybert.jsonl.old").exists()
+
+
+def test_where_nothing_was_found_to_run_the_exit_code_says_so(tmp_path, capsys):
+    assert main(["reproduce", "logistic", "theory", "--only", "nosie=dense", "--out", str(tmp_path)]) == 2
+    assert "noise is none, independent, dense" in capsys.readouterr().out
+
+
+def test_a_scale_that_is_asked_for_is_the_one_that_is_shown(made, tmp_path, capsys):
+    assert main(["reproduce", "theory", "--render", "--scale", "paper", "--out", str(made)]) == 0
+    assert "no cell was run" in capsys.readouterr().out
 
 
 def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):

@@ -90,3 +90,6 @@ def test_starting_again_keeps_the_old_file(tmp_path):
     assert old == tmp_path / "x.jsonl.old"
     assert len(result_files.read(old).lines) == 1
     assert not path.exists()
+    result_files.append(path, line(a=2))
+    assert result_files.start_again(path) == tmp_path / "x.jsonl.old2", "none is lost"
+    assert len(result_files.read(old).lines) == 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
+import os
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -30,13 +33,15 @@ from dpoptim.reproduce.tinybert.experiment import grounded, run_table
 from dpoptim.reproduce.tinybert.optimizers import optimizer_of
 from dpoptim.reproduce.tinybert.privacy import guarantee, plan_of
 from dpoptim.reproduce.tinybert.proxy import how_near, level
-from dpoptim.reproduce.tinybert.schedule import chosen, final_cell, jobs, tuning_cell
+from dpoptim.reproduce.tinybert.schedule import Job, chosen, final_cell, jobs, tuning_cell
 from dpoptim.reproduce.tinybert.scores import scores
 from dpoptim.reproduce.tinybert.search import first_setting, reached, wanted
 from dpoptim.reproduce.tinybert.sizes import SIZES, Size
-from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, Knob, Row, places, row
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, ROWS, Knob, Row, places, row
 from dpoptim.reproduce.tinybert.texts import Marks, laid_out, made_part
 from dpoptim.reproduce.tinybert.training_run import run
+from dpoptim.reproduce.tinybert.unfinished import Unfinished
+from dpoptim.reproduce.tinybert.workers import workers
 from dpoptim.reproduce.voice import Voice
 from tests.training.tiny import wordpiece
 
@@ -139,9 +144,16 @@ class TestCorpus:
         corpus = read_corpus(str(file), model, longest=64, cache=tmp_path)
         counts = [int((part == corpus.marks.sep).sum()) for part in (corpus.train, corpus.validation, corpus.test)]
         assert counts == [32, 4, 4], "each distinct text once"
-        file.unlink()
-        again = read_corpus(str(file), model, longest=64, cache=tmp_path)
+        sets = [{tuple(text) for text in np.split(part, np.flatnonzero(part == corpus.marks.sep) + 1)[:-1]}
+                for part in (corpus.train, corpus.validation, corpus.test)]  # fmt: skip
+        assert sum(map(len, sets)) == len(set.union(*sets)), "no text is in two sets"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr("dpoptim.reproduce.tinybert.corpus._pack")
+            again = read_corpus(str(file), model, longest=64, cache=tmp_path)
         assert np.array_equal(again.train, corpus.train), "kept beside the results"
+        file.write_text("".join(json.dumps({"abstract": f"{a} fox"}) + "\n" for a in abstracts))
+        other = read_corpus(str(file), model, longest=64, cache=tmp_path)
+        assert not np.array_equal(other.train, corpus.train), "another file of that name"
 
     def test_a_line_that_is_no_abstract(self, tmp_path, model):
         file = tmp_path / "arxiv.json"
@@ -272,6 +284,26 @@ def test_every_row_trains(ground, name):
     assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "bias")))
 
 
+def test_seeds_test_texts_and_every_knob_make_a_difference(ground):
+    """What a cell says is what is run: no setting is passed over, no two rows are the same, sets are kept apart."""
+    first = {}
+    for each in ROWS:
+        kind = "none" if each.name in NON_PRIVATE else "independent_low"
+        shorter = {"period": 1} if each.name == "delayed" else {}  # than these runs
+        first[each.name] = run(made := cell(each.name, kind, **shorter), ground).result["validation"]
+        for knob in each.knobs:
+            other = next(value for value in reversed(knob.grid) if value != made[knob.name])
+            other = 1e3 if knob.name == "clip_norm" else other  # where all are clipped, Adam does not mind by how much
+            assert run({**made, knob.name: other}, ground).result["validation"] != first[each.name], knob
+    assert len(set(first.values())) == len(first), "rows differ"
+    plain = run(cell("post_processing"), ground).result
+    other_seed = run(cell("post_processing", seed=1), ground).result
+    other_test = run(cell("post_processing"), replace(ground, test=ground.train)).result
+    assert other_seed["validation"] != plain["validation"]
+    assert other_test["validation"] == plain["validation"]
+    assert other_test["test"] != plain["test"]
+
+
 def test_without_noise_it_is_torch_adam(ground):
     """The row without privacy, against torch's own optimizer on the same batches and masks."""
     made = cell("non_private_adam", "none", steps=5)
@@ -362,6 +394,49 @@ class TestTable:
         assert [line["cell"]["purpose"] for line in lines[3:]] == ["clip norms"] * 2
         assert (tmp_path / "images" / "figures-clipping.png").exists()
 
+    def test_another_model_or_other_texts_are_not_mixed_in(self, made, tmp_path, monkeypatch):
+        path = tmp_path / "tinybert.jsonl"
+        path.write_text((made / "tinybert.jsonl").read_text())
+        again = Request(scale="smoke", out=tmp_path, only=("row=post_processing", "column=independent_low"), seeds=2)
+        for changed in ("made_up", "made_up_corpus"):
+            with monkeypatch.context() as patch:
+                at = f"dpoptim.reproduce.tinybert.{'model' if changed == 'made_up' else 'experiment'}.{changed}"
+                function = models.made_up if changed == "made_up" else made_up_corpus
+                patch.setattr(at, functools.partial(function, seed=1))
+                with pytest.raises(ValueError, match="another model or of other texts"):
+                    run_table(again, Voice())
+        assert path.read_text() == (made / "tinybert.jsonl").read_text()
+
+    def test_a_worker_that_dies_ends_the_run(self, ground, tmp_path):
+        with workers(ground, _dies, Unfinished(tmp_path), 2) as pool:
+            pool.give(Job(cell("post_processing")))
+            with pytest.raises(RuntimeError, match="exit code 3"):
+                pool.take()
+
+    def test_bad_input_of_a_worker_is_told_as_it_is(self, ground, tmp_path):
+        with workers(ground, _refuses, Unfinished(tmp_path), 2) as pool:
+            pool.give(Job(cell("post_processing")))
+            with pytest.raises(ValueError, match="no such texts"):
+                pool.take()
+
+    def test_a_run_is_kept_until_its_line_is_written(self, tmp_path, monkeypatch):
+        request = Request(scale="smoke", out=tmp_path, only=("row=post_processing", "column=independent_low"))
+        often = functools.partial(Unfinished, every=0.0)
+        monkeypatch.setattr("dpoptim.reproduce.tinybert.experiment.Unfinished", often)
+
+        def full(path, line, append=result_files.append):
+            if line["cell"]["purpose"] == "final":
+                raise OSError("disk full")
+            append(path, line)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(result_files, "append", full)
+            with pytest.raises(OSError, match="disk full"):
+                run_table(request, Voice())
+        assert len(list(tmp_path.rglob("*.pt"))) == 1
+        run_table(replace(request, again=True), Voice())
+        assert not list(tmp_path.rglob("*.pt"))
+
     def test_several_processes_give_the_same(self, made, tmp_path):
         only = ("row=post_processing", "column=independent_low")
         run_table(Request(scale="smoke", out=tmp_path, only=only, workers=2), Voice())
@@ -372,6 +447,14 @@ class TestTable:
     def test_without_data_it_says_what_is_needed(self, tmp_path, capsys):
         assert main(["reproduce", "tinybert", "--scale", "paper", "--out", str(tmp_path)]) == 2
         assert "--data" in capsys.readouterr().err
+
+
+def _dies():
+    os._exit(3)
+
+
+def _refuses():
+    raise ValueError("no such texts")
 
 
 def _final(folder):

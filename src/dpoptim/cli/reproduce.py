@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,8 +55,8 @@ def add_to(commands: Any) -> None:
     what.add_argument(
         "--scale",
         choices=SCALES,
-        default="small",
-        help="smoke: seconds; small: minutes on two cores (default); paper: the paper's size",
+        help="smoke: seconds; small: minutes on two cores (default); paper: the paper's size; with --render, by "
+        "default the largest in the file",
     )
     what.add_argument(
         "--only",
@@ -71,7 +72,9 @@ def add_to(commands: Any) -> None:
     what.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="then begin no cell; long ones stop and go on next time"
     )
-    what.add_argument("--again", action="store_true", help="start afresh; the old file is kept as NAME.jsonl.old")
+    what.add_argument(
+        "--again", action="store_true", help="start afresh; the old file is kept as NAME.jsonl.old, .old2, …"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
     output.add_argument("--render", action="store_true", help="run nothing, make tables and pictures from the files")
@@ -87,7 +90,7 @@ def run(options: Namespace) -> int:
     from dpoptim.reproduce.voice import voice_of
 
     request = Request(
-        scale=options.scale, out=options.out, seeds=options.seeds, device=options.device, data=options.data,
+        scale=options.scale or "small", out=options.out, seeds=options.seeds, device=options.device, data=options.data,
         workers=options.workers, model=options.model, commit=options.commit, time_limit=options.time_limit,
         again=options.again, only=tuple(options.only or ()),
     )  # fmt: skip
@@ -97,20 +100,25 @@ def run(options: Namespace) -> int:
     found = []
     try:
         with voice_of(Console(stderr=True)) as voice:
-            for experiment in experiments:
-                found.append(_one(experiment, request, options, voice, alone=len(experiments) == 1))
+            begun = set()
+            for experiment in experiments:  # two may share a file, which is begun afresh once
+                own = replace(request, again=False) if experiment.file in begun else request
+                begun.add(experiment.file)
+                found.append(_one(experiment, own, options, voice, alone=len(experiments) == 1))
     except KeyboardInterrupt:
-        print(f"dpoptim: interrupted; what was done is in {options.out}, the same command goes on", file=sys.stderr)
+        how = "the same command without --again" if options.again else "the same command"
+        print(f"dpoptim: interrupted; what was done is in {options.out}, {how} goes on", file=sys.stderr)
         return 130
     if options.json:
-        json.dump({"scale": request.scale, "experiments": found}, sys.stdout, indent=1, allow_nan=False)
+        scale = options.scale if options.render else request.scale
+        json.dump({"scale": scale, "experiments": found}, sys.stdout, indent=1, allow_nan=False)
         print()
     else:
         for one in found:
             print(one["passed_over"] or f"{one['name']}: {one['cells']} cells, {one['new']} of them new")
             for file in one["files"]:
                 print(f"  wrote {file}")
-    return 0
+    return 2 if all(one["refused"] for one in found) else 0
 
 
 def _one(experiment: Experiment, request: Request, options: Namespace, voice: Voice, *, alone: bool) -> dict[str, Any]:
@@ -120,7 +128,7 @@ def _one(experiment: Experiment, request: Request, options: Namespace, voice: Vo
 
     started, path = time.perf_counter(), request.file(experiment.file)
     told: dict[str, Any] = {"name": experiment.name, "file": str(path), "cells": 0, "new": 0, "files": []}
-    told |= {"passed_over": None}
+    told |= {"passed_over": None, "refused": False}
     there = 0 if request.again else len(result_files.done(path, scale=request.scale))
     try:
         if not options.render:
@@ -130,14 +138,14 @@ def _one(experiment: Experiment, request: Request, options: Namespace, voice: Vo
     except NotHere as error:
         if alone:
             raise
-        return told | {"passed_over": f"{experiment.name}: passed over: {error}"}
-    cells = len(result_files.done(path, scale=None if options.render else request.scale))
+        return told | {"passed_over": f"{experiment.name}: passed over: {error}", "refused": True}
+    cells = len(result_files.done(path, scale=options.scale if options.render else request.scale))
     told |= {"cells": cells, "new": 0 if options.render else cells - there}
     if not cells:  # the time limit came first
         return told | {"passed_over": f"{experiment.name}: no cell was run"}
     voice.doing("tables and pictures")
     pictures = _can_draw(voice)
-    scale = None if options.render else request.scale
+    scale = options.scale if options.render else request.scale
     files = rendering.render(experiment, request.out, scale=scale, pictures=pictures)
     if options.docs is not None:
         files += rendering.render_into(options.docs, experiment, request.out, scale=scale, pictures=pictures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,12 @@ class Request:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise ValueError(f"scale={self.scale!r} must be one of {', '.join(SCALES)}")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device={self.device!r} must be cpu, cuda or cuda:N")
+        for name in ("seeds", "workers", "time_limit"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be more than 0")
         for text in self.only:
             if "=" not in text:
                 raise ValueError(f"only={text!r} must be NAME=VALUE, as in variant=post_processing")
@@ -130,8 +137,10 @@ def open_results(name: str, request: Request, voice: Voice) -> list[Line]:
     return [line for line in contents.lines if line["scale"] == request.scale]
 
 
-def line_of(name: str, request: Request, cell: Mapping[str, Any], outcome: Outcome, started: float) -> Line:
-    """A cell that was begun then (by `time.perf_counter`) and came out so, as a line for the file."""
+def line_of(
+    name: str, request: Request, cell: Mapping[str, Any], outcome: Outcome, started: float, *, device: str = "cpu"
+) -> Line:
+    """A cell that was begun then (by `time.perf_counter`) and came out so on that device, as a line for the file."""
     return {
         "experiment": name,
         "scale": request.scale,
@@ -141,7 +150,7 @@ def line_of(name: str, request: Request, cell: Mapping[str, Any], outcome: Outco
         "adjacency": outcome.adjacency,
         "note": outcome.note,
         "result": outcome.result,
-        "setting": provenance.setting(started, commit=request.commit, device=request.device),
+        "setting": provenance.setting(started, commit=request.commit, device=device),
     }
 
 
@@ -159,9 +168,10 @@ def run_cells(
     """
     path = request.file(name)
     there = {result_files.cell_key(line["cell"]) for line in open_results(name, request, voice)}
-    wanted = [dict(cell) for cell in cells if request.wants(cell)]
+    all_cells = [dict(cell) for cell in cells]
+    wanted = [cell for cell in all_cells if request.wants(cell)]
     if not wanted and request.only:
-        raise NotHere(f"only={','.join(request.only)} leaves no cell of {name}; see the cells in {path}")
+        raise NotHere(f"only={','.join(request.only)} leaves no cell of {name}; {_settings_in_words(all_cells)}")
     missing = [cell for cell in wanted if result_files.cell_key(cell) not in there]
     voice.begin(name, total=len(wanted), done=len(wanted) - len(missing))
     for count, cell in enumerate(missing):
@@ -174,6 +184,20 @@ def run_cells(
         result_files.append(path, line)
         voice.finished(f"{name}: {short(cell)}: {line['setting']['seconds']:.1f} s")
     return len(missing)
+
+
+def _settings_in_words(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Which words cells have, by setting.
+
+    >>> _settings_in_words([{"noise": "dense", "steps": 3}, {"noise": "none", "steps": 3}])
+    'noise is dense, none'
+    """
+    words: dict[str, list[str]] = {}
+    for cell in cells:
+        for name, value in cell.items():
+            if isinstance(value, str) and value not in words.setdefault(name, []):
+                words[name].append(value)
+    return "; ".join(f"{name} is {', '.join(values)}" for name, values in words.items())
 
 
 def short(cell: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ wherever it is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -90,10 +91,11 @@ def done(path: Path, *, scale: str | None = None) -> set[str]:
 
 
 def start_again(path: Path) -> Path | None:
-    """Rename a file to NAME.old (an older one of that name is replaced); None where there was none."""
+    """Rename a file to NAME.old, or NAME.old2, NAME.old3, …: none is lost; None where there was none."""
     if not path.exists():
         return None
-    return path.replace(path.with_name(path.name + ".old"))
+    names = (path.with_name(f"{path.name}.old{number if number > 1 else ''}") for number in itertools.count(1))
+    return path.replace(next(name for name in names if not name.exists()))
 
 
 def _parsed(text: bytes) -> Line | None:

@@ -190,6 +190,9 @@ def draw(lines: Sequence[Line]) -> Any:
         here = [line for line in lines if line["cell"]["setting"] == setting]
         for axes, noise in zip(row, NOISES, strict=True):
             shown = [(name, values) for name in COLOURS if (values := excess_of(here, name, noise)) is not None]
+            if not shown:
+                axes.set_visible(False)
+                continue
             for index, (name, values) in enumerate(shown):
                 kept = values[np.isfinite(values)]
                 heights = index + jitter.uniform(-0.25, 0.25, len(kept))

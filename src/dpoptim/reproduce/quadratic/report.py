@@ -26,6 +26,13 @@ OLIVE = "#8C8000"
 COLOURS = {**style.METHODS, "adam": style.BLACK, "noiseless_preconditioner": style.GREY,
            "noiseless_scale_then_privatize": OLIVE}  # fmt: skip
 
+CAPTIONS = {
+    "loss": "final loss of every variant, with spread and with equal examples",
+    "noise": "preconditioners of every variant, and the shapes of the noise on the gradient and in the update",
+    "trajectories": "four runs of every variant over the level lines of the loss",
+}
+"""Of each picture, in the page's order."""
+
 
 def markdown(lines: Sequence[Line]) -> str:
     """A table for each spread, what comes of them, and the pictures."""
@@ -33,12 +40,8 @@ def markdown(lines: Sequence[Line]) -> str:
     for spread in _spreads(lines):
         here = [line for line in lines if line["cell"]["spread"] == spread]
         parts += [f"**{_title(spread)}**", _finding(here), _table(here)]
-    parts += [
-        "![final loss of every variant, with spread and with equal examples](images/quadratic-loss.png)",
-        "![preconditioners of every variant, and the shapes of the noise on the gradient and in the update]"
-        "(images/quadratic-noise.png)",
-        "![four runs of every variant over the level lines of the loss](images/quadratic-trajectories.png)",
-    ]
+    drawn = pictures(lines)
+    parts += [f"![{text}](images/quadratic-{name}.png)" for name, text in CAPTIONS.items() if name in drawn]
     return "\n\n".join(parts)
 
 
@@ -70,13 +73,13 @@ def _finding(lines: Sequence[Line]) -> str:
         return "Fewer than two private variants are in the file."
     first, second, last = private[0], private[1], private[-1]
     losses = [_or_infinite(line["result"]["mean_loss_last_tenth"]) for line in (first, second, last)]
-    edges = [NAMES[line["cell"]["variant"]] for line in lines if line["result"]["at_edge"]]
+    at_edge = sum(bool(line["result"]["at_edge"]) for line in lines)
     text = (
         f"Of the private variants {_name(first)} ends lowest ({number(losses[0], 3)}), {_name(second)} next "
         f"({number(losses[1], 3)}, {losses[1] / losses[0]:.2f} times as much), {_name(last)} highest "
         f"({number(losses[2], 3)})."
     )
-    return text + (f" Best at an edge of the grid for {len(edges)} of {len(lines)} variants." if edges else "")
+    return text + (f" Best at an edge of the grid for {at_edge} of {len(lines)} variants." if at_edge else "")
 
 
 def _name(line: Line) -> str:
@@ -103,11 +106,8 @@ def _table(lines: Sequence[Line]) -> str:
 
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
     """Losses, noise, and trajectories."""
-    return {
-        "loss": lambda: draw_losses(lines),
-        "noise": lambda: draw_noise(lines),
-        "trajectories": lambda: draw_trajectories(lines),
-    }
+    found = {"loss": lambda: draw_losses(lines), "trajectories": lambda: draw_trajectories(lines)}
+    return found | ({"noise": lambda: draw_noise(lines)} if _with_noise(_of_first_spread(lines)) else {})
 
 
 def draw_losses(lines: Sequence[Line]) -> Any:
@@ -141,7 +141,7 @@ def draw_noise(lines: Sequence[Line]) -> Any:
     """1/(√ν̂ + ε) of both coordinates late in the run, and below it the shape of the noise on g̃ and in the update."""
     here = _of_first_spread(lines)
     figure = style.new_figure(12, 7.4)
-    private = [line for line in here if is_private(line) and None not in line["result"]["noise_stddev"]]
+    private = _with_noise(here)
     grid = figure.add_gridspec(3, len(private), height_ratios=[2.2, 1, 1])
     _draw_preconditioners(figure.add_subplot(grid[0, :]), here)
     for column, line in enumerate(private):
@@ -151,6 +151,10 @@ def draw_noise(lines: Sequence[Line]) -> Any:
         for row, shape in ((1, axes), (2, axes * np.array(result["preconditioner"]))):
             _draw_ellipse(figure.add_subplot(grid[row, column]), shape, COLOURS[line["cell"]["variant"]], title, row)
     return figure
+
+
+def _with_noise(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if is_private(line) and None not in line["result"]["noise_stddev"]]
 
 
 def _draw_preconditioners(axes: Any, lines: Sequence[Line]) -> None:

@@ -25,7 +25,7 @@ def markdown(lines: Sequence[Line]) -> str:
         _limits([line for line in lines if line["cell"]["quantity"] == "dimension limit"]),
         _window([line for line in lines if line["cell"]["quantity"] == "window"]),
         "![ν̂ of scale-then-privatize at five clip norms, the negative fraction by step, and the deviation of every "
-        "simulated value from its prediction in standard errors](images/theory-agreement.png)",
+        "simulated value from its prediction in standard errors](images/theory-agreement.png)" * len(pictures(lines)),
         _values([line for line in lines if line["cell"]["quantity"] not in ("dimension limit", "window")]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -47,6 +47,8 @@ def _agreement(lines: Sequence[Line]) -> str:
     windows = [line["result"] for line in lines if line["cell"]["quantity"] == "window"]
     alike = sum(one["predicted_fate"] == one["simulated_fate"] for one in windows)
     expected = math.erf(2 / math.sqrt(2)) * len(found)
+    if not found:
+        return f"Of {len(windows)} runs around the window {alike} end as predicted." if windows else ""
     return (
         f"Of {len(found)} simulated values {sum(x <= 2 for x in found)} lie within two standard errors of the "
         f"prediction ({expected:.0f} would by chance if all are right); the farthest lies {max(found):.1f} away. Of "
@@ -105,7 +107,8 @@ def _simulated(result: Mapping[str, Any]) -> str:
 
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
     """One picture: the window over steps, the negative fraction, and deviations in standard errors."""
-    return {"agreement": lambda: draw(lines)}
+    shown = {line["cell"]["quantity"] for line in lines}
+    return {"agreement": lambda: draw(lines)} if shown >= {"window", "negative fraction"} else {}
 
 
 def draw(lines: Sequence[Line]) -> Any:

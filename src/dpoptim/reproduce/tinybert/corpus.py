@@ -48,7 +48,9 @@ def read_corpus(data: str, model: str | Path, *, longest: int, cache: Path, file
     path = Path(data)
     if path.is_dir() and list(path.rglob("train*.u16.xz")):
         return _packed(path, files)
-    folder = cache / f"tokens-{hashlib.sha256(f'{path.resolve()} {model} {longest}'.encode()).hexdigest()[:12]}"
+    state = path.stat() if path.is_file() else None
+    as_it_is = f"{path.resolve()} {state and (state.st_size, state.st_mtime_ns)} {model} {longest}"
+    folder = cache / f"tokens-{hashlib.sha256(as_it_is.encode()).hexdigest()[:12]}"
     if not (folder / "test.u16.xz").exists():
         _pack(path, str(model), longest, folder)
     return _packed(folder, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from dpoptim.reproduce.tinybert.evaluation import mean_losses
 from dpoptim.reproduce.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
 from dpoptim.reproduce.tinybert.sizes import SIZES
 from dpoptim.reproduce.tinybert.table_of_cells import ROWS, places
-from dpoptim.reproduce.tinybert.texts import laid_out
+from dpoptim.reproduce.tinybert.texts import fingerprint, laid_out
 from dpoptim.reproduce.tinybert.training_run import Ground, dtype_on
 from dpoptim.reproduce.tinybert.unfinished import Unfinished
 from dpoptim.reproduce.tinybert.workers import Here, Processes, workers
@@ -53,16 +54,20 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
     _check_only(request)
     make_ground = ground_maker(request)
     lines = open_results(NAME, request, voice)
-    count = request.workers or (GPU_WORKERS if request.device == "cuda" else 1)
+    count = request.workers or (GPU_WORKERS if request.device.startswith("cuda") else 1)
     commit = request.commit or provenance.this_commit()
-    unfinished = Unfinished(request.out / "unfinished" / commit, until=time.time() + request.seconds_left())
-    with workers(make_ground, unfinished, count) as pool:
-        shared = _start(request, lines, make_ground, voice) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
+    kept = request.out / "unfinished"
+    if request.again:
+        shutil.rmtree(kept, ignore_errors=True)
+    unfinished = Unfinished(kept / commit, until=time.time() + request.seconds_left())
+    ground = make_ground()  # before others do: texts are cut into tokens once
+    shared = _start(request, lines, ground, voice) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
+    with workers(ground, make_ground, unfinished, count) as pool:
 
         def wanted() -> list[Job]:
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
-        _work_off(request, wanted, pool, lines, voice)
+        _work_off(request, wanted, pool, lines, unfinished, voice)
 
 
 def _check_only(request: Request) -> None:
@@ -82,7 +87,12 @@ def _check_only(request: Request) -> None:
 
 
 def _work_off(
-    request: Request, next_jobs: Callable[[], list[Job]], pool: Here | Processes, lines: list[Line], voice: Voice
+    request: Request,
+    next_jobs: Callable[[], list[Job]],
+    pool: Here | Processes,
+    lines: list[Line],
+    unfinished: Unfinished,
+    voice: Voice,
 ) -> None:
     """Give out jobs as lines come in; past the time limit none is begun, and those under way stop and are kept."""
     flying: set[str] = set()
@@ -107,9 +117,10 @@ def _work_off(
         if outcome is None:
             kept += 1
             continue
-        line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds)
+        line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds, device=request.device)
         lines.append(line)
         result_files.append(request.file(NAME), line)
+        unfinished.forget(done.cell)
         said = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
                 if name in line["cell"]}  # fmt: skip
         found = line["result"]
@@ -119,30 +130,43 @@ def _work_off(
         )
 
 
-def _start(request: Request, lines: list[Line], make_ground: Callable[[], Ground], voice: Voice) -> Cell:
-    """What all cells share, after the loss of the model as it comes is in the file."""
+def _start(request: Request, lines: list[Line], ground: Ground, voice: Voice) -> Cell:
+    """What all cells share, after the loss of the model as it comes is in the file.
+
+    ValueError where the file has runs of another model or of other texts.
+    """
+    started = time.perf_counter()
+    shared = {"num_examples": len(ground.train), "model": models.fingerprint(ground.fresh_model())}
+    texts = fingerprint(ground.train)
     for line in lines:
         if line["cell"]["purpose"] == "no fine-tuning":
-            return {name: line["cell"][name] for name in ("num_examples", "model")}
-    started = time.perf_counter()
-    ground = make_ground()
+            before = {name: line["cell"][name] for name in shared}
+            if before != shared or line["result"].get("texts", texts) != texts:
+                raise ValueError(
+                    f"{request.file(NAME)} has runs of another model or of other texts ({before['num_examples']:,} "
+                    f"texts, model {before['model']}; given are {shared['num_examples']:,} and {shared['model']}); "
+                    "give --out another folder"
+                )
+            return shared
     fresh = ground.model()
-    shared = {"num_examples": len(ground.train), "model": models.fingerprint(ground.fresh_model())}
     cell = {"purpose": "no fine-tuning", "row": "none", "column": "none", "seed": 0, **shared}
     test = mean_losses(fresh, ground.test, longest=ground.longest)
     held_out = mean_losses(fresh, ground.validation, examples=ground.validation_examples, longest=ground.longest)
-    result = {"ended": "finished", "validation": held_out["tokens"], "test": test, "test_examples": len(ground.test)}
-    first = line_of(NAME, request, cell, Outcome(result=result, note="no private text was used"), started)
+    result = {"ended": "finished", "validation": held_out["tokens"], "test": test, "test_examples": len(ground.test),
+              "texts": texts}  # fmt: skip
+    first = line_of(
+        NAME, request, cell, Outcome(result=result, note="no private text was used"), started, device=request.device
+    )
     result_files.append(request.file(NAME), first)
     lines.append(first)
-    if request.device == "cuda":
-        torch.cuda.empty_cache()  # the workers need it
     voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {test['tokens']:.4f}")
     return shared
 
 
 def ground_maker(request: Request) -> Callable[[], Ground]:
     """A function, fit for other processes, that makes what all cells share; NotHere where data or model are missing."""
+    if request.device.startswith("cuda") and not torch.cuda.is_available():
+        raise NotHere(f"{NAME}: this PyTorch finds no CUDA device; leave out --device {request.device}")
     if request.scale == "smoke":
         return functools.partial(_ground, "", None, Path("."), request.device)
     if request.model is None or request.data is None:
@@ -150,8 +174,6 @@ def ground_maker(request: Request) -> Callable[[], Ground]:
             "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
             "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
         )
-    if request.device == "cuda" and not torch.cuda.is_available():
-        raise NotHere("tinybert: this PyTorch finds no CUDA device; leave out --device cuda")
     return functools.partial(_ground, request.data, request.model, request.out, request.device)
 
 

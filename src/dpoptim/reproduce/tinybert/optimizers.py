@@ -55,9 +55,8 @@ def optimizer_of(
                 )
             case "delayed":
                 return optim.delayed_preconditioner(
-                    model, plan, rate, plain_steps=int(cell["period"]), eps=cell["eps"],
-                    scaled_clip_norm=cell.get("scaled_clip_norm"), **common,
-                )  # fmt: skip
+                    model, plan, rate, plain_steps=int(cell["period"]), eps=cell["eps"], **common
+                )
             case other:
                 raise ValueError(f"row={other!r} has no optimizer")
 

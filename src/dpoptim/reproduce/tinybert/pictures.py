@@ -162,7 +162,8 @@ def clip_norms(lines: Sequence[Line]) -> Any:
              else min(TOP, line["result"]["validation"])) for line in own
         )  # fmt: skip
         shown = [point for point in points if point[1] < TOP]
-        panel.plot(*zip(*shown, strict=True), "o-", color=colour, label=kind.label, markersize=3.5)
+        xs, ys = [x for x, _ in shown], [y for _, y in shown]
+        panel.plot(xs, ys, "o-", color=colour, label=kind.label, markersize=3.5)
         above = [point for point in points if point[1] >= TOP]
         aside = 1 + 2 * (height - heights[1])  # so that all can be seen
         panel.plot([x * aside for x, _ in above], [TOP] * len(above), "^", color=colour, clip_on=False)

@@ -27,7 +27,7 @@ SIZES = {
         steps=3, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1, tuned=False
     ),
     "small": Size(
-        steps=200, batch_size=64, standing_for=2048, tuning_batch_size=32, tuning_steps=100, seeds=1, tuned=False
+        steps=20, batch_size=16, standing_for=2048, tuning_batch_size=16, tuning_steps=20, seeds=1, tuned=False
     ),
     "paper": Size(
         steps=2000, batch_size=2048, standing_for=2048, tuning_batch_size=256, tuning_steps=1000, seeds=3

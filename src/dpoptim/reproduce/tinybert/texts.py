@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +63,11 @@ def laid_out(tokens: NDArray[Any], marks: Marks, longest: int, device: str) -> T
     padded = np.full(1 + len(tokens) + longest, marks.pad, np.int32)
     padded[1 : 1 + len(tokens)] = tokens
     return Texts(torch.from_numpy(padded).to(device), torch.from_numpy(rows).to(device), lengths, masked, marks)
+
+
+def fingerprint(texts: Texts) -> str:
+    """Twelve hexadecimal digits of the tokens' digest: which texts a file of results speaks of."""
+    return hashlib.sha256(texts.tokens.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
 def _masked_of(words: NDArray[np.int64]) -> NDArray[np.int64]:

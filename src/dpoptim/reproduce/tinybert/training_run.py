@@ -93,8 +93,6 @@ def run(
         test = mean_losses(training.model, ground.test, longest=ground.longest)
         result["test"] = {name: _finite(loss) for name, loss in test.items()}
         result["test_examples"] = len(ground.test)
-    if unfinished is not None:
-        unfinished.forget(cell)
     epsilon, note = guarantee(cell, training.plan)
     adjacency = None if note else training.plan.adjacency.value
     return Outcome(result=result, plan=described(training.plan), epsilon=epsilon, note=note, adjacency=adjacency)
@@ -116,7 +114,7 @@ class _Training:
             Indices(len(ground.train)), self.plan, lengths=ground.train.lengths,
             micro_batch_tokens=ground.part_tokens, bucket=ground.bucket,
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
-            pin_memory=ground.device == "cuda", key=key, run_id=run_id,
+            pin_memory=ground.device.startswith("cuda"), key=key, run_id=run_id,
         )  # fmt: skip
         self._differentiate = self.optimizer.captured(self.model, together=cut_together(self.plan.batch_size))
         self.sights = Sights(cell, self.optimizer)

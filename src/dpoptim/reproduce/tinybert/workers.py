@@ -21,8 +21,8 @@ Done = tuple[Job, Outcome | None, float]  # None: time was over first; and the s
 class Here:
     """One cell after the other, in this process."""
 
-    def __init__(self, make_ground: Callable[[], Ground], unfinished: Unfinished) -> None:
-        self._ground, self._unfinished = make_ground(), unfinished
+    def __init__(self, ground: Ground, unfinished: Unfinished) -> None:
+        self._ground, self._unfinished = ground, unfinished
         self._waiting: list[Job] = []
         self.places = 1
 
@@ -64,24 +64,34 @@ class Processes:
                 found = self._done.get(timeout=5)
                 break
             except queue.Empty:
-                if not any(process.is_alive() for process in self._processes):
-                    raise RuntimeError("all worker processes have ended; run with one worker to see why") from None
+                ended = [process.exitcode for process in self._processes if not process.is_alive()]
+                if ended:  # what it was working on, or held, never comes back
+                    raise RuntimeError(
+                        f"a worker process has ended (exit code {ended[0]}); the same command goes on from what is "
+                        "there, perhaps with fewer --workers"
+                    ) from None
         self.busy -= 1
+        if isinstance(found, ValueError):
+            raise found
         if isinstance(found, str):
             raise RuntimeError(f"a worker failed:\n{found}")
         done: Done = found
         return done
 
     def stop(self) -> None:
+        for each in (self._jobs, self._done):
+            each.cancel_join_thread()  # else this process may wait for a reader that is no more
         for process in self._processes:
             process.terminate()
 
 
 @contextmanager
-def workers(make_ground: Callable[[], Ground], unfinished: Unfinished, count: int) -> Iterator[Here | Processes]:
-    """Workers that end with the block; `count` = 1 is this process."""
+def workers(
+    ground: Ground, make_ground: Callable[[], Ground], unfinished: Unfinished, count: int
+) -> Iterator[Here | Processes]:
+    """Workers that end with the block; `count` = 1 is this process, with its own ground, others make one each."""
     if count == 1:
-        yield Here(make_ground, unfinished)
+        yield Here(ground, unfinished)
         return
     pool = Processes(make_ground, unfinished, count)
     try:
@@ -106,6 +116,8 @@ def _work(make_ground: Callable[[], Ground], unfinished: Unfinished, jobs: Any, 
             done.put((job, _run(job, ground, unfinished), time.perf_counter() - started))
     except KeyboardInterrupt:
         return
+    except ValueError as error:  # told in one line
+        done.put(error)
     except BaseException:
         done.put(traceback.format_exc())
         raise
