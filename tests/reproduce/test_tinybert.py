@@ -289,7 +289,7 @@ def test_seeds_test_texts_and_every_knob_make_a_difference(ground):
     first = {}
     for each in ROWS:
         kind = "none" if each.name in NON_PRIVATE else "independent_low"
-        shorter = {"period": 1} if each.name == "delayed" else {}  # than these runs
+        shorter: dict[str, Any] = {"period": 1} if each.name == "delayed" else {}  # than these runs
         first[each.name] = run(made := cell(each.name, kind, **shorter), ground).result["validation"]
         for knob in each.knobs:
             other = next(value for value in reversed(knob.grid) if value != made[knob.name])

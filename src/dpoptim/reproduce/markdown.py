@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from datetime import datetime
 
 from dpoptim.reproduce.result_files import Line
 from dpoptim.training.comparison.intervals import Interval
@@ -70,9 +72,28 @@ def made_by(lines: Sequence[Line], command: str) -> str:
     commits = sorted({line["setting"]["commit"] for line in lines})
     machines = sorted({line["setting"]["machine"] for line in lines})
     days = sorted({line["setting"]["made"][:10] for line in lines})
-    seconds = sum(line["setting"]["seconds"] for line in lines)
+    seconds, busy = sum(line["setting"]["seconds"] for line in lines), _seconds_of_the_machine(lines)
+    took = f"{seconds:.0f} s" if busy > 0.9 * seconds else f"{seconds:.0f} s in {busy:.0f} s of the machine's time,"
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
-        f"Made by `{command}`: {len(lines)} cells, {seconds:.0f} s on {' and '.join(machines)}; {when}, commit "
+        f"Made by `{command}`: {len(lines)} cells, {took} on {' and '.join(machines)}; {when}, commit "
         f"{', '.join(commits)}."
     )
+
+
+def _seconds_of_the_machine(lines: Sequence[Line]) -> float:
+    """In which at least one of the cells was running: several may have shared the machine.
+
+    >>> made = ("2026-01-01T00:00:09+00:00", "2026-01-01T00:00:10+00:00", "2026-01-01T00:01:00+00:00")
+    >>> _seconds_of_the_machine([{"setting": {"made": at, "seconds": 5.0}} for at in made])
+    11.0
+    """
+    spans = []
+    for line in lines:
+        end = datetime.fromisoformat(line["setting"]["made"]).timestamp()
+        spans.append((end - line["setting"]["seconds"], end))
+    total, last = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, last), 0.0)
+        last = max(last, end)
+    return total
