@@ -101,13 +101,16 @@ def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: i
 
 def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
     """The tuning runs of a place at this size, in the order in which they were made."""
-    own = {"purpose": "tuning", "row": place[0], "column": place[1], **_tuning_sizes(place, size)}
-    return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
+    return _lines_of(lines, place, purpose="tuning", **_tuning_sizes(place, size))
 
 
 def final_lines(lines: Sequence[Line], place: Place) -> list[Line]:
     """The final runs of a place, of all seeds."""
-    own = {"purpose": "final", "row": place[0], "column": place[1]}
+    return _lines_of(lines, place, purpose="final")
+
+
+def _lines_of(lines: Sequence[Line], place: Place, **settings: Any) -> list[Line]:
+    own = {"row": place[0], "column": place[1], **settings}
     return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
 
 
