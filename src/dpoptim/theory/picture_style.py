@@ -11,16 +11,20 @@ from typing import Any
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
-"""Okabe and Ito's colours, and a grey for marks that are no data."""
+NAVY, OLIVE, WINE = "#1B2A6B", "#8C8000", "#882255"
+"""Okabe and Ito's colours, a grey for marks that are no data, and three more that are darker than those."""
 
 METHODS: dict[str, str] = {
     "without noise": BLACK,
     "dp_sgd": ORANGE,
     "post_processing": BLUE,
+    "post_processing_eps": NAVY,
     "bias_correction": GREEN,
     "independent_moments": RED,
     "joint_moments": SKY,
     "scale_then_privatize": PURPLE,
+    "noiseless": GREY,
+    "noiseless_scaled": OLIVE,
 }
 """One colour a method, the same in all pictures."""
 
