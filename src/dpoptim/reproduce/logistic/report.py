@@ -34,10 +34,10 @@ ORDER = ("non_private", "independent_moments_for_free", "independent_moments", "
 NOISES = ("independent", "dense")
 COLOURS = {
     "non_private": style.BLACK,
-    "post_processing": style.BLUE,
-    "post_processing_eps_tuned": style.SKY,
-    "independent_moments": style.RED,
-    "independent_moments_for_free": style.ORANGE,
+    "post_processing": style.METHODS["post_processing"],
+    "post_processing_eps_tuned": style.METHODS["post_processing_eps"],
+    "independent_moments": style.METHODS["independent_moments"],
+    "independent_moments_for_free": style.METHODS["independent_moments"],
 }
 
 
@@ -182,8 +182,11 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
 def draw(lines: Sequence[Line]) -> Any:
     """The excess of every draw, its median and 10 to 90 %, and the excess that the paper prints."""
     settings = _settings(lines)
-    figure = style.new_figure(11.5, 1.0 + 2.6 * len(settings))
-    panels = figure.subplots(len(settings), 2, squeeze=False)
+    figure = style.new_figure(9.5, 1.0 + 2.6 * len(settings))
+    panels = figure.subplots(len(settings), 2, squeeze=False, sharey=True)
+    heights = {name: height for height, name in enumerate(COLOURS)}
+    panels[0, 0].set_yticks(list(heights.values()), [NAMES[name] for name in heights])
+    panels[0, 0].set_ylim(len(heights) - 0.5, -0.5)
     base = PRINTED["ground_truth"]
     jitter = np.random.default_rng(0)
     for row, setting in zip(panels, settings, strict=True):
@@ -193,24 +196,25 @@ def draw(lines: Sequence[Line]) -> Any:
             if not shown:
                 axes.set_visible(False)
                 continue
-            for index, (name, values) in enumerate(shown):
-                kept = values[np.isfinite(values)]
-                heights = index + jitter.uniform(-0.25, 0.25, len(kept))
-                axes.plot(kept, heights, ".", color=COLOURS[name], alpha=0.35, ms=4)
+            for name, values in shown:
+                kept, height, colour = values[np.isfinite(values)], heights[name], COLOURS[name]
+                axes.plot(kept, height + jitter.uniform(-0.25, 0.25, len(kept)), ".", color=colour, alpha=0.35, ms=4)
                 low, middle, high = np.quantile(kept, (0.1, 0.5, 0.9))
-                axes.plot([low, high], [index, index], color=COLOURS[name], lw=2.5)
-                axes.plot(middle, index, "o", color=COLOURS[name], ms=8, mec="white")
+                axes.plot([low, high], [height, height], color=colour, lw=2.5)
+                inside = "white" if "NOT private" in NAMES[name] else colour
+                axes.plot(middle, height, "o", color=colour, ms=8, mfc=inside)
                 if name in PRINTED:
-                    axes.plot(PRINTED[name] - base, index, "x", color=style.BLACK, ms=8, mew=2)
+                    axes.plot(PRINTED[name] - base, height, "x", color=style.BLACK, ms=8, mew=2)
             axes.plot([], [], "x", color=style.BLACK, ms=8, mew=2, ls="", label="the paper's one draw")
             axes.plot([], [], "o-", color=style.GREY, lw=2.5, label="median and 10 to 90 % of the draws (dots)")
             axes.axvline(0, color=style.GREY, lw=0.8, ls=":")
-            axes.set_yticks(range(len(shown)), [NAMES[name] for name, _ in shown])
-            axes.invert_yaxis()
-            finite = np.concatenate([values[np.isfinite(values)] for _, values in shown])
+            everything = np.concatenate([values for _, values in shown])
+            finite = everything[np.isfinite(everything)]
             right = max(float(np.quantile(finite, 0.985)), PRINTED["post_processing"] - base) * 1.05
-            axes.set_xlim(min(float(np.quantile(finite, 0.005)), 0.0) - 0.03 * right, right)
+            left = min(float(np.quantile(finite, 0.005)), 0.0) - 0.03 * right
+            axes.set_xlim(left, right)
             axes.locator_params(axis="x", nbins=5)
-            style.label(axes, f"{setting}: {noise} noise", "test loss less that of θ = 1", "")
+            outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots lie outside"
+            style.label(axes, f"{setting}: {noise} noise", f"test loss less that of θ = 1 ({outside})", "")
     style.legend_below(figure, *np.ravel(panels), columns=2)
     return figure

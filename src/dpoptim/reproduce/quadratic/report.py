@@ -22,9 +22,8 @@ NAMES = {
     "noiseless_preconditioner": "noiseless preconditioner (NOT private)",
     "noiseless_scale_then_privatize": "noiseless + scale-then-privatize (NOT private)",
 }
-OLIVE = "#8C8000"
-COLOURS = {**style.METHODS, "adam": style.BLACK, "noiseless_preconditioner": style.GREY,
-           "noiseless_scale_then_privatize": OLIVE}  # fmt: skip
+COLOURS = {**style.METHODS, "adam": style.BLACK, "noiseless_preconditioner": style.METHODS["noiseless"],
+           "noiseless_scale_then_privatize": style.METHODS["noiseless_scaled"]}  # fmt: skip
 
 CAPTIONS = {
     "loss": "final loss of every variant, with spread and with equal examples",
@@ -113,8 +112,8 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
 def draw_losses(lines: Sequence[Line]) -> Any:
     """Median and 10 to 90 % of the final loss, a row a variant, a panel a spread."""
     spreads = _spreads(lines)
-    figure = style.new_figure(12.5, 4)
-    panels = figure.subplots(1, len(spreads), squeeze=False)[0]
+    figure = style.new_figure(8.5, 0.4 + 3.3 * len(spreads))
+    panels = np.ravel(figure.subplots(len(spreads), 1, squeeze=False))
     for axes, spread in zip(panels, spreads, strict=True):
         here = _order([line for line in lines if line["cell"]["spread"] == spread])
         lows = [line["result"]["final_loss_quantiles"]["0.1"] for line in here if is_private(line)]
@@ -195,7 +194,7 @@ def draw_trajectories(lines: Sequence[Line]) -> Any:
     panels = np.ravel(figure.subplots(3, 3, sharex=True, sharey=True))
     for axes, line in zip(panels, here, strict=False):
         curvatures = line["cell"]["curvatures"]
-        x, y = np.meshgrid(np.linspace(-0.6, 1.3, 120), np.linspace(-0.6, 1.3, 120))
+        x, y = np.meshgrid(np.linspace(-0.6, 1.3, 400), np.linspace(-0.6, 1.3, 400))
         levels = np.geomspace(1e-4, 1, 9)
         f = (curvatures[0] * x**2 + curvatures[1] * y**2) / 2
         axes.contour(x, y, f, levels=levels, colors=style.GREY, linewidths=0.5)
@@ -207,7 +206,7 @@ def draw_trajectories(lines: Sequence[Line]) -> Any:
         style.label(axes, _name(line), "", "")
     for axes in panels[len(here) :]:
         axes.set_visible(False)
-    figure.supxlabel("θ₁ (steep), from 1", fontsize=9.5)
+    figure.supxlabel("θ₁ (steep), from 1; the star is the minimum", fontsize=9.5)
     figure.supylabel("θ₂ (flat), from 1", fontsize=9.5)
     return figure
 

@@ -113,8 +113,9 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
 
 def draw(lines: Sequence[Line]) -> Any:
     """Simulated against predicted, three ways."""
-    figure = style.new_figure(13.5, 4.8)
-    window, negative, away = figure.subplots(1, 3, width_ratios=[4, 3, 4])
+    figure = style.new_figure(9.5, 8.0)
+    panels = figure.subplot_mosaic([["window", "negative"], ["away", "away"]], height_ratios=[4, 3])
+    window, negative, away = panels["window"], panels["negative"], panels["away"]
     paths = [line for line in lines if line["cell"]["quantity"] == "window" and line["cell"]["start"]]
     for line, colour in zip(paths, WINDOW_COLOURS, strict=False):
         result = line["result"]
@@ -123,7 +124,7 @@ def draw(lines: Sequence[Line]) -> Any:
         window.plot(result["steps"], result["predicted_path"], "--", color=colour, lw=1.3)
     window.plot([], [], "--", color=style.BLACK, lw=1.3, label="mean field (bands: simulated)")
     window.set_ylim(1e-4, 1e4)
-    window.legend(loc="upper left", frameon=False, fontsize=8)
+    window.legend(loc="lower left", frameon=False)
     style.label(window, "Scale-then-privatize, from ν̂₀ = g²", "step", "ν̂ / g², mean of 400 coordinates", log="xy")
     steps = [line for line in lines if line["cell"]["quantity"] == "negative fraction"]
     x = [line["cell"]["steps"] for line in steps]
