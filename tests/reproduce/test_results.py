@@ -69,7 +69,7 @@ def _doubled(value):
 def test_committed_results_are_whole_and_say_where_they_come_from(name):
     found = result_files.read(RESULTS / f"{name}.jsonl")
     assert found.note is None
-    assert (RESULTS / f"{name}.jsonl").stat().st_size < 700_000
+    assert (RESULTS / f"{name}.jsonl").stat().st_size < 800_000
     for line in found.lines:
         assert line["experiment"] == name
         assert line["scale"] in SCALES
