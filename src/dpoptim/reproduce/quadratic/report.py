@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -140,20 +141,20 @@ def draw_noise(lines: Sequence[Line]) -> Any:
     """1/(√ν̂ + ε) of both coordinates late in the run, and below it the shape of the noise on g̃ and in the update."""
     here = _of_first_spread(lines)
     figure = style.new_figure(12, 7.4)
-    private = _with_noise(here)
-    grid = figure.add_gridspec(3, len(private), height_ratios=[2.2, 1, 1])
+    noisy = _with_noise(here)
+    grid = figure.add_gridspec(3, len(noisy), height_ratios=[2.2, 1, 1])
     _draw_preconditioners(figure.add_subplot(grid[0, :]), here)
-    for column, line in enumerate(private):
+    for column, line in enumerate(noisy):
         result = line["result"]
         axes = np.array(result["noise_stddev"])
-        title = _name(line)
+        title = textwrap.fill(_name(line), width=18)
         for row, shape in ((1, axes), (2, axes * np.array(result["preconditioner"]))):
             _draw_ellipse(figure.add_subplot(grid[row, column]), shape, COLOURS[line["cell"]["variant"]], title, row)
     return figure
 
 
 def _with_noise(lines: Sequence[Line]) -> list[Line]:
-    return [line for line in lines if is_private(line) and None not in line["result"]["noise_stddev"]]
+    return [line for line in lines if all(line["result"]["noise_stddev"])]
 
 
 def _draw_preconditioners(axes: Any, lines: Sequence[Line]) -> None:
@@ -183,8 +184,8 @@ def _draw_ellipse(axes: Any, half_axes: Any, colour: str, name: str, row: int) -
     axes.add_patch(Ellipse((0, 0), width, max(height, 0.02), facecolor=colour, alpha=0.6, edgecolor=colour, lw=1.5))
     axes.set(xlim=(-1, 1), ylim=(-1, 1), aspect="equal", xticks=[], yticks=[])
     what = "noise on g̃" if row == 1 else "noise in the update"
-    axes.set_title(name if row == 1 else "", fontsize=9)
-    axes.set_xlabel(f"{what}\nθ₁ : θ₂ = {half_axes[0] / half_axes[1]:.2g} : 1", fontsize=8.5)
+    axes.set_title(name if row == 1 else "", fontsize=8)
+    axes.set_xlabel(f"{what}\nθ₁ : θ₂ = {half_axes[0] / half_axes[1]:.2g} : 1", fontsize=8)
 
 
 def draw_trajectories(lines: Sequence[Line]) -> Any:
