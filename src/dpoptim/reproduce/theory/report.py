@@ -115,7 +115,8 @@ def draw(lines: Sequence[Line]) -> Any:
     """Simulated against predicted, three ways."""
     figure = style.new_figure(13.5, 4.8)
     window, negative, away = figure.subplots(1, 3, width_ratios=[4, 3, 4])
-    paths = [line for line in lines if line["cell"]["quantity"] == "window" and line["cell"]["start"]]
+    windows = [line for line in lines if line["cell"]["quantity"] == "window"]
+    paths = [line for line in windows if line["cell"]["start"]]
     for line, colour in zip(paths, WINDOW_COLOURS, strict=False):
         result = line["result"]
         name = f"{line['cell']['case']}: {result['simulated_fate']}"
@@ -124,7 +125,8 @@ def draw(lines: Sequence[Line]) -> Any:
     window.plot([], [], "--", color=style.BLACK, lw=1.3, label="mean field (bands: simulated)")
     window.set_ylim(1e-4, 1e4)
     window.legend(loc="upper left", frameon=False, fontsize=8)
-    style.label(window, "Scale-then-privatize, from ν̂₀ = g²", "step", "ν̂ / g², mean of 400 coordinates", log="xy")
+    what = f"ν̂ / g², mean of {windows[0]['cell']['dimension']} coordinates"
+    style.label(window, "Scale-then-privatize, from ν̂₀ = g²", "step", what, log="xy")
     steps = [line for line in lines if line["cell"]["quantity"] == "negative fraction"]
     x = [line["cell"]["steps"] for line in steps]
     negative.plot(x, [line["result"]["predicted"] for line in steps], "--", color=style.BLACK, lw=1.3, label="formula")
