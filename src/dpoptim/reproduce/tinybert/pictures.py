@@ -13,11 +13,10 @@ from dpoptim.privacy import Gradient
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.privacy import plan_of
 from dpoptim.reproduce.tinybert.schedule import SWEEP
-from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, ROWS, row
+from dpoptim.reproduce.tinybert.table_of_cells import ROWS, WITH_NOISE, row
 from dpoptim.theory import clip_norm_window
 from dpoptim.theory import picture_style as style
 
-WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 COLOURS = {
     **style.METHODS,
     "post_processing_eps": style.BLUE,

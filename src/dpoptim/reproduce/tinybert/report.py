@@ -21,6 +21,7 @@ from dpoptim.reproduce.tinybert.table_of_cells import (
     PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
     ROWS,
+    WITH_NOISE,
     column,
     places,
     row,
@@ -34,7 +35,6 @@ BESIDE = {
 }
 """Rows of the table that those beyond it are held against, as they are called there."""
 BEHIND = "behind the first by"
-WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 
 
 def markdown(lines: Sequence[Line]) -> str:
