@@ -122,6 +122,22 @@ def test_losses_are_the_means_they_stand_for():
     assert np.all(np.isinf(evaluate(mean_loss(signed), np.array([np.nan, np.inf, -np.inf]))))
 
 
+@pytest.mark.parametrize("count", [20, 400, 10_000])
+def test_losses_are_as_near_between_the_knots_as_they_say(count):
+    signed = logistic_problem.signed_samples(np.random.default_rng(0), count)
+    theta = np.linspace(-5, 7, 241)
+    off = np.abs(mean_loss(signed)(theta) - [np.logaddexp(0.0, -at * signed).mean() for at in theta])
+    assert off.max() < 4e-8 * (signed**4).mean()
+    assert off.max() > 3e-8 * (signed**4).mean(), "the bound is not far from what is reached"
+
+
+def test_beyond_the_knots_a_loss_rises_whichever_way_it_goes():
+    """Also that of samples of one sign, which in truth falls on."""
+    loss = mean_loss(np.array([0.5, 1.0]))
+    values = evaluate(loss, np.array([7.0, 8.0, 9.0]))
+    np.testing.assert_allclose(np.diff(values), abs(float(loss(7.0, 1))), rtol=1e-9)
+
+
 def test_the_population_loss_is_least_at_one():
     loss = population_loss()
     assert float(loss(1.0)) == pytest.approx(0.5994382, abs=1e-7)
