@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
+from dpoptim.reproduce import provenance
 from dpoptim.reproduce.markdown import made_by, number, spread, table
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, compared
@@ -42,7 +45,7 @@ def markdown(lines: Sequence[Line]) -> str:
     scale = lines[0]["scale"]
     found = scores(lines)
     parts = [
-        made_by(lines, f"dpoptim reproduce tinybert --scale {scale} --data DIR --model DIR --device cuda"),
+        _made_by(lines, scale),
         _what(lines, SIZES[scale]),
         main_table(lines),
         _signal(lines),
@@ -54,6 +57,22 @@ def markdown(lines: Sequence[Line]) -> str:
         how_near(lines, SIZES[scale]),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _made_by(lines: Sequence[Line], scale: str) -> str:
+    """The command with the device that the lines name; how many workers there were, they do not record."""
+    on_gpu = any(provenance.is_gpu(line["setting"]["machine"]) for line in lines)
+    given = "--data DIR --model DIR" + (" --device cuda" if on_gpu else "")
+    said = made_by(lines, f"dpoptim reproduce tinybert --scale {scale} {given}")
+    shared = f" Several cells at a time shared the {'GPU' if on_gpu else 'machine'}." if _overlap(lines) else ""
+    return said + shared
+
+
+def _overlap(lines: Sequence[Line]) -> bool:
+    """Whether any cell had begun more than a second, to which times are kept, before the one before it ended."""
+    ends = [datetime.fromisoformat(line["setting"]["made"]).timestamp() for line in lines]
+    spans = sorted((end - line["setting"]["seconds"], end) for line, end in zip(lines, ends, strict=True))
+    return any(later[0] < earlier[1] - 1 for earlier, later in itertools.pairwise(spans))
 
 
 def _what(lines: Sequence[Line], size: Size) -> str:
