@@ -122,6 +122,22 @@ def test_losses_are_the_means_they_stand_for():
     assert np.all(np.isinf(evaluate(mean_loss(signed), np.array([np.nan, np.inf, -np.inf]))))
 
 
+@pytest.mark.parametrize("count", [20, 400, 10_000])
+def test_losses_are_as_near_between_the_knots_as_they_say(count):
+    signed = logistic_problem.signed_samples(np.random.default_rng(0), count)
+    theta = np.linspace(-5, 7, 241)
+    off = np.abs(mean_loss(signed)(theta) - [np.logaddexp(0.0, -at * signed).mean() for at in theta])
+    assert off.max() < 4e-8 * (signed**4).mean()
+    assert off.max() > 3e-8 * (signed**4).mean(), "the bound is not far from what is reached"
+
+
+def test_beyond_the_knots_a_loss_rises_whichever_way_it_goes():
+    """Also that of samples of one sign, which in truth falls on."""
+    loss = mean_loss(np.array([0.5, 1.0]))
+    values = evaluate(loss, np.array([7.0, 8.0, 9.0]))
+    np.testing.assert_allclose(np.diff(values), abs(float(loss(7.0, 1))), rtol=1e-9)
+
+
 def test_the_population_loss_is_least_at_one():
     loss = population_loss()
     assert float(loss(1.0)) == pytest.approx(0.5994382, abs=1e-7)
@@ -158,6 +174,52 @@ def test_tuning_goes_by_validation_and_the_first_half_and_reports_the_second():
     assert found["population_excess"] == [pytest.approx(float(population_loss()(2.0)) - 0.5994382, abs=1e-6)]
     means = evaluate(losses[1], final[0]).mean(0)
     assert found["as_paper"] == [pytest.approx(means.min() - truth[0], rel=1e-5)]
+
+
+def test_scores_are_those_of_plain_loops():
+    """Three draws, four trials, five choices: losses summed sample by sample, halves and choices counted out."""
+    rng = np.random.default_rng(1)
+    held_out, test = ([logistic_problem.signed_samples(rng, 20) for _ in range(3)] for _ in range(2))
+    final = 1 + 0.7 * rng.standard_normal((3, 4, 5))
+    data = Datasets(
+        signed=torch.zeros(1, 3, 1), validation=tuple(map(mean_loss, held_out)), test=tuple(map(mean_loss, test))
+    )
+
+    def loss(samples, theta):
+        return sum(math.log1p(math.exp(-theta * x)) for x in samples) / len(samples)
+
+    def least(values):
+        return min(range(5), key=values.__getitem__)
+
+    truth = [loss(samples, 1.0) for samples in test]
+    found = logistic_cells.scores(final, data, np.array(truth))
+    other_choices = []
+    for draw in range(3):
+        own, tuning = test[draw], [[loss(held_out[draw], theta) for theta in trial] for trial in final[draw]]
+        tested = [[loss(own, theta) for theta in trial] for trial in final[draw]]
+        best = least([tuning[0][choice] + tuning[1][choice] for choice in range(5)])
+        other_choices.append(best != least([sum(trial[choice] for trial in tuning) for choice in range(5)]))
+        other_choices.append(best != least([tested[0][choice] + tested[1][choice] for choice in range(5)]))
+        reported = [tested[2][best], tested[3][best]]
+        mean = sum(reported) / 2
+        means = [sum(trial[choice] for trial in tested) / 4 for choice in range(5)]
+        thetas = [float(final[draw][trial][best]) for trial in (2, 3)]
+        everywhere = sum(float(population_loss()(theta)) for theta in thetas) / 2 - float(population_loss()(1.0))
+        assert found["best"][draw] == best
+        assert found["excess"][draw] == pytest.approx(mean - truth[draw], abs=1e-6)
+        assert found["as_paper"][draw] == pytest.approx(min(means) - truth[draw], abs=1e-6)
+        assert found["spread"][draw] == pytest.approx(abs(reported[0] - reported[1]) / 2, abs=1e-6)
+        assert found["theta"][draw] == pytest.approx(sum(thetas) / 2, abs=1e-6)
+        assert found["population_excess"][draw] == pytest.approx(everywhere, abs=1e-6)
+    assert any(other_choices[::2]), "all trials would have chosen otherwise"
+    assert any(other_choices[1::2]), "the test samples would have chosen otherwise"
+
+
+def test_draws_have_examples_and_held_out_samples_of_their_own():
+    data = datasets(SMALL)
+    losses = [float(loss(2.0)) for loss in (*data.validation, *data.test)]
+    assert len(set(losses)) == 6
+    assert len({tuple(draw.flatten().tolist()) for draw in data.signed.unbind(1)}) == 3
 
 
 def _line(variant, noise, excess):

@@ -65,18 +65,50 @@ def test_what_is_private_has_an_epsilon(variant):
     assert set(outcome.result["tuned"]) == set(cell["grid"])
 
 
-def test_tuning_and_report_use_different_seeds(monkeypatch):
-    seeds = []
+def test_tuning_and_report_have_seeds_and_repeats_of_their_own(monkeypatch):
+    reported, tuned_on = [], []
 
     def watched(problem, variant, noise=None):
-        seeds.append(problem.seed)
+        reported.append((problem.seed, problem.repeats))
         return simulate(problem, variant, noise)
 
+    def one(problem, variant, **grid):
+        tuned_on.append((problem.seed, problem.repeats))
+        return dataclasses.replace(problem, lr=0.01)
+
     monkeypatch.setattr(quadratic_cells, "simulate", watched)
-    monkeypatch.setattr(quadratic_cells, "tuned", lambda problem, *_, **__: dataclasses.replace(problem, lr=0.01))
-    cell = quadratic_cells.cells("smoke")[0] | {"steps": 3, "repeats": 2}
+    monkeypatch.setattr(quadratic_cells, "tuned", one)
+    cell = quadratic_cells.cells("smoke")[0] | {"steps": 3, "repeats": 2, "tuning_repeats": 5}
     quadratic_cells.compute(cell)
-    assert set(seeds) == {cell["seed"] + 1}
+    assert tuned_on == [(cell["seed"], 5)]
+    assert reported[0] == (cell["seed"] + 1, 2)
+    assert {seed for seed, _ in reported} == {cell["seed"] + 1}
+
+
+def test_a_cell_is_run_as_it_says(monkeypatch):
+    given = {"curvatures": (2.0, 0.5), "start": (1.0, -1.0), "batch_size": 7, "noise_multiplier": 0.5, "spread": 0.3,
+             "betas": (0.8, 0.9), "steps": 4, "seed": 11}  # fmt: skip
+    seen = []
+
+    def one(problem, variant, **grid):
+        seen.append(problem)
+        return problem
+
+    monkeypatch.setattr(quadratic_cells, "tuned", one)
+    quadratic_cells.compute(quadratic_cells.cells("smoke")[0] | {"repeats": 2} | given)
+    assert {name: getattr(seen[0], name) for name in given} == given
+
+
+@pytest.mark.parametrize(("lr", "at_edge"), [(0.1, ["lr"]), (0.2, []), (0.3, ["lr"])])
+def test_a_setting_at_the_end_of_its_grid_is_told(monkeypatch, lr, at_edge):
+    def one(problem, variant, **grid):
+        return dataclasses.replace(problem, lr=lr, clip_norm=0.5)
+
+    monkeypatch.setattr(quadratic_cells, "tuned", one)
+    (cell, _) = (cell for cell in quadratic_cells.cells("smoke") if cell["variant"] == "dp_sgd")
+    grid = {"lr": [0.1, 0.2, 0.3], "clip_norm": [0.1, 0.5, 1.0]}
+    result = quadratic_cells.compute(cell | {"steps": 3, "repeats": 2, "grid": grid}).result
+    assert (result["tuned"], result["at_edge"]) == ({"lr": lr, "clip_norm": 0.5}, at_edge)
 
 
 def test_every_variant_has_a_name_and_a_colour():

@@ -6,13 +6,16 @@ import json
 
 import pytest
 
+from dpoptim.cli import main
 from dpoptim.reproduce import result_files
+
+SETTING = {"commit": "abc", "machine": "m", "versions": {}, "made": "2026-01-01T00:00:00+00:00", "seconds": 1.0}
 
 
 def line(**cell):
     return {
         "experiment": "x", "scale": "smoke", "cell": cell, "plan": None, "epsilon": None,
-        "result": {"loss": 0.1 + 0.2}, "setting": {},
+        "result": {"loss": 0.1 + 0.2}, "setting": SETTING,
     }  # fmt: skip
 
 
@@ -71,6 +74,20 @@ def test_other_damage_names_its_line(tmp_path, damage):
     path.write_text("\n".join([json.dumps(line(a=1)), damage, json.dumps(line(a=2)), ""]))
     with pytest.raises(ValueError, match=r"x\.jsonl: line 2 is damaged"):
         result_files.read(path)
+
+
+@pytest.mark.parametrize("setting", [{}, None, {name: SETTING[name] for name in SETTING if name != "commit"}])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_line_that_does_not_say_where_it_was_made_is_named(tmp_path, capsys, setting, end):
+    """Whether or not it is the last one: a whole JSON object was not cut short."""
+    path = tmp_path / "theory.jsonl"
+    path.write_text(f"{json.dumps(line(a=1))}\n{json.dumps(line(a=2) | {'setting': setting})}{end}")
+    with pytest.raises(ValueError, match=r"theory\.jsonl: line 2 is damaged: it has no 'commit' in its 'setting'"):
+        result_files.read(path)
+    assert main(["reproduce", "theory", "--render", "--out", str(tmp_path)]) == 2
+    assert "line 2 is damaged" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no 'commit' in its 'setting'"):
+        result_files.append(path, line(a=3) | {"setting": setting})
 
 
 def test_keys_go_by_settings_and_scale(tmp_path):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dpoptim.reproduce import result_files
 from dpoptim.reproduce.theory import cells as theory_cells
 from dpoptim.reproduce.theory import simulations
-from dpoptim.reproduce.theory.report import agrees, deviation
+from dpoptim.reproduce.theory.report import agrees, deviation, draw
 
 Z = 4.0
+COMMITTED = Path(__file__).parents[2] / "results" / "theory.jsonl"
 
 
 def test_averaged_noise_has_the_moments_of_an_exponential_average():
@@ -77,6 +80,54 @@ def test_the_window(clip_norm, fate):
     assert len(result["steps"]) == len(result["predicted_path"]) == len(result["simulated_path"])
     if fate == "steady":
         assert result["simulated"] == pytest.approx(result["rest"], rel=0.05)
+
+
+@pytest.mark.parametrize("setting", ["dimension", "batch_size", "noise_multiplier", "beta2", "eps_scale", "start"])
+def test_the_window_is_run_as_its_cell_says(setting):
+    """Each setting halved moves both paths: the mean field's and the simulation's."""
+    cell = next(cell for cell in theory_cells.cells("smoke") if cell["quantity"] == "window")
+    given, changed = (
+        theory_cells.compute(one | {"steps": 40}).result
+        for one in (cell, cell | {setting: type(cell[setting])(cell[setting] / 2)})
+    )
+    assert given["predicted_path"] != changed["predicted_path"]
+    assert given["simulated_path"] != changed["simulated_path"]
+
+
+def test_prefix_sums_are_as_long_as_the_cell_says():
+    """√((n+1)/2) for independent noise."""
+    found = theory_cells.compute(
+        {"quantity": "prefix error", "case": "independent", "steps": 31, "draws": 20_000, "seed": 0}
+    ).result
+    assert found["predicted"] == pytest.approx(4.0)
+    assert abs(found["simulated"] - 4.0) < Z * found["standard_error"]
+
+
+@pytest.mark.parametrize("clip_norm", [22.0, 120.0])
+def test_a_committed_window_comes_out_again(clip_norm):
+    line = next(
+        line
+        for line in result_files.read(COMMITTED).lines
+        if line["cell"].get("clip_norm") == clip_norm and "start" in line["cell"]
+    )
+    result, until = line["result"], 500
+    again = theory_cells.compute(line["cell"] | {"steps": until}).result
+    committed = dict(
+        zip(result["steps"], zip(result["predicted_path"], result["simulated_path"], strict=True), strict=True)
+    )
+    paths = zip(again["steps"], zip(again["predicted_path"], again["simulated_path"], strict=True), strict=True)
+    shared = [(values, committed[step]) for step, values in paths if step in committed]
+    assert len(shared) > 10
+    for found, wanted in shared:
+        assert found == pytest.approx(wanted, rel=1e-8)
+
+
+def test_the_picture_tells_how_many_coordinates_were_averaged():
+    lines = result_files.read(COMMITTED).lines
+    other = [
+        line | {"cell": line["cell"] | ({"dimension": 77} if "dimension" in line["cell"] else {})} for line in lines
+    ]
+    assert "mean of 77 coordinates" in draw(other).axes[0].get_ylabel()
 
 
 def test_cells_are_told_apart_and_have_seeds_of_their_own():

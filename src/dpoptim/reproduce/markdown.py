@@ -73,7 +73,9 @@ def made_by(lines: Sequence[Line], command: str) -> str:
     machines = sorted({line["setting"]["machine"] for line in lines})
     days = sorted({line["setting"]["made"][:10] for line in lines})
     seconds, busy = sum(line["setting"]["seconds"] for line in lines), _seconds_of_the_machine(lines)
-    took = f"{seconds:.0f} s" if busy > 0.9 * seconds else f"{seconds:.0f} s in {busy:.0f} s of the machine's time,"
+    took = f"{seconds:.0f} s"
+    if busy < 0.9 * seconds:
+        took += f", several at a time, in {busy:.0f} s of the machine's time,"
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"Made by `{command}`: {len(lines)} cells, {took} on {' and '.join(machines)}; {when}, commit "

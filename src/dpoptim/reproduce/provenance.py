@@ -59,6 +59,15 @@ def machine(device: str = "cpu") -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
+def is_gpu(name: str) -> bool:
+    """Whether what `machine` called so is a GPU.
+
+    >>> is_gpu("NVIDIA H200"), is_gpu(machine("cpu"))
+    (True, False)
+    """
+    return not name.endswith(" threads")
+
+
 def versions(names: Sequence[str] = NAMES) -> dict[str, str]:
     """Of Python, dpoptim and those of the named packages that are installed.
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 Line = dict[str, Any]
 REQUIRED = ("experiment", "scale", "cell", "plan", "epsilon", "result", "setting")
+OF_SETTING = ("commit", "machine", "versions", "made", "seconds")
+"""What `setting` holds at least."""
 
 
 class Contents(NamedTuple):
@@ -40,8 +42,8 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     Floats keep all their digits. Edge cases: NaN and infinity are refused (ValueError), as JSON has neither; a torn
     last line, which `read` drops, is cut off first; the folder is made.
     """
-    if missing := [name for name in REQUIRED if name not in line]:
-        raise ValueError(f"line has no {missing[0]!r}; a line of results holds {', '.join(REQUIRED)}")
+    if lacking := _lacking(line):
+        raise ValueError(f"line has no {lacking}; a line of results holds {', '.join(REQUIRED)}")
     try:
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
     except ValueError as error:
@@ -76,12 +78,15 @@ def read(path: Path) -> Contents:
         if last and not text:
             continue
         line = _parsed(text)
-        if line is not None:
-            lines.append(line)
-        elif last:
+        if line is None and last:
             note = f"{path}: line {number} was cut short and is left out; its cell will be run again"
+        elif line is None or (lacking := _lacking(line)):
+            what = "is no JSON object" if line is None else f"has no {lacking}"
+            raise ValueError(
+                f"{path}: line {number} is damaged: it {what}; mend or delete it, and its cell will be run again"
+            )
         else:
-            raise ValueError(f"{path}: line {number} is damaged; mend or delete it, and its cell will be run again")
+            lines.append(line)
     return Contents(lines, note)
 
 
@@ -99,12 +104,24 @@ def start_again(path: Path) -> Path | None:
 
 
 def _parsed(text: bytes) -> Line | None:
-    """The line, or None where it is none."""
+    """The JSON object, or None where it is none."""
     try:
         line = json.loads(text)
     except ValueError:
         return None
-    return line if isinstance(line, dict) and all(name in line for name in REQUIRED) else None
+    return line if isinstance(line, dict) else None
+
+
+def _lacking(line: Mapping[str, Any]) -> str | None:
+    """What a line ought to hold and does not, the first of it, in words.
+
+    >>> _lacking({name: {} for name in REQUIRED})
+    "'commit' in its 'setting'"
+    """
+    if missing := [name for name in REQUIRED if name not in line]:
+        return repr(missing[0])
+    setting = line["setting"] if isinstance(line["setting"], Mapping) else {}
+    return next((f"{name!r} in its 'setting'" for name in OF_SETTING if name not in setting), None)
 
 
 def _mend_end(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class Voice:
@@ -49,13 +50,14 @@ class LinesVoice(Voice):
 
 
 class BarVoice(LinesVoice):
-    """One bar an experiment, with the cell that is being run."""
+    """One bar an experiment, with the cell that is being run, cut where a narrow terminal has no room for it."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[cell]}"), console=console,
+            TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[cell]}", table_column=rest), console=console, expand=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", visible=False, cell="")
 

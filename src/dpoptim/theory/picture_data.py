@@ -142,20 +142,32 @@ def square_changes(*, batch_size: int = 4, most: int = 16) -> Lines:
 
 
 def window_paths(
-    *, start: float, clip_norms: Sequence[float] = (19.0, 22.0, 40.0, 70.0, 120.0), steps: int = 2000
+    *,
+    start: float,
+    clip_norms: Sequence[float] = (19.0, 22.0, 40.0, 70.0, 120.0),
+    steps: int = 2000,
+    dimension: int = 400,
+    batch_size: int = 100,
+    noise_multiplier: float = 1.0,
+    beta2: float = 0.99,
+    eps_scale: float = 1e-3,
 ) -> tuple[Lines, Lines]:
     """ν̂_t over g² = 1 of scale-then-privatize at each clip norm: in mean field, and averaged over one simulated run.
 
-    m = 400 coordinates, B = 100, σ = 1, β₂ = .99, ε_s1 = 1e-3; `start` is ν̂_0.
+    `start` is ν̂_0, eps_scale the paper's ε_s1.
     """
     field = {}
     for clip_norm in clip_norms:
         path = steady_state.mean_field(
-            np.ones(400), clip_norm=clip_norm, noise_multiplier=1.0, batch_size=100, steps=steps, beta2=0.99,
-            eps_scale=1e-3, start=start,
+            np.ones(dimension), clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size,
+            steps=steps, beta2=beta2, eps_scale=eps_scale, start=start,
         )  # fmt: skip
         field[f"{clip_norm:g}"] = path.mean(1)
-    simulated = dict(zip(field, _simulated_second_moments(clip_norms, start=start, steps=steps), strict=True))
+    moments = _simulated_second_moments(
+        clip_norms, start=start, steps=steps, dimension=dimension, noise_over_batch=noise_multiplier / batch_size,
+        beta2=beta2, eps_scale=eps_scale,
+    )  # fmt: skip
+    simulated = dict(zip(field, moments, strict=True))
     x = np.arange(1.0, steps + 1)
     return Lines(x=x, y=field), Lines(x=x, y=simulated)
 
@@ -236,17 +248,26 @@ def _projected(vectors: Series) -> Series:
     return np.asarray(vectors / np.maximum(1.0, np.linalg.norm(vectors, axis=0, keepdims=True)))
 
 
-def _simulated_second_moments(clip_norms: Sequence[float], *, start: float, steps: int) -> Series:
-    """[clip norms, steps]: the mean of ν̂_t over 400 coordinates with g = 1, by the twins' scale and clipping."""
+def _simulated_second_moments(
+    clip_norms: Sequence[float],
+    *,
+    start: float,
+    steps: int,
+    dimension: int,
+    noise_over_batch: float,
+    beta2: float,
+    eps_scale: float,
+) -> Series:
+    """[clip norms, steps]: the mean of ν̂_t over coordinates with g = 1, by the twins' scale and clipping."""
     norms, rng = torch.tensor(clip_norms, dtype=torch.float64)[:, None], np.random.default_rng(0)
-    nu, means = torch.zeros(len(clip_norms), 400, dtype=torch.float64), []
+    nu, means = torch.zeros(len(clip_norms), dimension, dtype=torch.float64), []
     nu_hat = torch.full_like(nu, start)
     for t in range(1, steps + 1):
-        s = twins.scale_of(nu_hat, exponent=0.5, eps_scale=1e-3, normalised=False)
-        clipped = norms * twins.clip(s / norms, 1.0)  # s⊙g clipped to its norm; the mean of 100 equal examples
-        noisy_grad = (clipped + norms / 100 * torch.from_numpy(rng.standard_normal(400))) / s
-        nu = 0.99 * nu + 0.01 * noisy_grad**2
-        nu_hat = nu / (1 - 0.99**t)
+        s = twins.scale_of(nu_hat, exponent=0.5, eps_scale=eps_scale, normalised=False)
+        clipped = norms * twins.clip(s / norms, 1.0)  # s⊙g clipped to its norm; the mean of equal examples
+        noise = norms * noise_over_batch * torch.from_numpy(rng.standard_normal(dimension))
+        nu = beta2 * nu + (1 - beta2) * ((clipped + noise) / s) ** 2
+        nu_hat = nu / (1 - beta2**t)
         means.append(nu_hat.mean(1))
     return np.asarray(torch.stack(means, 1).numpy())
 

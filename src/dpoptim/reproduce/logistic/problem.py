@@ -118,7 +118,8 @@ def signed_samples(rng: np.random.Generator, count: int) -> Series:
 def mean_loss(signed: Series) -> CubicSpline:
     """θ -> mean of log(1 + exp(−θ·signed)), a cubic spline through KNOTS with the right slopes at its ends.
 
-    Guarantee: within 1e-7 of the mean itself between the knots. See `evaluate` for θ beyond them.
+    Between the knots it is within 4e-8 times the mean of signed⁴ of the mean itself, which for thousands of samples
+    is 1.2e-7, reached near θ = 0. See `evaluate` for θ beyond them.
 
     >>> signed = signed_samples(np.random.default_rng(0), 500)
     >>> exact = float(np.logaddexp(0.0, -1.234 * signed).mean())
@@ -156,9 +157,11 @@ def population_loss() -> PPoly:
 
 
 def evaluate(loss: PPoly, theta: Series) -> Series:
-    """The loss at θ, beyond the knots along the straight line of its slope there; θ that is not finite gives ∞.
+    """The loss at θ; beyond the knots it rises straight on, as steep as it is at the last one; ∞ where θ is not finite.
 
-    Losses are convex, so beyond the knots this is at most what the loss really is.
+    Losses are convex, and those of hundreds of samples are least between the knots: beyond them this is then the
+    tangent, at most what the loss really is. A loss that still falls at the last knot (all samples of one sign) is
+    taken to rise there, so that a run that goes so far is never the best.
     """
     inside = np.clip(theta, KNOTS[0], KNOTS[-1])
     beyond = np.where(np.isfinite(theta), theta - inside, math.inf)

@@ -133,7 +133,8 @@ def _ime_condition(cell: Cell) -> dict[str, Any]:
 def _window(cell: Cell) -> dict[str, Any]:
     """ν̂/g² at the end, with the fate that was predicted and the one that was seen, and both paths, thinned."""
     clip_norm = cell["clip_norm"]
-    field, simulated = picture_data.window_paths(start=cell["start"], clip_norms=(clip_norm,), steps=cell["steps"])
+    names = ("start", "steps", "dimension", "batch_size", "noise_multiplier", "beta2", "eps_scale")
+    field, simulated = picture_data.window_paths(clip_norms=(clip_norm,), **{name: cell[name] for name in names})
     name = f"{clip_norm:g}"
     last = max(1, cell["steps"] // 10)
     ends = [float(path.y[name][-last:].mean()) for path in (field, simulated)]
@@ -207,8 +208,8 @@ def _share(cell: Cell) -> dict[str, Any]:
 
 
 def _prefix_error(cell: Cell) -> dict[str, Any]:
-    kind, steps, largest, known = MECHANISMS[cell["case"]]
-    strategy: Strategy = kind().optimize(steps=steps)
+    kind, _, largest, known = MECHANISMS[cell["case"]]
+    strategy: Strategy = kind().optimize(steps=cell["steps"])
     error = strategy.max_error() if largest else strategy.mean_error()
     simulated = simulations.prefix_errors(
         strategy.noising_matrix(), column_norm=strategy.column_norm, draws=cell["draws"], seed=cell["seed"],

@@ -116,7 +116,8 @@ def draw(lines: Sequence[Line]) -> Any:
     figure = style.new_figure(9.5, 8.0)
     panels = figure.subplot_mosaic([["window", "negative"], ["away", "away"]], height_ratios=[4, 3])
     window, negative, away = panels["window"], panels["negative"], panels["away"]
-    paths = [line for line in lines if line["cell"]["quantity"] == "window" and line["cell"]["start"]]
+    windows = [line for line in lines if line["cell"]["quantity"] == "window"]
+    paths = [line for line in windows if line["cell"]["start"]]
     for line, colour in zip(paths, WINDOW_COLOURS, strict=False):
         result = line["result"]
         name = f"{line['cell']['case']}: {result['simulated_fate']}"
@@ -125,7 +126,8 @@ def draw(lines: Sequence[Line]) -> Any:
     window.plot([], [], "--", color=style.BLACK, lw=1.3, label="mean field (bands: simulated)")
     window.set_ylim(1e-4, 1e4)
     window.legend(loc="lower left", frameon=False)
-    style.label(window, "Scale-then-privatize, from ν̂₀ = g²", "step", "ν̂ / g², mean of 400 coordinates", log="xy")
+    what = f"ν̂ / g², mean of {windows[0]['cell']['dimension']} coordinates"
+    style.label(window, "Scale-then-privatize, from ν̂₀ = g²", "step", what, log="xy")
     steps = [line for line in lines if line["cell"]["quantity"] == "negative fraction"]
     x = [line["cell"]["steps"] for line in steps]
     negative.plot(x, [line["result"]["predicted"] for line in steps], "--", color=style.BLACK, lw=1.3, label="formula")

@@ -11,15 +11,9 @@ import numpy as np
 from dpoptim.reproduce.markdown import made_by, thousandths
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.claims import LEVEL
-from dpoptim.reproduce.tinybert.pictures import (
-    WITH_NOISE,
-    loss_before,
-    of_column,
-    share_above_phi,
-    shown,
-    swept,
-)
-from dpoptim.reproduce.tinybert.table_of_cells import Column, row
+from dpoptim.reproduce.tinybert.command import command
+from dpoptim.reproduce.tinybert.pictures import loss_before, of_column, share_above_phi, shown, swept
+from dpoptim.reproduce.tinybert.table_of_cells import WITH_NOISE, Column, row
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,7 @@ def markdown(lines: Sequence[Line]) -> str:
     if not own:
         return "No run has been made yet that a picture shows."
     in_pictures = list({id(line): line for some in own.values() for line in some}.values())
-    command = f"dpoptim reproduce tinybert figures --scale {lines[0]['scale']} --data DIR --model DIR --device cuda"
-    parts = [made_by(in_pictures, command)]
+    parts = [made_by(in_pictures, command("tinybert figures", in_pictures))]
     for name, words in WORDS.items():
         if name in own:
             parts += [f"![{words.title}](images/figures-{name}.png)", words.caption, words.finding(own[name])]

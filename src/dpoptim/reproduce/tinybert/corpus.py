@@ -30,13 +30,12 @@ Tokens = NDArray[Any]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of three sets of texts, each text closed by [SEP]; `source` says in words what they are."""
+    """Token ids of three sets of texts, each text closed by [SEP]."""
 
     train: Tokens
     validation: Tokens
     test: Tokens
     marks: Marks
-    source: str
 
 
 def read_corpus(data: str, model: str | Path, *, longest: int, cache: Path, files: int | None = None) -> Corpus:
@@ -62,7 +61,7 @@ def _packed(folder: Path, files: int | None) -> Corpus:
     if None in held_out:
         raise NotHere(f"{folder} has train*.u16.xz and not both of validation.u16.xz and test.u16.xz beside it")
     validation, test = (_unpacked([file]) for file in held_out if file is not None)
-    return Corpus(np.concatenate([_unpacked([file]) for file in train]), validation, test, _marks(folder), folder.name)
+    return Corpus(np.concatenate([_unpacked([file]) for file in train]), validation, test, _marks(folder))
 
 
 def _unpacked(files: list[Path]) -> Tokens:
@@ -149,4 +148,4 @@ def made_up_corpus(*, vocabulary: int, examples: int, seed: int = 0) -> Corpus:
             parts.append(np.append(words[chain], Marks().sep))
         return np.concatenate(parts)
 
-    return Corpus(texts(examples), texts(examples // 2 + 1), texts(examples // 2 + 1), Marks(), "made-up texts")
+    return Corpus(texts(examples), texts(examples // 2 + 1), texts(examples // 2 + 1), Marks())

@@ -16,11 +16,10 @@ from dpoptim.reproduce.markdown import thousandths
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.privacy import plan_of
 from dpoptim.reproduce.tinybert.schedule import SWEEP
-from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, Column, column, row
+from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, WITH_NOISE, Column, column, row
 from dpoptim.theory import clip_norm_window
 from dpoptim.theory import picture_style as style
 
-WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 MULTIPLIERS = sorted({each.noise_multiplier for each in WITH_NOISE if each.noise_multiplier is not None})
 LOOKS = {
     "non_private_sgd": (style.BLACK, ":", "x"),

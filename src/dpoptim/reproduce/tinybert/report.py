@@ -9,6 +9,7 @@ from typing import Any
 from dpoptim.reproduce.markdown import made_by, number, spread, table
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, compared
+from dpoptim.reproduce.tinybert.command import command
 from dpoptim.reproduce.tinybert.proxy import how_near
 from dpoptim.reproduce.tinybert.schedule import chosen, final_lines, tuning_lines, tuning_losses
 from dpoptim.reproduce.tinybert.scores import Losses, Scores, scores
@@ -21,6 +22,7 @@ from dpoptim.reproduce.tinybert.table_of_cells import (
     PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
     ROWS,
+    WITH_NOISE,
     column,
     places,
     row,
@@ -34,7 +36,6 @@ BESIDE = {
 }
 """Rows of the table that those beyond it are held against, as they are called there."""
 BEHIND = "behind the first by"
-WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
 
 
 def markdown(lines: Sequence[Line]) -> str:
@@ -42,7 +43,7 @@ def markdown(lines: Sequence[Line]) -> str:
     scale = lines[0]["scale"]
     found = scores(lines)
     parts = [
-        made_by(lines, f"dpoptim reproduce tinybert --scale {scale} --data DIR --model DIR --device cuda"),
+        made_by(lines, command("tinybert", lines)),
         _what(lines, SIZES[scale]),
         main_table(lines),
         _signal(lines),

@@ -164,6 +164,8 @@ COLUMNS: tuple[Column, ...] = (
         sampling=lambda steps: CyclicPoisson(bands=min(16, steps)), epsilon=10.0, beyond=True,
     ),
 )  # fmt: skip
+WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != "none")
+"""The paper's columns of noise."""
 
 PAPER_WITHOUT_NOISE = {"none": 4.955, "non_private_sgd": 3.269, "non_private_adam": 2.781}
 """The paper's test losses that have no noise column; "none" is no fine-tuning."""
