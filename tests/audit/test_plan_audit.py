@@ -117,7 +117,7 @@ DAMAGE: list[tuple[Any, dict[str, Any], set[str]]] = [
     (weaker(0.7), {}, {"the claim stands", "the attack's errors", LEVEL}),
     (weaker(0.97), {}, {LEVEL}),
     (weaker(0.7), {"sampling": Poisson()}, {"the attack's errors", LEVEL}),
-    (noise_by(lambda true, step: true(step) * (step != 13)), {"steps": 200}, {LEVEL}),
+    (noise_by(lambda true, step: true(step) * (step != 13)), {"steps": 60}, {LEVEL}),
     (noise_by(lambda true, step: true(0)), {}, {AGAIN}),
     (noise_by(lambda true, step: true(step % 10)), {}, {AGAIN}),
     (noise_by(copied_half), {}, {AGAIN}),

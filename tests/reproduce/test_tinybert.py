@@ -36,7 +36,7 @@ from dpoptim.reproduce.tinybert.proxy import how_near, level
 from dpoptim.reproduce.tinybert.schedule import Job, chosen, final_cell, jobs, tuning_cell
 from dpoptim.reproduce.tinybert.scores import scores
 from dpoptim.reproduce.tinybert.search import first_setting, reached, wanted
-from dpoptim.reproduce.tinybert.sizes import SIZES, Size
+from dpoptim.reproduce.tinybert.sizes import SIZES, Scoring, Size
 from dpoptim.reproduce.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, ROWS, Knob, Row, places, row
 from dpoptim.reproduce.tinybert.texts import Marks, laid_out, made_part
 from dpoptim.reproduce.tinybert.training_run import run
@@ -52,7 +52,7 @@ SHARED = {"num_examples": 60, "model": "m"}
 @pytest.fixture(scope="module")
 def ground():
     corpus = made_up_corpus(vocabulary=VOCABULARY, examples=60)
-    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu")
+    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu", Scoring())
 
 
 def cell(name: str, kind: str = "independent", *, purpose: str = "final", **changes):
@@ -328,6 +328,16 @@ def test_without_noise_it_is_torch_adam(ground):
     assert found != pytest.approx(curve[-2][1], abs=2e-4)
 
 
+def test_a_run_is_scored_on_as_many_texts_and_as_often_as_asked(ground):
+    few = dataclasses.replace(ground, scoring=Scoring(validation_examples=3, test_examples=5, points=2))
+    result = run(cell("post_processing", steps=4), few).result
+    assert [step for step, _ in result["curve"]] == [2, 4]
+    assert result["test_examples"] == 5
+    model = ground.model()
+    assert few.validation_loss(model) == mean_losses(model, ground.validation, examples=3, longest=64)["tokens"]
+    assert few.test_losses(model)["test"] == mean_losses(model, ground.test, examples=5, longest=64)
+
+
 def test_a_hopeless_tuning_run_is_given_up(ground):
     made = cell("post_processing", purpose="tuning", steps=20)
     best = [(step, 0.5) for step in range(1, 21)]
@@ -407,13 +417,13 @@ class TestTable:
                     run_table(again, Voice())
         assert path.read_text() == (made / "tinybert.jsonl").read_text()
 
-    def test_a_worker_that_dies_ends_the_run(self, ground, tmp_path):
+    def test_a_worker_that_dies_ends_the_run(self, ground, tmp_path, by_fork):
         with workers(ground, _dies, Unfinished(tmp_path), 2) as pool:
             pool.give(Job(cell("post_processing")))
             with pytest.raises(RuntimeError, match="exit code 3"):
                 pool.take()
 
-    def test_bad_input_of_a_worker_is_told_as_it_is(self, ground, tmp_path):
+    def test_bad_input_of_a_worker_is_told_as_it_is(self, ground, tmp_path, by_fork):
         with workers(ground, _refuses, Unfinished(tmp_path), 2) as pool:
             pool.give(Job(cell("post_processing")))
             with pytest.raises(ValueError, match="no such texts"):
@@ -447,6 +457,12 @@ class TestTable:
     def test_without_data_it_says_what_is_needed(self, tmp_path, capsys):
         assert main(["reproduce", "tinybert", "--scale", "paper", "--out", str(tmp_path)]) == 2
         assert "--data" in capsys.readouterr().err
+
+
+@pytest.fixture
+def by_fork(monkeypatch):
+    """Workers that begin at once; fit for those that do not train."""
+    monkeypatch.setattr("dpoptim.reproduce.tinybert.workers.STARTED_BY", "fork")
 
 
 def _dies():

@@ -11,6 +11,7 @@ from dpoptim.reproduce.experiment import Request
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import made_up_corpus
 from dpoptim.reproduce.tinybert.experiment import grounded, run_table
+from dpoptim.reproduce.tinybert.sizes import Scoring
 from dpoptim.reproduce.tinybert.training_run import run
 from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 from dpoptim.reproduce.voice import Voice
@@ -22,7 +23,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def ground():
     corpus = made_up_corpus(vocabulary=VOCABULARY, examples=60)
-    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu")
+    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu", Scoring())
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from dpoptim.reproduce.experiment import NotHere, Outcome, Request, line_of, ope
 from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert import model as models
 from dpoptim.reproduce.tinybert.corpus import Corpus, made_up_corpus, read_corpus
-from dpoptim.reproduce.tinybert.evaluation import mean_losses
 from dpoptim.reproduce.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
-from dpoptim.reproduce.tinybert.sizes import SIZES
+from dpoptim.reproduce.tinybert.sizes import SIZES, Scoring
 from dpoptim.reproduce.tinybert.table_of_cells import ROWS, places
 from dpoptim.reproduce.tinybert.texts import fingerprint, laid_out
 from dpoptim.reproduce.tinybert.training_run import Ground, dtype_on
@@ -150,16 +149,14 @@ def _start(request: Request, lines: list[Line], ground: Ground, voice: Voice) ->
             return shared
     fresh = ground.model()
     cell = {"purpose": "no fine-tuning", "row": "none", "column": "none", "seed": 0, **shared}
-    test = mean_losses(fresh, ground.test, longest=ground.longest)
-    held_out = mean_losses(fresh, ground.validation, examples=ground.validation_examples, longest=ground.longest)
-    result = {"ended": "finished", "validation": held_out["tokens"], "test": test, "test_examples": len(ground.test),
+    result = {"ended": "finished", "validation": ground.validation_loss(fresh), **ground.test_losses(fresh),
               "texts": texts}  # fmt: skip
     first = line_of(
         NAME, request, cell, Outcome(result=result, note="no private text was used"), started, device=request.device
     )
     result_files.append(request.file(NAME), first)
     lines.append(first)
-    voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {test['tokens']:.4f}")
+    voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {result['test']['tokens']:.4f}")
     return shared
 
 
@@ -167,29 +164,32 @@ def ground_maker(request: Request) -> Callable[[], Ground]:
     """A function, fit for other processes, that makes what all cells share; NotHere where data or model are missing."""
     if request.device.startswith("cuda") and not torch.cuda.is_available():
         raise NotHere(f"{NAME}: this PyTorch finds no CUDA device; leave out --device {request.device}")
+    scoring = SIZES[request.scale].scoring
     if request.scale == "smoke":
-        return functools.partial(_ground, "", None, Path("."), request.device)
+        return functools.partial(_ground, "", None, Path("."), request.device, scoring)
     if request.model is None or request.data is None:
         raise NotHere(
             "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
             "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
         )
-    return functools.partial(_ground, request.data, request.model, request.out, request.device)
+    return functools.partial(_ground, request.data, request.model, request.out, request.device, scoring)
 
 
-def _ground(data: str, model: str | None, cache: Path, device: str) -> Ground:
+def _ground(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Ground:
     if model is None:
         corpus = made_up_corpus(vocabulary=_MADE_UP, examples=60)
         fresh, longest = functools.partial(models.made_up, vocabulary=_MADE_UP), 64
     else:
         corpus = read_corpus(data, model, longest=LONGEST, cache=cache)
         fresh, longest = functools.partial(models.load, model), LONGEST
-    return grounded(corpus, fresh, longest, device)
+    return grounded(corpus, fresh, longest, device, scoring)
 
 
-def grounded(corpus: Corpus, fresh: Callable[[], models.MaskedLM], longest: int, device: str) -> Ground:
+def grounded(
+    corpus: Corpus, fresh: Callable[[], models.MaskedLM], longest: int, device: str, scoring: Scoring
+) -> Ground:
     """Texts laid out on the device."""
     train, validation, test = (
         laid_out(tokens, corpus.marks, longest, device) for tokens in (corpus.train, corpus.validation, corpus.test)
     )
-    return Ground(train, validation, test, fresh, device, longest)
+    return Ground(train, validation, test, fresh, device, scoring, longest)

@@ -21,6 +21,7 @@ from dpoptim.reproduce.tinybert.model import MaskedLM
 from dpoptim.reproduce.tinybert.optimizers import optimizer_of
 from dpoptim.reproduce.tinybert.privacy import described, guarantee, plan_of
 from dpoptim.reproduce.tinybert.sights import Sights
+from dpoptim.reproduce.tinybert.sizes import Scoring
 from dpoptim.reproduce.tinybert.texts import Indices, Texts, made_part
 from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
@@ -43,10 +44,10 @@ class Ground:
     test: Texts
     fresh_model: Callable[[], MaskedLM]
     device: str
+    scoring: Scoring
     longest: int = 512
     bucket: int = 64
     part_tokens: int = 2**17  # more parts have less padding and take longer on the host, which several workers share
-    validation_examples: int = 4096
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,6 +57,17 @@ class Ground:
     def model(self) -> MaskedLM:
         """A fresh one, to be trained."""
         return self.fresh_model().to(self.device, self.dtype).train()
+
+    def validation_loss(self, model: MaskedLM) -> float:
+        """Mean over masked tokens of the validation texts that runs are scored on."""
+        examples = self.scoring.validation_examples
+        return mean_losses(model, self.validation, examples=examples, longest=self.longest)["tokens"]
+
+    def test_losses(self, model: MaskedLM) -> dict[str, Any]:
+        """What a line says of the test texts; a loss that is not finite is None."""
+        examples = min(self.scoring.test_examples or len(self.test), len(self.test))
+        losses = mean_losses(model, self.test, examples=examples, longest=self.longest)
+        return {"test": {name: _finite(loss) for name, loss in losses.items()}, "test_examples": examples}
 
 
 def run(
@@ -70,8 +82,8 @@ def run(
         training.load_state_dict(state)
     ended, steps = "finished", cell["steps"]
     for step in training.steps():
-        if step % max(steps // 20, 1) == 0 or step == steps:
-            training.curve.append((step, _validation(training.model, ground)))
+        if step % max(steps // ground.scoring.points, 1) == 0 or step == steps:
+            training.curve.append((step, ground.validation_loss(training.model)))
             ended = _verdict(training.curve, beat, steps)
             if ended != "finished":
                 break
@@ -90,9 +102,7 @@ def run(
         **training.sights.seen(),
     }
     if cell["purpose"] == "final":
-        test = mean_losses(training.model, ground.test, longest=ground.longest)
-        result["test"] = {name: _finite(loss) for name, loss in test.items()}
-        result["test_examples"] = len(ground.test)
+        result |= ground.test_losses(training.model)
     epsilon, note = guarantee(cell, training.plan)
     adjacency = None if note else training.plan.adjacency.value
     return Outcome(result=result, plan=described(training.plan), epsilon=epsilon, note=note, adjacency=adjacency)
@@ -159,10 +169,6 @@ class _Training:
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "sights": self.sights}
-
-
-def _validation(model: MaskedLM, ground: Ground) -> float:
-    return mean_losses(model, ground.validation, examples=ground.validation_examples, longest=ground.longest)["tokens"]
 
 
 def _verdict(curve: Curve, beat: Curve | None, steps: int) -> str:

@@ -15,6 +15,8 @@ from dpoptim.reproduce.tinybert.schedule import Job
 from dpoptim.reproduce.tinybert.training_run import Ground, run
 from dpoptim.reproduce.tinybert.unfinished import TimeIsOver, Unfinished
 
+STARTED_BY = "spawn"
+"""CUDA does not survive a fork."""
 Done = tuple[Job, Outcome | None, float]  # None: time was over first; and the seconds it took
 
 
@@ -43,7 +45,7 @@ class Processes:
     """Several at a time, each process with its own copy of the ground."""
 
     def __init__(self, make_ground: Callable[[], Ground], unfinished: Unfinished, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(STARTED_BY)
         self._jobs: Any = context.Queue()
         self._done: Any = context.Queue()
         self.places, self.busy = count, 0
