@@ -374,6 +374,11 @@ class TestTable:
             assert f"{found[place][0]:.3f} ({printed})" in page
         assert "IME is worse than post-processing" in page
 
+    def test_the_page_is_made_from_any_part_of_the_lines(self, made):
+        lines = result_files.read(made / "tinybert.jsonl").lines
+        for some in (lines[:1], lines[1:2], lines[1:]):
+            assert report.markdown(some).startswith("Made by `dpoptim reproduce tinybert --scale smoke`: ")
+
     def test_goes_on_where_it_stopped(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         before = (made / "tinybert.jsonl").read_text()

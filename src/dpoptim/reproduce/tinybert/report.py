@@ -60,13 +60,13 @@ def markdown(lines: Sequence[Line]) -> str:
 def _what(lines: Sequence[Line], size: Size) -> str:
     final = [line for line in lines if line["cell"]["purpose"] == "final"]
     tuning = [line for line in lines if line["cell"]["purpose"] == "tuning"]
-    start = next(line for line in lines if line["cell"]["purpose"] == "no fine-tuning")
+    tested = next((line["result"]["test_examples"] for line in lines if "test_examples" in line["result"]), 0)
     cut = [sum(line["result"]["ended"] == ended for line in tuning) for ended in ("given up", "diverged")]
     return (
         f"{len(final)} final runs of {size.steps} steps of {size.batch_size} texts and {len(tuning)} tuning runs of "
         f"{size.tuning_steps} steps of {size.tuning_batch_size} ({cut[0]} of these were given up on the way and "
-        f"{cut[1]} diverged), on {start['cell']['num_examples']:,} texts. Losses "
-        f"are means over the masked tokens of {start['result']['test_examples']:,} test texts; ± is Student's 95 % "
+        f"{cut[1]} diverged), on {lines[0]['cell']['num_examples']:,} texts. Losses "
+        f"are means over the masked tokens of {tested:,} test texts; ± is Student's 95 % "
         "interval over seeds, where there are several."
     )
 
