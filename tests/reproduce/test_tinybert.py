@@ -379,6 +379,18 @@ class TestTable:
         for some in (lines[:1], lines[1:2], lines[1:]):
             assert report.markdown(some).startswith("Made by `dpoptim reproduce tinybert --scale smoke`: ")
 
+    def test_the_table_ends_with_the_epsilon_of_each_column_rounded_up(self, made):
+        lines = result_files.read(made / "tinybert.jsonl").lines
+        shown = report.main_table(lines).splitlines()[-1].split("|")[2:-1]
+        told = 0
+        for text, kind in zip(shown, ("independent_low", "banded", "independent"), strict=True):
+            for exact in {line["epsilon"] for line in lines if line["cell"]["column"] == kind} - {None}:
+                assert exact <= float(text) < exact + 1e-4
+                told += 1
+        assert told
+        nothing = report.main_table(lines[:1]).splitlines()[-1]
+        assert nothing.count("–") == 3
+
     def test_goes_on_where_it_stopped(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         before = (made / "tinybert.jsonl").read_text()
@@ -543,7 +555,9 @@ def test_how_near_tuning_came_to_the_final_runs():
     setting = first_setting(row(place[0]), place[1])
 
     def line(cell, curve):
-        return {"cell": cell, "result": {"curve": curve, "validation": curve[-1][1], "ended": "finished"}}
+        last = curve[-1][1]
+        result = {"curve": curve, "validation": last, "ended": "finished", "test": {"tokens": last}}
+        return {"cell": cell, "result": result}
 
     tuned = line(tuning_cell(place, setting, size, shared), [[100, 4.5], [200, 4.25], [300, 4.0]])
     final = line(final_cell(place, setting, size, shared, 0), [[200, 4.0], [300, 3.875], [400, 3.0]])
@@ -551,6 +565,24 @@ def test_how_near_tuning_came_to_the_final_runs():
     said = how_near([tuned, final], size)
     assert "1.000 (independent, σ = 1)" in said
     assert "up to 0.25 in private rows and 0.00 in others" in said
+    assert "Behind post-processing" not in said
+
+
+def test_how_far_rows_move_between_tuning_and_final_runs():
+    """DP-SGD is ahead of post-processing in tuning and behind it after, IME is where it was."""
+    size, shared, lines = SIZES["paper"], {"num_examples": 817_503}, []
+    losses = {"post_processing": (4.0, 3.0, 3.2), "dp_sgd": (3.9, 3.1, 3.4), "independent_moments": (4.5, 3.5, 3.7),
+              "scale_then_privatize": (3.9, 3.0, 3.2)}  # fmt: skip
+    for name, (tuned, *final) in losses.items():
+        place = (name, "independent")
+        setting = first_setting(row(name), place[1])
+        cells = [tuning_cell(place, setting, size, shared)]
+        cells += [final_cell(place, setting, size, shared, seed) for seed in (0, 1)]
+        for cell, loss in zip(cells, (tuned, *final), strict=True):
+            result = {"curve": [[100, loss]], "validation": loss, "ended": "finished", "test": {"tokens": loss}}
+            lines.append({"cell": cell, "result": result})
+    expected = "by up to 0.25 (DP-SGD, independent, σ = 1: −0.100 in tuning, 0.150 in the final runs)."
+    assert expected in how_near(lines, size)
 
 
 def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():

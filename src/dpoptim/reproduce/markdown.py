@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 
+from dpoptim.privacy.shown import rounded_up
 from dpoptim.reproduce.result_files import Line
 from dpoptim.training.comparison.intervals import Interval
 
@@ -57,6 +58,15 @@ def thousandths(value: float) -> str:
     ('−0.020', '0.000')
     """
     return f"{value:z.3f}".replace("-", "−")
+
+
+def epsilon_shown(epsilon: float | None) -> str:
+    """Rounded up; a dash where nothing is guaranteed.
+
+    >>> epsilon_shown(261.23821), epsilon_shown(None)
+    ('261.2383', '–')
+    """
+    return "–" if epsilon is None else rounded_up(epsilon)
 
 
 def percent(value: float) -> str:

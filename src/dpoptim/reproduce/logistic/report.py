@@ -9,7 +9,7 @@ import numpy as np
 
 from dpoptim.noise.series import Series
 from dpoptim.reproduce.logistic.cells import SETTINGS
-from dpoptim.reproduce.markdown import made_by, number, percent, table
+from dpoptim.reproduce.markdown import epsilon_shown, made_by, percent, table
 from dpoptim.reproduce.result_files import Line
 from dpoptim.theory import picture_style as style
 
@@ -104,7 +104,7 @@ def _table(lines: Sequence[Line]) -> str:
         printed = PRINTED.get(variant)
         rows.append([
             NAMES[variant], line["cell"]["noise"],
-            number(line["epsilon"], 3), f"{truth.mean() + values.mean():.4f}",
+            epsilon_shown(line["epsilon"]), f"{truth.mean() + values.mean():.4f}",
             f"{_short(values.mean())} ± {_short(error)}", f"{middle} ({low} to {high})", _short(population.mean()),
             _short(as_paper.mean()), "–" if printed is None else f"{printed:.4f}",
             "–" if printed is None else _short(printed - base),

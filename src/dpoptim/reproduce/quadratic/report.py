@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.reproduce.markdown import made_by, number, table
+from dpoptim.reproduce.markdown import epsilon_shown, made_by, number, table
 from dpoptim.reproduce.result_files import Line
 from dpoptim.theory import picture_style as style
 
@@ -95,7 +95,7 @@ def _table(lines: Sequence[Line]) -> str:
         axes = result["noise_stddev"]
         tuned = ", ".join(f"{name} {value:g}" for name, value in result["tuned"].items())
         rows.append([
-            _name(line), number(line["epsilon"], 3), number(result["mean_loss_last_tenth"], 3),
+            _name(line), epsilon_shown(line["epsilon"]), number(result["mean_loss_last_tenth"], 3),
             f"{middle} ({low} to {high})", "–" if steep is None else number(flat / steep, 3),
             " × ".join(number(axis, 2) for axis in axes), tuned,
         ])  # fmt: skip

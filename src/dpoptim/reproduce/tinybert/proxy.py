@@ -6,11 +6,16 @@ from collections.abc import Sequence
 
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient
+from dpoptim.reproduce.markdown import thousandths
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.privacy import plan_of
 from dpoptim.reproduce.tinybert.schedule import Cell, Place, chosen, final_lines, setting_of, tuning_lines
+from dpoptim.reproduce.tinybert.scores import scores
 from dpoptim.reproduce.tinybert.sizes import Size
 from dpoptim.reproduce.tinybert.table_of_cells import column, places, row
+from dpoptim.training.comparison.intervals import mean_interval
+
+PLAIN = "post_processing"
 
 
 def how_near(lines: Sequence[Line], size: Size) -> str:
@@ -30,7 +35,28 @@ def how_near(lines: Sequence[Line], size: Size) -> str:
         "The proxy: a step's noise in the average gradient, its standard deviation in a tuning run (at its noisiest "
         f"step) over that in the final run, is {', '.join(levels)}; correlated noise is optimised for a run's own "
         "number of steps. At the same step the tuning run that was chosen and the final run (seed 0) differ in loss by "
-        f"up to {gaps[True]:.2f} in private rows and {gaps[False]:.2f} in others."
+        f"up to {gaps[True]:.2f} in private rows and {gaps[False]:.2f} in others." + _moved(lines, size)
+    )
+
+
+def _moved(lines: Sequence[Line], size: Size) -> str:
+    """How far rows change places between their tuning runs and their final ones: which margins not to believe."""
+    found, moves = scores(lines), {}
+    for name, kind in places(beyond=False):
+        pairs = [_pair(lines, (each, kind), size) for each in (name, PLAIN)]
+        if name == PLAIN or None in pairs:
+            continue
+        own, plain = (pair[0]["result"]["validation"] for pair in pairs if pair)
+        means = [mean_interval(list(found[each, kind].values())).mean for each in (name, PLAIN)]
+        moves[name, kind] = (own - plain, means[0] - means[1])
+    if not moves:
+        return ""
+    far = max(moves, key=lambda place: abs(moves[place][1] - moves[place][0]))
+    tuned, final = moves[far]
+    return (
+        f" Behind {row(PLAIN).label}, a row moves between the two by up to {abs(final - tuned):.2f} "
+        f"({row(far[0]).label}, {column(far[1]).label}: {thousandths(tuned)} in tuning, {thousandths(final)} in the "
+        "final runs)."
     )
 
 

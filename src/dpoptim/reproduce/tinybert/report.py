@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from dpoptim.reproduce.markdown import made_by, number, spread, table
+from dpoptim.reproduce.markdown import epsilon_shown, made_by, number, spread, table
 from dpoptim.reproduce.result_files import Line, cell_key
-from dpoptim.reproduce.tinybert.claims import CLAIMS, compared
+from dpoptim.reproduce.tinybert.claims import CLAIMS, LEVEL, compared
 from dpoptim.reproduce.tinybert.command import command
 from dpoptim.reproduce.tinybert.proxy import how_near
 from dpoptim.reproduce.tinybert.schedule import chosen, final_lines, tuning_lines, tuning_losses
@@ -23,6 +23,7 @@ from dpoptim.reproduce.tinybert.table_of_cells import (
     PAPER_WITHOUT_NOISE,
     ROWS,
     WITH_NOISE,
+    Column,
     column,
     places,
     row,
@@ -84,7 +85,15 @@ def main_table(lines: Sequence[Line]) -> str:
         cells = [_beside(found.get((each.name, kind.name)), kind.paper.get(each.name)) for kind in WITH_NOISE]
         if set(cells) != {"– (–)"}:
             rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
+    epsilons = [epsilon_shown(_first_epsilon(lines, kind)) for kind in WITH_NOISE]
+    rows.append([f"ε of a private row (δ = {DELTA:g}, zero-out)", *epsilons])
     return table(titles, rows)
+
+
+def _first_epsilon(lines: Sequence[Line], kind: Column) -> float | None:
+    """The ε of a column, which all its private rows have; None where none was run."""
+    own = (line["epsilon"] for line in lines if line["cell"]["column"] == kind.name)
+    return next((epsilon for epsilon in own if epsilon is not None), None)
 
 
 def _beside(losses: Losses | None, paper: float | None) -> str:
@@ -143,7 +152,7 @@ def _guarantees(lines: Sequence[Line]) -> str:
         if of_column:
             one = of_column[0]
             rows.append([kind.label, one["plan"]["sampling"], str(one["plan"]["max_participations"]),
-                         number(one["plan"]["noise_multiplier"], 4), number(one["epsilon"], 4)])  # fmt: skip
+                         number(one["plan"]["noise_multiplier"], 4), epsilon_shown(one["epsilon"])])  # fmt: skip
     if not rows:
         return ""
     head = (
@@ -151,8 +160,10 @@ def _guarantees(lines: Sequence[Line]) -> str:
         f"δ = {DELTA:g}, adjacency zero-out. These very runs guarantee NOTHING: their key is made of the seed, so that "
         "rows share their normals and anyone can make them again, and settings were tuned on the same texts. Shuffled "
         "batches pass over one fixed order again and again, without amplification; ε is then that of a Gaussian "
-        "mechanism at the worst pattern of participations, without any bound in between. σ is in units of what one "
-        "participation changes, over all steps:"
+        "mechanism at the worst pattern of participations, without any bound in between. With Poisson samples it is "
+        "that of composed privacy loss distributions (dp-accounting, rounded to the safe side), with cyclic ones too, "
+        "of one step for each turn of a text's group. ε is rounded up; losses on held-out texts are not noised and "
+        "stand outside of it. σ is in units of what one participation changes, over all steps:"
     )
     return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
 
@@ -163,7 +174,14 @@ def _claims(found: Scores) -> str:
         margins = [compared(claim, found, kind.name, kind.paper) for kind in WITH_NOISE]
         if any(margins) or not claim.ours:
             rows.append([claim.text, *(margin or "–" for margin in margins)])
-    return table(["what the paper says; ours (the paper's)", *(kind.label for kind in WITH_NOISE)], rows)
+    rule = (
+        "Margins are taken seed by seed. A claim holds where the 95 % interval lies above 0 and fails where it lies "
+        f"below {LEVEL:g}, a distance that counts as level; “no better” holds above −{LEVEL:g} and fails below. Else "
+        "it is undecided."
+    )
+    return (
+        table(["what the paper says; ours (the paper's)", *(kind.label for kind in WITH_NOISE)], rows) + "\n\n" + rule
+    )
 
 
 def _beyond(lines: Sequence[Line], found: Scores) -> str:
@@ -189,7 +207,8 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
             plan = final_lines(lines, (name, kind))[0]["plan"]
             rows.append([column(kind).label, number(plan["noise_multiplier"], 4), _shown(found[name, kind]), behind])
         parts.append(
-            f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, the best noise first:"
+            f"Scale-then-privatize at ε = {column(of_column[0][1]).epsilon:g}, δ = {DELTA:g}, adjacency zero-out, the "
+            "best noise first:"
             "\n\n" + table(["noise", "σ", "test loss", BEHIND], rows)
         )
     return "\n\n".join(parts)
