@@ -113,7 +113,9 @@ def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, t
         (["tinybert", "--only", "column=bnded"], "columns are banded, banded_10"),
         (["tinybert", "--only", "row=post_processing", "--only", "column=none"], "leaves no cell"),
         (["tinybert", "--only", "colum=banded"], "have no colum; they have batch_size"),
-        (["theory", "--render"], "is not there"),
+        (["tinybert", "--only", "row=post_processing", "--only", "seed=9"], "leaves no cell to run, and none that was"),
+        (["figures", "--only", "row=post_processing"], "leaves no cell to run, and none that was"),
+        (["theory", "--render"], "holds no result; run `dpoptim reproduce theory"),
         (["theory", "--docs", "no such page.md"], "is not a file"),
     ],
 )
@@ -143,6 +145,7 @@ def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
     assert main(["reproduce", name, "--render", "--out", str(tmp_path)]) == 0
     text = (tmp_path / f"{name}.md").read_text()
     assert "|" in text
+    assert ("--only variant=ground_truth" in text) == (value == "dense"), "losses stand beside the ground truth's"
     for link in [part.split(")")[0] for part in text.split("](")[1:]]:
         assert (tmp_path / link).exists(), "a picture that was not drawn is not linked"
 
@@ -163,8 +166,34 @@ def test_where_nothing_was_found_to_run_the_exit_code_says_so(tmp_path, capsys):
 
 
 def test_a_scale_that_is_asked_for_is_the_one_that_is_shown(made, tmp_path, capsys):
-    assert main(["reproduce", "theory", "--render", "--scale", "paper", "--out", str(made)]) == 0
-    assert "no cell was run" in capsys.readouterr().out
+    assert main(["reproduce", "theory", "--render", "--scale", "paper", "--out", str(made)]) == 2
+    assert "holds no result of scale paper, only of smoke" in capsys.readouterr().err
+
+
+def test_a_line_of_no_known_scale_is_refused(made, tmp_path, capsys):
+    text = (made / "theory.jsonl").read_text().replace('"scale": "smoke"', '"scale": "tiny"', 1)
+    (tmp_path / "theory.jsonl").write_text(text)
+    assert main(["reproduce", "theory", "--render", "--out", str(tmp_path)]) == 2
+    assert "a line is of scale 'tiny'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_run(tmp_path, capsys):
+    page, out = tmp_path / "page.md", tmp_path / "out"
+    page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
+    both = ["reproduce", "theory", "quadratic", "--scale", "smoke"]
+    assert main([*both, "--out", str(out), "--docs", str(page)]) == 2
+    assert "<!-- begin quadratic -->" in capsys.readouterr().err
+    assert main([*both, "--out", str(page)]) == 2
+    assert "is a file; it must be a folder" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_is_left_when_time_is_over_is_told(tmp_path, capsys):
+    arguments = ["reproduce", "theory", "--scale", "smoke", "--time-limit", "1e-9", "--out", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert told["left"] > 20
+    assert told["cells"] == 0
 
 
 def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):

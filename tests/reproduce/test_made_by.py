@@ -21,6 +21,11 @@ def test_the_command_tells_the_device_that_was_used(machine, scale, given):
     assert command("tinybert", lines) == f"dpoptim reproduce tinybert --scale {scale}{given}"
 
 
+def test_one_line_of_a_gpu_is_enough_to_name_it():
+    lines = [{"scale": "paper", "setting": {"machine": name}} for name in ("x86_64, 2 cores, 1 threads", "NVIDIA H200")]
+    assert command("tinybert", lines).endswith("--device cuda")
+
+
 @pytest.mark.parametrize(("begin", "said"), [(42, "18 s, several at a time, in 10 s"), (51, "18 s on a machine")])
 def test_cells_that_shared_the_machine_are_told_so(begin, said):
     """One cell ran for 10 s until second 51, another for 8 s."""

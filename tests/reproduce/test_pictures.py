@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from dpoptim.reproduce.experiments import experiment
 from dpoptim.reproduce.rendering import lines_of
 from dpoptim.reproduce.tinybert.captions import WORDS, markdown
+from dpoptim.reproduce.tinybert.claims import LEVEL
 from dpoptim.reproduce.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, pictures, shown
 from dpoptim.reproduce.tinybert.table_of_cells import ROWS
+from dpoptim.theory import clip_norm_window
 from dpoptim.theory import picture_style as style
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -82,6 +85,33 @@ def test_what_is_best_next_last_and_level_is_told(lines):
     ahead = finding("curves", with_row(lines, "post_processing_eps", "scale_then_privatize", less=0.1))
     assert ahead.count("post-processing, ε_s tuned at") == 3
     assert ahead.count("next scale-then-privatize, 0.100 behind") == 3
+
+
+def test_level_is_within_the_distance_that_claims_have(lines):
+    def level(less):
+        text = finding("curves", with_row(lines, "post_processing_eps", "post_processing", less=less))
+        return len(re.findall(r"ε_s tuned (?:and [^,;]* )?level with", text))
+
+    assert level(LEVEL - 1e-4) == 3
+    assert level(LEVEL + 1e-4) == 0
+
+
+def test_gradients_are_averaged_over_the_second_half(lines):
+    other = copy.deepcopy(lines)
+    for line in other:
+        if "gradient_norms" in line["result"]:
+            line["result"]["gradient_norms"] = [(1, 0.5), (2, 0.4), (3, 0.2), (4, 0.1)]
+    assert finding("gradients", other).count("0.500 to 0.150") == 3
+
+
+def test_the_window_of_the_theory_is_drawn_from_its_lower_end_to_its_upper(lines):
+    """Independent noise at σ = 1: from (σ/B)·√m to 1 of the upper end, B/σ."""
+    *_, window = pictures(lines)["clipping"]().axes
+    bars = [bar.get_xdata() for bar in window.get_lines() if len(set(bar.get_ydata())) == 1]
+    moments = next(line["result"]["second_moments"] for line in shown(lines)["moments"])
+    low, high = clip_norm_window(dimension=sum(moments["counts"]), noise_multiplier=1.0, batch_size=2048)
+    assert len(bars) == 3
+    assert list(bars[-1]) == pytest.approx([low / high, 1.0])
 
 
 def test_lost_clip_norms_are_told(lines):

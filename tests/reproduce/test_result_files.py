@@ -15,7 +15,7 @@ SETTING = {"commit": "abc", "machine": "m", "versions": {}, "made": "2026-01-01T
 def line(**cell):
     return {
         "experiment": "x", "scale": "smoke", "cell": cell, "plan": None, "epsilon": None,
-        "result": {"loss": 0.1 + 0.2}, "setting": SETTING,
+        "adjacency": None, "note": None, "result": {"loss": 0.1 + 0.2}, "setting": SETTING,
     }  # fmt: skip
 
 
@@ -29,6 +29,12 @@ def test_what_is_appended_is_read_with_all_digits(tmp_path):
     assert found.lines[0]["result"]["loss"] == 0.30000000000000004
     assert found.note is None
     assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("result", [{}, None, [1.0]])
+def test_a_line_without_a_result_is_refused(tmp_path, result):
+    with pytest.raises(ValueError, match="has no 'result'"):
+        result_files.append(tmp_path / "x.jsonl", line(a=1) | {"result": result})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -78,7 +78,8 @@ def test_committed_results_are_whole_and_say_where_they_come_from(name):
 
 def test_no_cell_is_there_twice():
     for name in FILES:
-        keys = [cell_key(line["cell"]) for line in result_files.read(RESULTS / f"{name}.jsonl").lines]
+        lines = result_files.read(RESULTS / f"{name}.jsonl").lines
+        keys = [(line["scale"], cell_key(line["cell"])) for line in lines]
         assert len(set(keys)) == len(keys), name
 
 

@@ -540,6 +540,19 @@ def test_no_better_allows_for_a_little():
     assert answer(-0.006).endswith(", fails")
 
 
+def test_an_interval_on_both_sides_of_the_bound_decides_nothing():
+    found = {("noiseless", "x"): {0: 3.49, 1: 3.402}, ("post_processing", "x"): {0: 3.5, 1: 3.4}}
+    answer = compared(claim_of("noiseless", "post_processing"), found, "x", PAPER)
+    assert answer is not None
+    assert answer.endswith(", undecided")
+
+
+@pytest.mark.parametrize("name", ["post_processing", "independent_moments", "bias_correction", "dp_sgd"])
+def test_every_private_row_can_be_the_next(name):
+    found = {(row, "x"): {0: loss} for row, loss in (PAPER | {name: 3.46}).items()}
+    assert compared(CLAIMS[0], found, "x", PAPER) == "0.010 (0.040)"
+
+
 def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
     def line(loss, seed, lr):
         cell = {"purpose": "final", "row": "post_processing", "column": "banded", "seed": seed, "lr": lr}

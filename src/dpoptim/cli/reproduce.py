@@ -32,10 +32,10 @@ experiments:
 
 _EXAMPLES = """\
 examples:
-  dpoptim reproduce theory
-      minutes on two cores; writes results/theory.jsonl, results/theory.md and results/images/theory-*.png
-  dpoptim reproduce logistic --scale paper --only noise=dense
-      the paper's size, one kind of noise
+  dpoptim reproduce theory --out mine
+      minutes on two cores; writes mine/theory.jsonl, mine/theory.md and mine/images/theory-*.png
+  dpoptim reproduce logistic --scale paper --only setting=sparse --out mine
+      the paper's size, one setting of three
   dpoptim reproduce all --render --docs docs/results.md
       runs nothing; makes tables and pictures again, and puts them between the marks of a page
 """
@@ -86,6 +86,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: Namespace) -> int:
     """Run the experiments, make tables and pictures, and say where they are."""
+    from dpoptim.reproduce import rendering
     from dpoptim.reproduce.experiments import chosen
     from dpoptim.reproduce.voice import voice_of
 
@@ -97,6 +98,11 @@ def run(options: Namespace) -> int:
     experiments = chosen(options.experiments)
     if options.docs is not None and not options.docs.is_file():
         raise ValueError(f"--docs {options.docs} is not a file; it must be a page with marks to fill")
+    if options.docs is not None:
+        for experiment in experiments:  # before hours are spent on what cannot be put in
+            rendering.marks(options.docs.read_text(encoding="utf-8"), experiment)
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a file; it must be a folder, which is made where there is none")
     found = []
     try:
         with voice_of(Console(stderr=True)) as voice:
@@ -115,7 +121,8 @@ def run(options: Namespace) -> int:
         print()
     else:
         for one in found:
-            print(one["passed_over"] or f"{one['name']}: {one['cells']} cells, {one['new']} of them new")
+            left = f"; {one['left']} or more are left" if one["left"] else ""
+            print(one["passed_over"] or f"{one['name']}: {one['cells']} cells, {one['new']} of them new{left}")
             for file in one["files"]:
                 print(f"  wrote {file}")
     return 2 if all(one["refused"] for one in found) else 0
@@ -127,14 +134,14 @@ def _one(experiment: Experiment, request: Request, options: Namespace, voice: Vo
     from dpoptim.reproduce.experiment import NotHere
 
     started, path = time.perf_counter(), request.file(experiment.file)
-    told: dict[str, Any] = {"name": experiment.name, "file": str(path), "cells": 0, "new": 0, "files": []}
+    told: dict[str, Any] = {"name": experiment.name, "file": str(path), "cells": 0, "new": 0, "left": 0, "files": []}
     told |= {"passed_over": None, "refused": False}
     there = 0 if request.again else len(result_files.done(path, scale=request.scale))
     try:
         if not options.render:
-            experiment.run(request, voice)
-        elif not path.exists():
-            raise NotHere(f"{path} is not there; run it without --render")
+            told["left"] = experiment.run(request, voice)
+        else:
+            rendering.lines_of(experiment, request.out, options.scale)
     except NotHere as error:
         if alone:
             raise

@@ -106,7 +106,7 @@ class Outcome:
 class Experiment:
     """A named experiment.
 
-    run: does the cells that are missing, by `run_cells`; raises `NotHere` where it cannot.
+    run: does the cells that are missing, and returns how many are left; raises `NotHere` where it cannot.
     markdown: the section of tables for the lines of ONE scale; its pictures are linked as images/NAME-PICTURE.png.
     pictures: what to draw for them, each a function that returns a matplotlib figure, by PICTURE.
     results: the experiment whose file of results it reads and adds to, where it has none of its own.
@@ -114,7 +114,7 @@ class Experiment:
     """
 
     name: str
-    run: Callable[[Request, Voice], None]
+    run: Callable[[Request, Voice], int]
     markdown: Callable[[Sequence[Line]], str]
     pictures: Callable[[Sequence[Line]], Mapping[str, Callable[[], Any]]]
     results: str = ""
@@ -163,8 +163,8 @@ def run_cells(
 ) -> int:
     """Compute those cells that the file has not, one after the other, each appended as soon as it is done.
 
-    Returns how many were computed. Edge cases: `request.again` renames the old file first; past the time limit no
-    cell is begun, and a line says how many are left.
+    Returns how many are left, which is 0 but past the time limit: then no cell is begun, and a line says so. Edge
+    cases: `request.again` renames the old file first.
     """
     path = request.file(name)
     there = {result_files.cell_key(line["cell"]) for line in open_results(name, request, voice)}
@@ -177,13 +177,13 @@ def run_cells(
     for count, cell in enumerate(missing):
         if request.out_of_time():
             voice.say(f"{name}: time is over, {len(missing) - count} cells are left; the same command goes on")
-            return count
+            return len(missing) - count
         started = time.perf_counter()
         voice.doing(short(cell))
         line = line_of(name, request, cell, compute(cell), started)
         result_files.append(path, line)
         voice.finished(f"{name}: {short(cell)}: {line['setting']['seconds']:.1f} s")
-    return len(missing)
+    return 0
 
 
 def _settings_in_words(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -32,7 +32,7 @@ def setting(started: float, *, commit: str | None = None, device: str = "cpu") -
         "commit": commit or this_commit(),
         "machine": machine(device),
         "versions": versions(),
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "made": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "seconds": round(time.perf_counter() - started, 3),
     }
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from dpoptim.reproduce import result_files
-from dpoptim.reproduce.experiment import SCALES, Experiment
+from dpoptim.reproduce.experiment import SCALES, Experiment, NotHere
 from dpoptim.reproduce.result_files import Line
 from dpoptim.theory import picture_style as style
 from dpoptim.training.support.files import write_text
@@ -15,14 +14,18 @@ from dpoptim.training.support.files import write_text
 def lines_of(experiment: Experiment, out: Path, scale: str | None = None) -> list[Line]:
     """The lines of one scale, by default the largest in the file; of cells that are there twice, the last line.
 
-    Edge cases: ValueError where there is none.
+    Edge cases: NotHere where there is none; ValueError where a line is of no known scale.
     """
     path = out / f"{experiment.file}.jsonl"
     lines = result_files.read(path).lines
-    scale = scale or max((line["scale"] for line in lines), key=SCALES.index, default="")
+    scales = {line["scale"] for line in lines}
+    if unknown := scales - set(SCALES):
+        raise ValueError(f"{path}: a line is of scale {unknown.pop()!r}; it must be one of {', '.join(SCALES)}")
+    scale = scale or max(scales, key=SCALES.index, default="")
     found = {result_files.cell_key(line["cell"]): line for line in lines if line["scale"] == scale}
     if not found:
-        raise ValueError(f"{path} holds no result; run `dpoptim reproduce {experiment.name} --out {out}`")
+        others = f" of scale {scale}, only of {', '.join(sorted(scales))}" if scales else ""
+        raise NotHere(f"{path} holds no result{others}; run `dpoptim reproduce {experiment.name} --out {out}`")
     return list(found.values())
 
 
@@ -43,11 +46,11 @@ def render_into(
     """
     lines = lines_of(experiment, out, scale)
     text = document.read_text(encoding="utf-8")
-    the_table = f"{experiment.name} table"
-    if experiment.table is not None and f"<!-- begin {the_table} -->" in text:
-        write_text(document, replaced(text, the_table, experiment.table(lines)))
+    begin, end = marks(text, experiment)
+    if experiment.table is not None and begin == _begin(f"{experiment.name} table"):
+        write_text(document, _replaced(text, begin, end, experiment.table(lines)))
         return [document]
-    write_text(document, replaced(text, experiment.name, section(experiment, lines)))
+    write_text(document, _replaced(text, begin, end, section(experiment, lines)))
     folder = document.parent / "images"
     return [document, *(_draw(experiment, lines, folder, f"results-{experiment.name}") if pictures else [])]
 
@@ -58,17 +61,28 @@ def section(experiment: Experiment, lines: list[Line]) -> str:
     return experiment.markdown(lines).replace(f"(images/{name}-", f"(images/results-{name}-")
 
 
-def replaced(text: str, name: str, section: str) -> str:
-    """The text with what is between the marks of that name replaced.
-
-    >>> replaced("a\\n<!-- begin x -->\\nold\\n<!-- end x -->\\nb", "x", "new")
-    'a\\n<!-- begin x -->\\nnew\\n<!-- end x -->\\nb'
-    """
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+def marks(text: str, experiment: Experiment) -> tuple[str, str]:
+    """The marks that a page has for the experiment's table, or else for its section; ValueError where it has not."""
+    the_table = experiment.table is not None and _begin(f"{experiment.name} table") in text
+    name = f"{experiment.name} table" if the_table else experiment.name
+    begin, end = _begin(name), f"<!-- end {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the page must hold the marks {begin} and {end} once each, in this order; add them")
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    return pattern.sub(lambda _: f"{begin}\n{section}\n{end}", text)
+    return begin, end
+
+
+def _begin(name: str) -> str:
+    return f"<!-- begin {name} -->"
+
+
+def _replaced(text: str, begin: str, end: str, section: str) -> str:
+    """The text with what is between the marks replaced.
+
+    >>> _replaced("a\\n<x>\\nold\\n</x>\\nb", "<x>", "</x>", "new")
+    'a\\n<x>\\nnew\\n</x>\\nb'
+    """
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{section}\n{end}{rest.partition(end)[2]}"
 
 
 def _draw(experiment: Experiment, lines: list[Line], folder: Path, begin: str) -> list[Path]:

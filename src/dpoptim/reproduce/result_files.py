@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Line = dict[str, Any]
-REQUIRED = ("experiment", "scale", "cell", "plan", "epsilon", "result", "setting")
+REQUIRED = ("experiment", "scale", "cell", "plan", "epsilon", "adjacency", "note", "result", "setting")
 OF_SETTING = ("commit", "machine", "versions", "made", "seconds")
 """What `setting` holds at least."""
 
@@ -115,11 +115,13 @@ def _parsed(text: bytes) -> Line | None:
 def _lacking(line: Mapping[str, Any]) -> str | None:
     """What a line ought to hold and does not, the first of it, in words.
 
-    >>> _lacking({name: {} for name in REQUIRED})
+    >>> _lacking({name: {"loss": 1.0} for name in REQUIRED})
     "'commit' in its 'setting'"
     """
     if missing := [name for name in REQUIRED if name not in line]:
         return repr(missing[0])
+    if not isinstance(line["result"], Mapping) or not line["result"]:
+        return "'result'"
     setting = line["setting"] if isinstance(line["setting"], Mapping) else {}
     return next((f"{name!r} in its 'setting'" for name in OF_SETTING if name not in setting), None)
 

@@ -7,9 +7,9 @@ from dpoptim.reproduce.logistic import cells, report
 from dpoptim.reproduce.voice import Voice
 
 
-def run(request: Request, voice: Voice) -> None:
+def run(request: Request, voice: Voice) -> int:
     """Every variant, noise and setting that is not in the file yet."""
-    run_cells("logistic", cells.cells(request.scale), cells.compute, request, voice)
+    return run_cells("logistic", cells.cells(request.scale), cells.compute, request, voice)
 
 
 EXPERIMENT = Experiment(name="logistic", run=run, markdown=report.markdown, pictures=report.pictures)

@@ -86,7 +86,7 @@ def _table(lines: Sequence[Line]) -> str:
     """Mean test loss and excess of every cell, beside the paper's."""
     truth = excess_of(lines, "ground_truth", "none", "test_loss")
     if truth is None:
-        return ""
+        return "Losses are told beside the ground truth's, whose cell is not there: `--only variant=ground_truth`."
     base = PRINTED["ground_truth"]
     rows = [[NAMES["ground_truth"], "none", "–", f"{truth.mean():.4f}", "0", "–", "–", "–", f"{base:.4f}", "0"]]
     for line in lines:

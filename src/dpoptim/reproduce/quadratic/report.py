@@ -28,8 +28,8 @@ COLOURS = {**style.METHODS, "adam": style.BLACK, "noiseless_preconditioner": sty
 
 CAPTIONS = {
     "loss": "final loss of every variant, with spread and with equal examples",
-    "noise": "preconditioners of every variant, and the shapes of the noise on the gradient and in the update",
-    "trajectories": "four runs of every variant over the level lines of the loss",
+    "noise": "spread examples: preconditioners of every variant, shapes of the noise on the gradient and in the update",
+    "trajectories": "spread examples: four runs of every variant over the level lines of the loss",
 }
 """Of each picture, in the page's order."""
 
@@ -172,7 +172,9 @@ def _draw_preconditioners(axes: Any, lines: Sequence[Line]) -> None:
     axes.set_yticks(range(len(shown)), [_name(line) for line in shown])
     axes.invert_yaxis()
     axes.legend(loc="upper right", frameon=False)
-    style.label(axes, "Preconditioner, last tenth of the steps", "1/(√ν̂ + ε), θ-units / loss", "", log="x")
+    style.label(
+        axes, "Preconditioner, last tenth of the steps, spread examples", "1/(√ν̂ + ε_s), θ-units / loss", "", log="x"
+    )
     axes.set_xlim(right=1.6 * axes.get_xlim()[1])
 
 
@@ -207,8 +209,8 @@ def draw_trajectories(lines: Sequence[Line]) -> Any:
         style.label(axes, _name(line), "", "")
     for axes in panels[len(here) :]:
         axes.set_visible(False)
-    figure.supxlabel("θ₁ (steep), from 1; the star is the minimum", fontsize=9.5)
-    figure.supylabel("θ₂ (flat), from 1", fontsize=9.5)
+    figure.supxlabel("θ₁ (steep); from (1, 1), the star is the minimum; spread examples", fontsize=9.5)
+    figure.supylabel("θ₂ (flat)", fontsize=9.5)
     return figure
 
 

@@ -136,7 +136,7 @@ def draw(lines: Sequence[Line]) -> Any:
         fmt="o", color=style.GREEN, ms=5, capsize=3, label="simulated ± 2 standard errors",
     )  # fmt: skip
     negative.legend(loc="upper right", frameon=False)
-    style.label(negative, "Bias correction in pure noise", "step", "P(ν̂ − b < 0)", log="x")
+    style.label(negative, "Bias correction in pure noise", "step", "share of negative ν̂ less its bias", log="x")
     shown = [(line, value) for line in lines if (value := deviation(line)) is not None]
     groups = [name for name in SCALARS if any(line["cell"]["quantity"] == name for line, _ in shown)]
     away.axvspan(-2, 2, color=style.GREY, alpha=0.12, lw=0)

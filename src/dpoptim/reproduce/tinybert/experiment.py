@@ -31,7 +31,7 @@ LONGEST = 512
 GPU_WORKERS = 6
 
 
-def run_table(request: Request, voice: Voice) -> None:
+def run_table(request: Request, voice: Voice) -> int:
     """All that the file has not: the model as it comes, tuning, and final runs, of the paper's table and beyond it."""
     size = SIZES[request.scale]
 
@@ -39,17 +39,17 @@ def run_table(request: Request, voice: Voice) -> None:
         all_places = places(beyond=False) + places(beyond=True)
         return in_turn(jobs(lines, all_places, size, shared, request.seeds or size.seeds))
 
-    _run(request, voice, next_jobs)
+    return _run(request, voice, next_jobs)
 
 
-def run_sweep(request: Request, voice: Voice) -> None:
+def run_sweep(request: Request, voice: Voice) -> int:
     """Runs that only a picture shows: scale-then-privatize against the clip norm, once its table's place is tuned."""
     if request.again:  # the table's runs, in the same file, are not its own to begin afresh
         raise ValueError("figures adds to the results of tinybert; leave out --again, or begin those afresh")
-    _run(request, voice, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
+    return _run(request, voice, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
 
 
-def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> None:
+def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> int:
     _check_only(request)
     make_ground = ground_maker(request)
     lines = open_results(NAME, request, voice)
@@ -66,11 +66,13 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
         def wanted() -> list[Job]:
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
-        _work_off(request, wanted, pool, lines, unfinished, voice)
+        if request.only and not wanted() and not any(request.wants(line["cell"]) for line in lines):
+            raise NotHere(f"only={','.join(request.only)} leaves no cell to run, and none that was run")
+        return _work_off(request, wanted, pool, lines, unfinished, voice)
 
 
 def _check_only(request: Request) -> None:
-    """NotHere where `only` asks for what no cell has: it would be told by no cell at all, as if all were done."""
+    """NotHere where `only` asks for a place or a setting that no cell has, before texts are read."""
     of_place = [text for text in request.only if text.startswith(("row=", "column="))]
     narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
     if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
@@ -92,8 +94,11 @@ def _work_off(
     lines: list[Line],
     unfinished: Unfinished,
     voice: Voice,
-) -> None:
-    """Give out jobs as lines come in; past the time limit none is begun, and those under way stop and are kept."""
+) -> int:
+    """Give out jobs as lines come in; past the time limit none is begun, and those under way stop and are kept.
+
+    Returns how many are left, as far as is known before further tuning.
+    """
     flying: set[str] = set()
     kept = 0
     voice.begin(NAME, total=len(next_jobs()), done=0)
@@ -110,7 +115,7 @@ def _work_off(
                     f"{NAME}: time is over, {len(waiting)} cells or more are left, {kept} of them begun; the same "
                     "command goes on"
                 )
-            return
+            return len(waiting)
         done, outcome, seconds = pool.take()
         flying.discard(cell_key(done.cell))
         if outcome is None:

@@ -11,7 +11,7 @@ from dpoptim.reproduce.result_files import Line, cell_key
 from dpoptim.reproduce.tinybert.claims import CLAIMS, LEVEL, compared
 from dpoptim.reproduce.tinybert.command import command
 from dpoptim.reproduce.tinybert.proxy import how_near
-from dpoptim.reproduce.tinybert.schedule import chosen, final_lines, tuning_lines, tuning_losses
+from dpoptim.reproduce.tinybert.schedule import SWEEP, chosen, final_lines, tuning_lines, tuning_losses
 from dpoptim.reproduce.tinybert.scores import Losses, Scores, scores
 from dpoptim.reproduce.tinybert.search import on_edge, wanted
 from dpoptim.reproduce.tinybert.sizes import SIZES, Size
@@ -60,16 +60,26 @@ def markdown(lines: Sequence[Line]) -> str:
 
 def _what(lines: Sequence[Line], size: Size) -> str:
     final = [line for line in lines if line["cell"]["purpose"] == "final"]
-    tuning = [line for line in lines if line["cell"]["purpose"] == "tuning"]
+    tuning = [line for line in lines if _is_tuning(line)]
     tested = next((line["result"]["test_examples"] for line in lines if "test_examples" in line["result"]), 0)
-    cut = [sum(line["result"]["ended"] == ended for line in tuning) for ended in ("given up", "diverged")]
+    swept = sum(line["cell"]["purpose"] == SWEEP for line in lines)
+    text = f"{len(final)} final runs of {size.steps} steps of {size.batch_size} texts"
+    if tuning:
+        cut = [sum(line["result"]["ended"] == ended for line in tuning) for ended in ("given up", "diverged")]
+        text += (
+            f", {len(tuning)} tuning runs of {size.tuning_steps} steps of {size.tuning_batch_size} ({cut[0]} of these "
+            f"were given up on the way and {cut[1]} diverged)"
+        )
+    if swept:
+        text += f" and {swept} runs against the clip norm, for a picture"
     return (
-        f"{len(final)} final runs of {size.steps} steps of {size.batch_size} texts and {len(tuning)} tuning runs of "
-        f"{size.tuning_steps} steps of {size.tuning_batch_size} ({cut[0]} of these were given up on the way and "
-        f"{cut[1]} diverged), on {lines[0]['cell']['num_examples']:,} texts. Losses "
-        f"are means over the masked tokens of {tested:,} test texts; ± is Student's 95 % "
-        "interval over seeds, where there are several."
+        f"{text}, on {lines[0]['cell']['num_examples']:,} texts. Losses are means over the masked tokens of {tested:,} "
+        "test texts; ± is Student's 95 % interval over seeds, where there are several."
     )
+
+
+def _is_tuning(line: Line) -> bool:
+    return bool(line["cell"]["purpose"] == "tuning")
 
 
 def main_table(lines: Sequence[Line]) -> str:
@@ -155,10 +165,11 @@ def _guarantees(lines: Sequence[Line]) -> str:
                          number(one["plan"]["noise_multiplier"], 4), epsilon_shown(one["epsilon"])])  # fmt: skip
     if not rows:
         return ""
+    tuned = ", and settings were tuned on the same texts" if any(map(_is_tuning, lines)) else ""
     head = (
         "What a run like these would guarantee with a secret key of its own, tuning not counted, at "
         f"δ = {DELTA:g}, adjacency zero-out. These very runs guarantee NOTHING: their key is made of the seed, so that "
-        "rows share their normals and anyone can make them again, and settings were tuned on the same texts. Shuffled "
+        f"rows share their normals and anyone can make them again{tuned}. Shuffled "
         "batches pass over one fixed order again and again, without amplification; ε is then that of a Gaussian "
         "mechanism at the worst pattern of participations, without any bound in between. With Poisson samples it is "
         "that of composed privacy loss distributions (dp-accounting, rounded to the safe side), with cyclic ones too, "

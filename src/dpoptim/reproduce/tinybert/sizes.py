@@ -18,8 +18,8 @@ class Scoring:
 class Size:
     """Steps and batches of the final runs, and the smaller batch of the runs that settings are tuned with.
 
-    `standing_for` is the batch whose noise in the average gradient is kept, so that a smaller batch meets the same
-    problem: the clipped sum's own sampling noise stays far below it.
+    `standing_for` is the batch whose noise in the average gradient is kept, so that a smaller batch meets nearly the
+    same problem: its clipped sum has sampling noise of its own, the more of the whole the less noise there is.
     """
 
     steps: int
