@@ -43,13 +43,25 @@ def test_forks():
 """
 
 
-def run(folder: Path, *arguments: str) -> list[str]:
+RUNS = """
+import sys, pytest
+for arguments in ([], ["-k", "not first"], ["--seed", "1"]):
+    print("RUN")
+    if pytest.main(["-q", "-s", "-p", "tests.chance", "-p", "no:cacheprovider", *arguments]):
+        sys.exit(1)
+"""
+
+
+def runs(folder: Path) -> list[list[str]]:
+    """What was drawn by a whole run, a part of it, and one with another seed, one after the other in one process."""
     (folder / "test_draws.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.chance", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", RUNS], cwd=folder, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
-    return [line[line.index("DREW") :] for line in found.stdout.splitlines() if "DREW" in line]
+    return [
+        [line[line.index("DREW") :] for line in part.splitlines() if "DREW" in line]
+        for part in found.stdout.split("RUN\n")[1:]
+    ]
 
 
 def of(lines: list[str], *names: str) -> list[str]:
@@ -57,7 +69,7 @@ def of(lines: list[str], *names: str) -> list[str]:
 
 
 def test_chance_follows_from_the_seed_and_the_name_alone(tmp_path):
-    whole, part, other = run(tmp_path), run(tmp_path, "-k", "not first"), run(tmp_path, "--seed", "1")
+    whole, part, other = runs(tmp_path)
     assert of(whole, "second", "given") == of(part, "second", "given"), "whatever ran before"
     for name in ("first", "second"):
         assert of(whole, name) != of(other, name)

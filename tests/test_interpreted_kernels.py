@@ -18,18 +18,18 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device itself: pytest -m gpu")
 @pytest.mark.parametrize(
-    ("file", "chosen"),
+    ("files", "chosen"),
     [
         ("tests/gradients/test_triton_kernels.py", "softmax or outer or norm"),
         ("tests/gradients/test_triton_kernels.py", "not (softmax or outer or norm)"),
         ("tests/gradients/test_captured_kernels.py", "scaled or whatever_was_there or drawn_anew"),
-        ("tests/optim/test_triton_adam.py", ""),
-        ("tests/noise/test_triton_normals.py", ""),
+        ("tests/optim/test_triton_adam.py tests/noise/test_triton_normals.py", ""),
     ],
-    ids=["products", "sums", "graphs", "adam", "noise"],
+    ids=["products", "sums", "graphs", "adam and noise"],
 )
-def test_kernels_compute_what_the_plain_functions_do(file, chosen):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen, file]
+def test_kernels_compute_what_the_plain_functions_do(files, chosen):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]
+    command += files.split()
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

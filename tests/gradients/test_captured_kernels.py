@@ -64,7 +64,7 @@ def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
     """Full batches and others, of three widths, with memory that is taken and given back in between."""
     sizes = [(4, 8), (4, 8), (4, 5), (3, 8), (4, 5), (4, 11), (2, 5), (4, 11), (4, 8), (1, 8), (4, 5)]
-    sizes = sizes[1:4] if IS_INTERPRETED else sizes * 3
+    sizes = [(4, 8), (3, 8)] if IS_INTERPRETED else sizes * 3
     found = []
     for is_captured in (False, True):
         model = Bert().to(DEVICE, dtype)

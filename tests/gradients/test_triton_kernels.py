@@ -18,8 +18,8 @@ SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 4
 CLASSES = [None, 2047, 2048, 30_001, 50_257]
 EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
 if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise than GPUs do
-    DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 36, 17, 130)]
-    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [130]
+    DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 33, 6, 130)]
+    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [8]
 CASES = list(itertools.product(SHAPES, (False, True), DTYPES))
 if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both dtypes
     CASES = [case for case in CASES if (case[0] == SHAPES[0]) != (case[1] == (case[2] == torch.float16))]

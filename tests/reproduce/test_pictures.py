@@ -143,7 +143,7 @@ def test_a_new_row_is_drawn(lines):
     assert len(names) == len(LOOKS)
 
 
-@pytest.mark.parametrize("row", ["none", "noiseless", "non_private_adam", "post_processing", "bias_correction"])
+@pytest.mark.parametrize("row", ["none", "noiseless", "post_processing"])
 def test_a_row_that_is_missing_stops_no_picture(lines, row):
     left = [line for line in lines if line["cell"]["row"] != row]
     assert _drawn(left, "curves", "negative", "moments") >= {"curves", "negative", "moments"}
