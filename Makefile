@@ -5,8 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Of what is installed, only what is imported is worth compiling, and Python does that by itself.
-INSTALL := $(PIP) install -qq --no-compile --constraint constraints.txt
+INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types bench bench-all clean
