@@ -10,10 +10,9 @@ from dpoptim.reproduce.markdown import thousandths
 from dpoptim.reproduce.result_files import Line
 from dpoptim.reproduce.tinybert.privacy import plan_of
 from dpoptim.reproduce.tinybert.schedule import Cell, Place, chosen, final_lines, setting_of, tuning_lines
-from dpoptim.reproduce.tinybert.scores import scores
+from dpoptim.reproduce.tinybert.scores import mean, scores
 from dpoptim.reproduce.tinybert.sizes import Size
 from dpoptim.reproduce.tinybert.table_of_cells import column, places, row
-from dpoptim.training.comparison.intervals import mean_interval
 
 PLAIN = "post_processing"
 
@@ -47,8 +46,8 @@ def _moved(lines: Sequence[Line], size: Size) -> str:
         if name == PLAIN or None in pairs:
             continue
         own, plain = (pair[0]["result"]["validation"] for pair in pairs if pair)
-        means = [mean_interval(list(found[each, kind].values())).mean for each in (name, PLAIN)]
-        moves[name, kind] = (own - plain, means[0] - means[1])
+        if own is not None and plain is not None:  # where nothing but diverged, there is no loss
+            moves[name, kind] = (own - plain, mean(found[name, kind]) - mean(found[PLAIN, kind]))
     if not moves:
         return ""
     far = max(moves, key=lambda place: abs(moves[place][1] - moves[place][0]))

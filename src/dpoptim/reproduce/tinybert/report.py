@@ -12,7 +12,7 @@ from dpoptim.reproduce.tinybert.claims import CLAIMS, LEVEL, compared
 from dpoptim.reproduce.tinybert.command import command
 from dpoptim.reproduce.tinybert.proxy import how_near
 from dpoptim.reproduce.tinybert.schedule import SWEEP, chosen, final_lines, tuning_lines, tuning_losses
-from dpoptim.reproduce.tinybert.scores import Losses, Scores, scores
+from dpoptim.reproduce.tinybert.scores import Losses, Scores, mean, scores
 from dpoptim.reproduce.tinybert.search import on_edge, wanted
 from dpoptim.reproduce.tinybert.sizes import SIZES, Size
 from dpoptim.reproduce.tinybert.table_of_cells import (
@@ -95,23 +95,20 @@ def main_table(lines: Sequence[Line]) -> str:
         cells = [_beside(found.get((each.name, kind.name)), kind.paper.get(each.name)) for kind in WITH_NOISE]
         if set(cells) != {"– (–)"}:
             rows.append([each.label + (" (NOT private)" if each.note else ""), *cells])
-    epsilons = [epsilon_shown(_first_epsilon(lines, kind)) for kind in WITH_NOISE]
+    private = [_private_line(lines, kind) for kind in WITH_NOISE]
+    epsilons = [epsilon_shown(line["epsilon"] if line else None) for line in private]
     rows.append([f"ε of a private row (δ = {DELTA:g}, zero-out)", *epsilons])
     return table(titles, rows)
 
 
-def _first_epsilon(lines: Sequence[Line], kind: Column) -> float | None:
-    """The ε of a column, which all its private rows have; None where none was run."""
-    own = (line["epsilon"] for line in lines if line["cell"]["column"] == kind.name)
-    return next((epsilon for epsilon in own if epsilon is not None), None)
+def _private_line(lines: Sequence[Line], kind: Column) -> Line | None:
+    """The first of a column with an ε, which all its private rows share; None where none was run."""
+    own = (line for line in lines if line["cell"]["column"] == kind.name)
+    return next((line for line in own if line["epsilon"] is not None), None)
 
 
 def _beside(losses: Losses | None, paper: float | None) -> str:
     return f"{_shown(losses) if losses else '–'} ({'–' if paper is None else f'{paper:.3f}'})"
-
-
-def _mean(losses: Losses) -> float:
-    return mean_interval(list(losses.values())).mean
 
 
 def _shown(losses: Losses) -> str:
@@ -158,9 +155,7 @@ def _final_loss(line: Line) -> tuple[str | None, str, float]:
 def _guarantees(lines: Sequence[Line]) -> str:
     rows = []
     for kind in COLUMNS:
-        of_column = [line for line in lines if line["cell"]["column"] == kind.name and line["epsilon"] is not None]
-        if of_column:
-            one = of_column[0]
+        if one := _private_line(lines, kind):
             rows.append([kind.label, one["plan"]["sampling"], str(one["plan"]["max_participations"]),
                          number(one["plan"]["noise_multiplier"], 4), epsilon_shown(one["epsilon"])])  # fmt: skip
     if not rows:
@@ -227,7 +222,7 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
 
 def _best_first(wanted_places: Sequence[tuple[str, str]], found: Scores) -> list[tuple[tuple[str, str], str]]:
     """The places by their mean loss, each with how far it is behind the first, over the seeds that both have."""
-    in_order = sorted(wanted_places, key=lambda place: _mean(found[place]))
+    in_order = sorted(wanted_places, key=lambda place: mean(found[place]))
     best = found[in_order[0]]
     told = [""]
     for place in in_order[1:]:

@@ -30,3 +30,8 @@ def scores(lines: Sequence[Line]) -> Scores:
             own = found.setdefault(place, {})
             own[cell["seed"]] = math.inf if loss is None or result["ended"] == "diverged" else loss
     return found
+
+
+def mean(losses: Losses) -> float:
+    """Over the seeds."""
+    return sum(losses.values()) / len(losses)
