@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 # Kernels can be imported only where Triton is.
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/dpoptim/**/triton_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["src/dpoptim/kernels/*_triton.py"]
 
 pytest_plugins = ["tests.chance"]
 

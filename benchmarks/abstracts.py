@@ -4,9 +4,9 @@
     python benchmarks/abstracts.py --data DIR --model DIR --only-time 100 --write FILE     the first 100 steps alone
     python benchmarks/abstracts.py --data DIR --model DIR --json FILE --write FILE         for the record
 
-The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.training.read_records` takes),
+The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.app.read_records` takes),
 cut into tokens by the tokenizer beside the model, or a folder of packed ids, which the figures of abstracts.md come
-from (`dpoptim.reproduce.tinybert.corpus` describes it); tokens that were cut are kept in a folder beside the data.
+from (`experiments.tinybert.corpus` describes it); tokens that were cut are kept in a folder beside the data.
 The model is the folder of a BERT with its head for masked tokens. Of each text 15 % of the tokens are masked (80 %
 [MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss is the mean over them. The
 optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length (`lengths=`,
@@ -30,11 +30,11 @@ from record import heading, markdown_table, read_as, save, setting
 from torch import Tensor
 
 import dpoptim
-from dpoptim.gradients.captured import Captured
-from dpoptim.privacy.lengths import cut_together
-from dpoptim.reproduce.tinybert.corpus import read_corpus
-from dpoptim.reproduce.tinybert.model import MaskedLM, load
-from dpoptim.reproduce.tinybert.texts import Indices, Part, Texts, laid_out, made_part
+from dpoptim.clipping.captured import Captured
+from dpoptim.data.lengths import cut_together
+from experiments.tinybert.corpus import read_corpus
+from experiments.tinybert.model import MaskedLM, load
+from experiments.tinybert.texts import Indices, Part, Texts, laid_out, made_part
 
 LONGEST = 512
 EVERY = 100

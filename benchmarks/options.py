@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dpoptim.cli.units import count
+from dpoptim.app.cli.units import count
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dpoptim.reproduce import provenance
+from experiments import provenance
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
 WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost", "flat twin")

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, get_scheduler
 
 import dpoptim
-from dpoptim.training import losses_for, prepare_accelerate
+from dpoptim.integrations.accelerate import prepare_accelerate
+from dpoptim.integrations.losses import losses_for
 
 
 def parsed() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.training import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
 
 BUILDERS = {"jsonl": "json"}
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dpoptim
-from dpoptim.training.demo.text import library_docstrings
+from dpoptim.app.demo.text import library_docstrings
 
 LIBRARIES = ("python", "torch", "scipy", "sympy", "numpy", "networkx", "setuptools", "pygments", "pip", "rich")
 OWN_NAMES = {*LIBRARIES, "pytorch", "np", "nx"}

@@ -29,8 +29,17 @@ def _take_cpu_tensors() -> None:
     """From now on kernels take tensors of the CPU, where they are interpreted."""
     import triton.language as tl
 
-    from dpoptim.gradients import kernels, triton_kernels, triton_outer
-    from dpoptim.noise import triton_normals, triton_tables
+    from dpoptim.kernels import (
+        cross_entropy_triton as triton_kernels,
+    )
+    from dpoptim.kernels import normals_triton as triton_normals
+    from dpoptim.kernels import (
+        norms as kernels,
+    )
+    from dpoptim.kernels import (
+        outer_triton as triton_outer,
+    )
+    from dpoptim.kernels import tables_triton as triton_tables
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)

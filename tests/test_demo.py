@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dpoptim.training.demo.text import docstrings
+from dpoptim.app.demo.text import docstrings
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "which_library.py"
 PRIVATE = ["dp_sgd", "post_processing", "bias_correction", "scale_then_privatize"]

@@ -19,8 +19,8 @@ from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
 from dpoptim.noise import BandedToeplitz
-from dpoptim.optim import twins
-from dpoptim.optim.twins import SGD, AdaGrad, Adam
+from dpoptim.optim import reference as twins
+from dpoptim.optim.reference import SGD, AdaGrad, Adam
 
 BATCH, STEPS, BETA2 = 2048, 2000, 0.999  # the paper's setting
 QUIET: dict[str, Any] = {"clip_norm": 1.0, "noise_stddev": 0.0, "square_noise_stddev": 0.0}

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from peft import AutoPeftModelForSequenceClassification
 
 import dpoptim
-from tests.training import tiny
+from tests.app import tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINERS = ["bert_masked_lm", "gpt2_causal_lm", "text_classification", "lora_classification"]
@@ -224,7 +224,7 @@ def test_three_changes_make_a_stock_script_private(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     stock = source
     for private, plain in (
-        ("from dpoptim.training import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer\n", ""),
+        ("from dpoptim.app import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer\n", ""),
         ("    # <-- PrivacyArguments are the flags of the guarantee\n    data, args, privacy =", "    data, args ="),
         ("TrainingArguments, PrivacyArguments)", "TrainingArguments)"),
         ("PrivateTrainer(  # <--", "Trainer("),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.cli import command_line
+from dpoptim.app.cli import command_line
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.cli import main
-from dpoptim.training.recipes.recipe import Recipe
+from dpoptim.app.cli import main
+from dpoptim.app.recipes.recipe import Recipe
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TUTORIAL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -52,6 +52,6 @@ def test_the_table_of_defaults_names_settings(setting):
 
 @pytest.mark.parametrize("path", sorted((TUTORIAL.parents[1] / "examples" / "recipes").glob("*.toml")), ids=str)
 def test_example_recipes_are_recipes(path):
-    from dpoptim.training import read_recipe
+    from dpoptim.app import read_recipe
 
     assert read_recipe(path).model

@@ -1,55 +1,62 @@
-"""Differentially private training with adaptive optimizers for PyTorch."""
+"""Differentially private training with adaptive optimizers for PyTorch.
 
-from dpoptim import gradients, noise, optim, privacy, theory
-from dpoptim.gradients import PublicGradients, check_examples_do_not_mix, linear_cross_entropy, public_data
-from dpoptim.noise import (
-    Banded,
-    BandedInverse,
-    BandedToeplitz,
-    BufferedToeplitz,
-    DecayedSums,
-    Dense,
-    Independent,
-    NoiseKey,
-    NoiseMemory,
-    PrefixSums,
-    SquareRoot,
-)
-from dpoptim.optim import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    PrivateOptimizer,
-    RMSProp,
-    adadps,
-    bias_correction,
-    delayed_preconditioner,
-    dp_sgd,
-    independent_moments,
-    joint_moments,
-    noiseless_preconditioner,
-    post_processing,
-    scale_then_privatize,
-    side_information,
-)
-from dpoptim.privacy import (
-    Adjacency,
-    CyclicPoisson,
-    Gradient,
-    IndependentMoments,
-    JointMoments,
-    NoiselessSquare,
-    Poisson,
-    PrivacyPlan,
-    PrivateLoader,
-    Shuffled,
-    pad_to_bucket,
-    private_loader,
-    secret_randomness,
-)
-from dpoptim.theory import choose_noise
+Names are imported on first use, so that `import dpoptim` is cheap and the command line starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dpoptim.version import __version__
+
+if TYPE_CHECKING:
+    from dpoptim import clipping, data, noise, optim, privacy, theory
+    from dpoptim.clipping import PublicGradients, check_examples_do_not_mix, linear_cross_entropy, public_data
+    from dpoptim.data import PrivateLoader, pad_to_bucket, private_loader, secret_randomness
+    from dpoptim.noise import (
+        Banded,
+        BandedInverse,
+        BandedToeplitz,
+        BufferedToeplitz,
+        DecayedSums,
+        Dense,
+        Independent,
+        NoiseKey,
+        NoiseMemory,
+        PrefixSums,
+        SquareRoot,
+    )
+    from dpoptim.optim import (
+        SGD,
+        AdaGrad,
+        Adam,
+        AdamW,
+        PrivateOptimizer,
+        RMSProp,
+        adadps,
+        bias_correction,
+        delayed_preconditioner,
+        dp_sgd,
+        independent_moments,
+        joint_moments,
+        noiseless_preconditioner,
+        post_processing,
+        scale_then_privatize,
+        side_information,
+    )
+    from dpoptim.privacy import (
+        Adjacency,
+        CyclicPoisson,
+        Gradient,
+        IndependentMoments,
+        JointMoments,
+        NoiselessSquare,
+        Poisson,
+        PrivacyPlan,
+        Shuffled,
+    )
+    from dpoptim.theory import choose_noise
 
 __all__ = [
     "__version__",
@@ -85,9 +92,10 @@ __all__ = [
     "bias_correction",
     "check_examples_do_not_mix",
     "choose_noise",
+    "clipping",
+    "data",
     "delayed_preconditioner",
     "dp_sgd",
-    "gradients",
     "independent_moments",
     "joint_moments",
     "linear_cross_entropy",
@@ -104,3 +112,20 @@ __all__ = [
     "side_information",
     "theory",
 ]
+_ROOMS = ("noise", "privacy", "data", "clipping", "optim", "theory")  # each imports only from those before it
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"dpoptim.{name}")
+    if name in __all__:
+        for room in _ROOMS:
+            module = importlib.import_module(f"dpoptim.{room}")
+            if name in module.__all__:
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module 'dpoptim' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,7 +2,7 @@
 
 import sys
 
-from dpoptim.cli import main
+from dpoptim.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

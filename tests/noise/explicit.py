@@ -20,8 +20,8 @@ from dpoptim.noise import (
     Workload,
     normals,
 )
-from dpoptim.noise.banded_inverse import BandedInverseStrategy
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
+from dpoptim.noise.strategies.banded_inverse import BandedInverseStrategy
+from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

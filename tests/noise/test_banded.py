@@ -11,9 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpoptim.noise import BandedToeplitz, DecayedSums, Independent, MatrixStrategy, NoiseKey, PrefixSums, Workload
-from dpoptim.noise.banded import Banded, log_error, optimal_banded
-from dpoptim.noise.dense import Dense
+from dpoptim.noise import (
+    BandedToeplitz,
+    DecayedSums,
+    Independent,
+    MatrixStrategy,
+    NoiseKey,
+    PrefixSums,
+    Workload,
+)
+from dpoptim.noise.search.banded import Banded, log_error, optimal_banded
+from dpoptim.noise.search.dense import Dense
 
 search = inspect.unwrap(optimal_banded)  # without the memory of earlier results
 

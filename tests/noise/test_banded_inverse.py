@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import check_grad
 
-from dpoptim.noise import BandedInverse, BandedToeplitz, Independent, SquareRoot, StrategySpec, inverse_sqrt_series
-from dpoptim.noise.banded_inverse import (
-    BandedInverseStrategy,
-    _log_error,
-    _prefix_and_coefs,
+from dpoptim.noise import (
+    BandedInverse,
+    BandedToeplitz,
+    Independent,
+    SquareRoot,
+    StrategySpec,
+    inverse_sqrt_series,
 )
-from dpoptim.noise.goal import Goal
+from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.strategies.banded_inverse import BandedInverseStrategy, _log_error, _prefix_and_coefs
 from tests.noise.explicit import (
     banded_inverse,
     brute_force_sensitivity,

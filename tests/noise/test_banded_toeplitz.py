@@ -21,8 +21,8 @@ from dpoptim.noise import (
     inverse_series,
     sqrt_series,
 )
-from dpoptim.noise.banded_toeplitz import _falling
-from dpoptim.noise.goal import Goal
+from dpoptim.noise.search.banded_toeplitz import _falling
+from dpoptim.noise.search.objective import Goal
 from tests.noise.explicit import scaled_error
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpoptim.noise import BufferedToeplitz, StrategySpec, parallel
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
+from dpoptim.kernels import threads as parallel
+from dpoptim.noise import BufferedToeplitz, StrategySpec
+from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import (
     DEVICES,
     KEY,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from scipy.optimize import check_grad
 
 from dpoptim.noise import BufferedToeplitz, Independent
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
-from dpoptim.noise.buffered_search import _log_error, _merged
-from dpoptim.noise.goal import Goal, Objective
+from dpoptim.noise.search.buffered_search import _log_error, _merged
+from dpoptim.noise.search.objective import Goal, Objective
+from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import fresh_normals, make, patterns, rows, scaled_error
 
 

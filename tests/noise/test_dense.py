@@ -23,7 +23,7 @@ from dpoptim.noise import (
     Workload,
     normals,
 )
-from dpoptim.noise.dense import Dense, _Overlap, soft_worst_pattern
+from dpoptim.noise.search.dense import Dense, _Overlap, soft_worst_pattern
 
 PATTERNS = [(10, 2, 3), (9, 3, 1), (11, 4, 2)]
 every_pattern = pytest.mark.parametrize(("steps", "times", "apart"), PATTERNS)

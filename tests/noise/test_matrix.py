@@ -25,7 +25,7 @@ from dpoptim.noise import (
     Workload,
     normals,
 )
-from dpoptim.noise.matrix import MatrixStrategy, times_banded
+from dpoptim.noise.strategies.matrix import MatrixStrategy, times_banded
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 STEPS = 12

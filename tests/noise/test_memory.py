@@ -10,9 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
-from dpoptim.noise import MatrixStrategy, NoiseMemory, NormalSource, Strategy, ToeplitzStrategy, normals, parallel
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
+from dpoptim.kernels import threads as parallel
+from dpoptim.noise import MatrixStrategy, NoiseMemory, NormalSource, Strategy, ToeplitzStrategy, normals
 from dpoptim.noise.memory import KeptRows
+from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import KEY, fresh_normals, make, rows
 
 STEPS = 8

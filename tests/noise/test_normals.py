@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SCRATCH_ROWS, SINE_COEFS, box_muller
 from dpoptim.noise import NoiseKey, keystream, normals, uniform_words, words
-from dpoptim.noise.boxmuller import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SCRATCH_ROWS, SINE_COEFS, box_muller
 from dpoptim.noise.normals import _CHUNK, chacha20
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpoptim.noise import multiply
-from dpoptim.noise.buffered import BufferedToeplitzStrategy
 from dpoptim.noise.powers import inverse_buffers, noising_series, powers
+from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import buffered
 
 

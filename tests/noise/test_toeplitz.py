@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpoptim.noise import BandedToeplitz, DecayedSums, Independent, SquareRoot, StrategySpec, ToeplitzStrategy
+from dpoptim.noise import (
+    BandedToeplitz,
+    DecayedSums,
+    Independent,
+    SquareRoot,
+    StrategySpec,
+    ToeplitzStrategy,
+)
 
 SPECS: list[StrategySpec] = [Independent(), SquareRoot(), BandedToeplitz(bands=1), BandedToeplitz(bands=5)]
 

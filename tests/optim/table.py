@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dpoptim
-from dpoptim.optim import PrivateOptimizer, twins
+from dpoptim.optim import PrivateOptimizer
+from dpoptim.optim import reference as twins
 
 LR = 0.02
 EPS_SCALE = 1.0

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from dpoptim.noise import remembered
+from dpoptim.noise.search import disk_cache as remembered
 from dpoptim.privacy import accounting, calibration
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency

@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import chisquare, norm
 
 import dpoptim
+from dpoptim.data import private_loader
 from dpoptim.noise import (
     Banded,
     BandedInverse,
@@ -23,8 +24,8 @@ from dpoptim.noise import (
     Independent,
     NoiseKey,
     SquareRoot,
-    remembered,
 )
+from dpoptim.noise.search import disk_cache as remembered
 from dpoptim.privacy import (
     Adjacency,
     CyclicPoisson,
@@ -34,11 +35,10 @@ from dpoptim.privacy import (
     PrivacyPlan,
     Sampling,
     gaussian_epsilon,
-    private_loader,
     square_sensitivity,
 )
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, epsilon
-from dpoptim.privacy.releases import joint_sensitivity, noise_stddevs
+from dpoptim.privacy.release_types import joint_sensitivity, noise_stddevs
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpoptim
-from dpoptim.optim import twins
+from dpoptim.optim import reference as twins
 from dpoptim.theory import second_moment_bias
 
 STRATEGIES = [

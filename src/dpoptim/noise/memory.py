@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dpoptim.noise import gpu
-from dpoptim.noise.parallel import in_chunks_on
+from dpoptim.kernels import choose as gpu
+from dpoptim.kernels.threads import in_chunks_on
 from dpoptim.noise.source import NormalSource
 
 _REACH = 16.0  # standard deviations that a 16-bit number spans on either side; beyond lies 1e-57 of the noise

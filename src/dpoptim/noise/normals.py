@@ -11,10 +11,10 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
-from dpoptim.noise.boxmuller import SCRATCH_ROWS, box_muller
-from dpoptim.noise.compiled_normals import compiled_box_muller
+from dpoptim.kernels.normals import SCRATCH_ROWS, box_muller
+from dpoptim.kernels.normals_c import compiled_box_muller
+from dpoptim.kernels.threads import in_threads
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.parallel import in_threads
 
 BLOCK_BYTES = 64
 WORDS_PER_BLOCK = BLOCK_BYTES // 8

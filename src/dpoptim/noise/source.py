@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpoptim.noise import gpu
+from dpoptim.kernels import choose as gpu
+from dpoptim.kernels.threads import in_threads
 from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.normals import filling_jobs, normals, words
-from dpoptim.noise.parallel import in_threads
 
 _CHUNK = 2**22  # elements of several rows that are summed at a time
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.noise.series import Series, divide, multiply
-from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.strategies.short_repr import ShortRepr
 
 Matrix = NDArray[np.float64]
 

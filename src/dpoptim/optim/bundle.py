@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpoptim.gradients import end_to_end, views_of
+from dpoptim.kernels.flat import end_to_end, views_of
 
 SCALARS = {"noise_moment"}
 """State that is one number for all parameters of a bundle."""

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dpoptim.noise import gpu
+from dpoptim.kernels import choose as gpu
 from dpoptim.optim.bundle import Bundle
 from dpoptim.optim.rules import Adam, UpdateRule
 from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
@@ -22,7 +22,7 @@ from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
 def _kernels() -> ModuleType | None:
     if not gpu.available("cuda"):
         return None
-    from dpoptim.optim import triton_adam
+    from dpoptim.kernels import adam_triton as triton_adam
 
     return triton_adam
 

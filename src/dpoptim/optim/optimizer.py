@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.gradients import Captured, PrivateRelease, Released
+from dpoptim.clipping import Captured, PrivateRelease, Released
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, Bundle
@@ -25,7 +25,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """Trains `model` under `plan`: call `loss_per_example.sum().backward()`, then `step()`.
 
     Every `step()` that closes a batch makes one release, also when the batch is empty; `p.grad` is never set or read.
-    Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.gradients`.
+    Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.clipping`.
 
     `observers` are called in every step with what was released, before the parameters move; they read it and do not
     change it. At that moment `release.scale` is still the scale of the step.

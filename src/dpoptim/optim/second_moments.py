@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpoptim.gradients import Released
+from dpoptim.clipping import Released
 from dpoptim.optim.bundle import Bundle
 from dpoptim.optim.rules import UpdateRule
 

@@ -33,7 +33,14 @@ from dpoptim.optim.second_moments import (
     OfReleasedSquare,
     OfScale,
 )
-from dpoptim.privacy import Gradient, IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
+from dpoptim.privacy import (
+    Gradient,
+    IndependentMoments,
+    JointMoments,
+    NoiselessSquare,
+    PrivacyPlan,
+    Release,
+)
 
 
 class Common(TypedDict, total=False):

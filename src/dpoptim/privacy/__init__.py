@@ -1,14 +1,11 @@
-"""Sampling, the loader, accounting, releases, the plan and its statement: all that the guarantee rests on."""
+"""Sampling, accounting, releases, the plan and its statement: all that the guarantee rests on."""
 
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
 from dpoptim.privacy.adjacency import Adjacency
+from dpoptim.privacy.composition import calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
-from dpoptim.privacy.lengths import pad_to_bucket
-from dpoptim.privacy.loader import PrivateLoader, private_loader
 from dpoptim.privacy.plan import PrivacyPlan
-from dpoptim.privacy.record_digests import RecordDigests, digest_records
-from dpoptim.privacy.released_steps import ReleasedSteps, RunIdentity
-from dpoptim.privacy.releases import (
+from dpoptim.privacy.release_types import (
     Gradient,
     IndependentMoments,
     JointMoments,
@@ -20,10 +17,9 @@ from dpoptim.privacy.releases import (
     noise_stddevs,
     square_sensitivity,
 )
-from dpoptim.privacy.repeated import calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
-from dpoptim.privacy.secret_randomness import secret_randomness
 from dpoptim.privacy.statement import privacy_statement
+from dpoptim.privacy.step_ledger import ReleasedSteps, RunIdentity
 
 __all__ = [
     "Adjacency",
@@ -37,8 +33,6 @@ __all__ = [
     "Poisson",
     "PoissonRun",
     "PrivacyPlan",
-    "PrivateLoader",
-    "RecordDigests",
     "Release",
     "ReleasedSteps",
     "RunIdentity",
@@ -46,7 +40,6 @@ __all__ = [
     "Shuffled",
     "TruncatedPoissonRun",
     "calibrate_runs",
-    "digest_records",
     "epsilon_of_runs",
     "gaussian_delta",
     "gaussian_epsilon",
@@ -54,10 +47,7 @@ __all__ = [
     "joint_ratio",
     "joint_sensitivity",
     "noise_stddevs",
-    "pad_to_bucket",
     "privacy_statement",
-    "private_loader",
     "rdp_epsilon",
-    "secret_randomness",
     "square_sensitivity",
 ]

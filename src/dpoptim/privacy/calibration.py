@@ -11,7 +11,7 @@ from importlib.metadata import version
 import numpy as np
 from scipy.optimize import brentq
 
-from dpoptim.noise import remembered
+from dpoptim.noise.search import disk_cache as remembered
 from dpoptim.privacy import accounting
 from dpoptim.privacy.accounting import GaussianRun, Run
 from dpoptim.privacy.gaussian import gaussian_noise_multiplier

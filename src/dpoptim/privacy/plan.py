@@ -12,11 +12,12 @@ from typing import Any
 
 import dpoptim.noise
 from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
-from dpoptim.privacy import accounting, calibration, releases, sampling
+from dpoptim.privacy import accounting, calibration, sampling
+from dpoptim.privacy import release_types as releases
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.plain_values import from_plain, to_plain
-from dpoptim.privacy.releases import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
+from dpoptim.privacy.release_types import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
 

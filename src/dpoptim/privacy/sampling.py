@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.noise import NoiseKey, uniform_words
-from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.strategies.short_repr import ShortRepr
 
 Indices = NDArray[np.int64]
 
@@ -218,7 +218,7 @@ class CyclicPoisson:
     at noise multiplier σ, which is what `PoissonRun` accounts for. Under `REPLACE` the same coin chooses in
     both neighbours, and both vectors are at most κ long: its pair at −1 and +1. A column that the last step
     cuts off is only shorter. Squares that are released too lengthen the vector, within what
-    `dpoptim.privacy.releases` allots.
+    `dpoptim.privacy.release_types` allots.
     The draws must be secret, and the key with them; who is in which group need not be.
     Edge cases: batches may be empty. Where bands does not divide num_examples, the expected batch size of a
     step is q times its group's size, within q of batch_size. Removing an example would deal the others out

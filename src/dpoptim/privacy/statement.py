@@ -6,11 +6,12 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpoptim.privacy import accounting, releases
+from dpoptim.privacy import accounting
+from dpoptim.privacy import release_types as releases
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
-from dpoptim.privacy.releases import IndependentMoments, JointMoments, NoiselessSquare
+from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.release_types import IndependentMoments, JointMoments, NoiselessSquare
 from dpoptim.privacy.sampling import CyclicPoisson
-from dpoptim.privacy.shown import rounded_up
 
 if TYPE_CHECKING:
     from dpoptim.privacy.plan import PrivacyPlan

@@ -5,10 +5,9 @@ from dpoptim.theory.advice_signal import GradientSignal
 from dpoptim.theory.advice_window import ScaleWindow, scale_window
 from dpoptim.theory.adviser import Advice, Forecast, advise
 from dpoptim.theory.bias import second_moment_bias
-from dpoptim.theory.choice import Candidate, Choice, choose_noise, format_bytes
 from dpoptim.theory.exponents import Cost, best_exponent, least_noise_cost, noise_cost
-from dpoptim.theory.probe import measure_signal
-from dpoptim.theory.quadratic import Quadratic, simulate
+from dpoptim.theory.gradient_probe import measure_signal
+from dpoptim.theory.noise_choice import Candidate, Choice, choose_noise, format_bytes
 from dpoptim.theory.regimes import (
     Signal,
     largest_dimension_bias_correction,
@@ -53,7 +52,6 @@ __all__ = [
     "Fate",
     "Forecast",
     "GradientSignal",
-    "Quadratic",
     "ScaleWindow",
     "Signal",
     "advise",
@@ -84,7 +82,6 @@ __all__ = [
     "second_moment_bias",
     "second_moment_mean",
     "second_moment_variance",
-    "simulate",
     "smallest_batch_bias_correction",
     "smallest_batch_ime",
     "smallest_batch_post_processing",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dpoptim.noise import Independent
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 from dpoptim.privacy.accounting import describe_accountant
-from dpoptim.theory.choice import Candidate, Choice, choose_noise
+from dpoptim.theory.noise_choice import Candidate, Choice, choose_noise
 
 Progress = Callable[[str], None]
 

@@ -22,13 +22,7 @@ from scipy.special import gammainc
 from dpoptim.noise import Strategy, ToeplitzStrategy
 from dpoptim.noise.series import Series
 from dpoptim.noise.workloads import Matrix
-from dpoptim.theory.second_moments import (
-    check_beta,
-    check_step,
-    moment_weights,
-    negative_probability,
-    squared_weight,
-)
+from dpoptim.theory.second_moments import check_beta, check_step, moment_weights, negative_probability, squared_weight
 
 _EXACT_UP_TO = 30  # steps
 _LONGEST_BLOCK = 2000  # steps whose covariances are formed; later ones hardly differ

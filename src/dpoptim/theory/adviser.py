@@ -22,7 +22,7 @@ from dpoptim.theory.advice_moments import moment_laws, momentum_weight, negative
 from dpoptim.theory.advice_rule import EVIDENCE, MANY_NEGATIVE, choose_variant
 from dpoptim.theory.advice_signal import GradientSignal
 from dpoptim.theory.advice_window import ScaleWindow, rounded, scale_window
-from dpoptim.theory.choice import Choice, choose_noise
+from dpoptim.theory.noise_choice import Choice, choose_noise
 from dpoptim.theory.second_moments import check_beta
 
 _MOST_FORECASTS = 10

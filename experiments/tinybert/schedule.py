@@ -1,0 +1,142 @@
+"""Which cells are to be run next, as a pure function of the lines that are there: tuning first, then the final runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.result_files import Line, cell_key
+from experiments.tinybert.search import Setting, reached, wanted
+from experiments.tinybert.sizes import Size
+from experiments.tinybert.table_of_cells import COLUMNS, column, row
+
+SWEEP = "clip norms"
+SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
+SETTINGS = {
+    "purpose", "row", "column", "seed", "steps", "batch_size", "standing_for", "standing_for_steps", "num_examples",
+    "model", "dtype",
+}  # fmt: skip
+"""What cells have besides what is tuned."""
+Cell = dict[str, Any]
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to run, and the curve of the best tuning run of its place so far."""
+
+    cell: Cell
+    beat: list[tuple[int, float]] | None = None
+
+
+def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int) -> list[Job]:
+    """All that can be run now: for each place its next tuning runs, or, once they are done, its final runs.
+
+    `shared` are the settings that all cells have (number of examples, fingerprint of the model).
+
+    >>> size = Size(steps=4, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1)
+    >>> [job.cell["lr"] for job in jobs([], [("post_processing", "banded")], size, {"num_examples": 99}, 1)]
+    [0.001]
+    """
+    there = {cell_key(line["cell"]) for line in lines}
+    found = []
+    for place in places:
+        tried = tuning_losses(lines, place, size)
+        next_settings = wanted(row(place[0]), place[1], tried) if size.tuned else []
+        if next_settings:
+            beat = best_curve(lines, place, size)
+            found += [Job(tuning_cell(place, setting, size, shared), beat) for setting in next_settings]
+        else:
+            setting = chosen(lines, place, size)
+            found += [Job(final_cell(place, setting, size, shared, seed)) for seed in range(seeds)]
+    return [job for job in found if cell_key(job.cell) not in there]
+
+
+def in_turn(found: Iterable[Job]) -> list[Job]:
+    """Tuning runs before final ones, and final runs of the first seed before those of the second, whatever their
+    place.
+
+    >>> [job.cell["seed"] for job in in_turn(Job({"purpose": "final", "seed": seed}) for seed in (1, 0, 1, 0))]
+    [0, 0, 1, 1]
+    """
+    return sorted(found, key=lambda job: (job.cell["purpose"] == "final", job.cell["seed"]))
+
+
+def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
+    """Scale-then-privatize at many clip norms of the paper's, which are B/(σ·eps_over_noise), elsewhere as tuned."""
+    there = {cell_key(line["cell"]) for line in lines}
+    found = []
+    for kind in COLUMNS[1:]:
+        place = ("scale_then_privatize", kind.name)
+        if not kind.beyond and (
+            not size.tuned or not wanted(row(place[0]), place[1], tuning_losses(lines, place, size))
+        ):
+            setting = dict(chosen(lines, place, size))
+            for ratio in SWEPT if size.tuned else SWEPT[:2]:
+                own = tuple((setting | {"eps_over_noise": ratio}).items())
+                found.append(Job({**tuning_cell(place, own, size, shared), "purpose": SWEEP}))
+    return [job for job in found if cell_key(job.cell) not in there]
+
+
+def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
+    """A run of the smaller batch."""
+    own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": size.standing_for}
+    return {**own, **_tuning_sizes(place, size), **shared, **dict(setting)}
+
+
+def _tuning_sizes(place: Place, size: Size) -> Cell:
+    """What tells a tuning run of this size from others; where an ε decides on the noise, it is the final run's."""
+    at_epsilon = column(place[1]).epsilon is not None
+    return {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size,
+            **({"standing_for_steps": size.steps} if at_epsilon else {})}  # fmt: skip
+
+
+def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: int) -> Cell:
+    """A run whose test loss is reported."""
+    sizes = {"steps": size.steps, "batch_size": size.batch_size, "standing_for": size.standing_for}
+    return {"purpose": "final", "row": place[0], "column": place[1], "seed": seed, **sizes, **shared, **dict(setting)}
+
+
+def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
+    """The tuning runs of a place at this size, in the order in which they were made."""
+    return _lines_of(lines, place, purpose="tuning", **_tuning_sizes(place, size))
+
+
+def final_lines(lines: Sequence[Line], place: Place) -> list[Line]:
+    """The final runs of a place, of all seeds."""
+    return _lines_of(lines, place, purpose="final")
+
+
+def _lines_of(lines: Sequence[Line], place: Place, **settings: Any) -> list[Line]:
+    own = {"row": place[0], "column": place[1], **settings}
+    return [line for line in lines if all(line["cell"].get(name) == value for name, value in own.items())]
+
+
+def setting_of(cell: Cell) -> Setting:
+    """The tuned settings of a cell."""
+    return tuple((knob.name, cell[knob.name]) for knob in row(cell["row"]).knobs)
+
+
+def tuning_losses(lines: Sequence[Line], place: Place, size: Size) -> dict[Setting, float]:
+    """Validation loss of each setting that was tried: infinite where the run diverged or was given up."""
+    return {setting_of(line["cell"]): _loss(line) for line in tuning_lines(lines, place, size)}
+
+
+def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[int, float]] | None:
+    """The curve of the best tuning run of a place."""
+    whole = [line for line in tuning_lines(lines, place, size) if line["result"]["ended"] == "finished"]
+    if not whole:
+        return None
+    return [(step, loss) for step, loss in min(whole, key=_loss)["result"]["curve"] if loss is not None]
+
+
+def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
+    """Where the search ended, or begins where nothing is tuned."""
+    return reached(row(place[0]), place[1], tuning_losses(lines, place, size) if size.tuned else {})
+
+
+def _loss(line: Line) -> float:
+    loss = line["result"]["validation"]
+    return math.inf if loss is None or line["result"]["ended"] != "finished" else float(loss)

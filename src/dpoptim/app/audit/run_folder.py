@@ -1,0 +1,202 @@
+"""The audit of a run's folder: is what it says about its privacy true of the files that lie there?"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dpoptim.app.audit.check import Check
+from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.app.runs.identity import plan_values
+from dpoptim.app.runs.run_directory import RunDirectory
+from dpoptim.app.runs.run_log import log_lines
+from dpoptim.integrations.named_settings import noise_of, sampling_of
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.step_ledger import released_count, released_settings
+
+_PIECE = 1 << 24  # bytes of a file that are searched at a time
+
+
+def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
+    """The run's plan and recipe, and what was found about its files.
+
+    Edge cases: one ValueError line where there is no run, or its plan cannot be read. What cannot be looked at without
+    the noise key (a run that was handed on) has passed = None.
+    """
+    run = RunDirectory(folder)
+    if not run.plan_file.is_file() or not run.recipe_file.is_file():
+        raise ValueError(
+            f"RUN {folder} is no run directory of `dpoptim train` (plan.json or recipe.toml is missing); check the "
+            "path, or, for PrivateTrainer and loops of your own, give a file with json.dumps(plan.to_dict())"
+        )
+    recipe = read_recipe(run.recipe_file)
+    try:
+        plan, claimed = run.read_plan(), _claimed(run)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{run.plan_file} is no plan of a run ({type(error).__name__}); put its own back") from None
+    key_check, key = _key(run)
+    checks = [
+        epsilon_check(plan, claimed),
+        _second_opinion(plan),
+        _asked(recipe, plan),
+        _statement(run, plan),
+        key_check,
+        _steps(run, plan, key),
+        _log(run, recipe, claimed),
+    ]
+    return plan, recipe, checks
+
+
+def _claimed(run: RunDirectory) -> float:
+    value = json.loads(run.plan_file.read_text(encoding="utf-8"))["epsilon"]
+    return math.inf if value is None or value == "inf" else float(value)
+
+
+def epsilon_check(plan: PrivacyPlan, claimed: float) -> Check:
+    """Whether the plan spends no more than is claimed for it."""
+    now = plan.epsilon()
+    return Check(
+        name="epsilon follows from the plan",
+        passed=now <= claimed * (1 + 1e-9),
+        found=f"claimed is {rounded_up(claimed)} at delta = {plan.delta:g}; accounted anew {rounded_up(now)}",
+    )
+
+
+def _second_opinion(plan: PrivacyPlan) -> Check:
+    looser = plan.rdp_epsilon()
+    name = "a second accountant agrees"
+    if looser is None:
+        return Check(name=name, passed=True, found="there is none for this sampling and adjacency")
+    found = f"an upper bound by Rényi divergences is {rounded_up(looser)}"
+    return Check(name=name, passed=looser >= plan.epsilon() * (1 - 1e-6), found=found)
+
+
+_SETTINGS = ("num_examples", "batch_size", "steps", "delta", "clip_norm", "adjacency", "noise", "sampling")
+
+
+def _asked(recipe: Recipe, plan: PrivacyPlan) -> Check:
+    words = {"adjacency": plan.adjacency.value, "noise": repr(plan.noise), "sampling": repr(plan.sampling)}
+    asked = {name: getattr(recipe, name) for name in _SETTINGS}
+    if recipe.noise != "auto":
+        asked["noise"] = repr(noise_of(recipe.noise))
+    if recipe.sampling != "auto":
+        asked["sampling"] = repr(sampling_of(recipe.sampling, plan.noise))
+    differ = [
+        name
+        for name, value in asked.items()
+        if value not in (None, "auto", words[name] if name in words else getattr(plan, name))
+    ]
+    epsilon = plan.epsilon()
+    over = recipe.epsilon is not None and epsilon > recipe.epsilon * (1 + 1e-9)
+    found = "sizes, clip norm, sampling, noise and epsilon are those of recipe.toml"
+    if differ:
+        found = f"{', '.join(differ)} of plan.json and recipe.toml differ"
+    elif over:
+        found = f"recipe.toml asks for epsilon = {recipe.epsilon:g} and the plan spends {rounded_up(epsilon)}"
+    return Check(name="the plan is the recipe's", passed=not differ and not over, found=found)
+
+
+def _statement(run: RunDirectory, plan: PrivacyPlan) -> Check:
+    name = "statement.txt is the plan's"
+    if not run.statement_file.is_file():
+        return Check(name=name, passed=False, found="statement.txt is missing; print(plan.statement()) writes it again")
+    said = run.statement_file.read_text(encoding="utf-8").strip().splitlines()
+    own = plan.statement().strip().splitlines()
+    if said == own:
+        return Check(name=name, passed=True, found="word for word")
+    line = next((place for place, pair in enumerate(zip(said, own, strict=False), 1) if pair[0] != pair[1]), len(own))
+    found = f"from line {line} on it says something else: it was edited, or another version of dpoptim wrote it"
+    return Check(name=name, passed=False, found=found)
+
+
+def _key(run: RunDirectory) -> tuple[Check, NoiseKey | None]:
+    name = "the noise key is kept"
+    if not run.key_file.is_file():
+        return Check(name=name, passed=None, found="noise.key is not here"), None
+    secret, mode = run.key_file.read_bytes(), stat.S_IMODE(run.key_file.stat().st_mode)
+    try:
+        key = NoiseKey.from_bytes(secret)
+    except ValueError as error:
+        return Check(name=name, passed=False, found=f"noise.key: {error}"), None
+    found_in = [file for file in _files(run) if file != run.key_file and _holds(file, secret)]
+    wrong = []
+    if os.name == "posix" and mode & 0o077:
+        wrong.append(f"noise.key has mode {mode:04o}: others may read it, and take the noise off; chmod 600")
+    if found_in:
+        wrong.append(f"its bytes lie in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])} too")
+    return Check(
+        name=name, passed=not wrong, found="; ".join(wrong) or "mode 0600, and in no other file of the run"
+    ), key
+
+
+def _files(run: RunDirectory) -> Iterator[Path]:
+    return (file for file in sorted(run.path.rglob("*")) if file.is_file() and not file.is_symlink())
+
+
+def _holds(file: Path, secret: bytes) -> bool:
+    """Whether the secret occurs in the file: as bytes, hexadecimal or base64."""
+    forms = (secret, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret).rstrip(b"="))
+    longest = max(map(len, forms))
+    with file.open("rb") as opened:
+        tail = b""
+        while piece := opened.read(_PIECE):
+            if any(form in tail + piece for form in forms):
+                return True
+            tail = piece[-longest:]
+    return False
+
+
+def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None) -> Check:
+    name = "released steps are counted"
+    try:
+        count = released_count(run.steps_file)
+        settings = {} if key is None else released_settings(run.steps_file, key)
+    except (ValueError, FileNotFoundError) as error:
+        said = f"{run.steps_file.name} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        return Check(name=name, passed=False, found=said)
+    if count > plan.steps:
+        return Check(name=name, passed=False, found=f"{count:,} were released and the plan covers {plan.steps:,}")
+    logged = max((step for entry in _entries(run) if isinstance(step := entry.get("step"), int)), default=0)
+    if logged > count:
+        return Check(name=name, passed=False, found=f"{count:,} are counted, and the log has step {logged:,}")
+    if key is None:
+        return Check(name=name, passed=None, found=f"{count:,} of {plan.steps:,}, which only the key could vouch for")
+    if settings.get("plan") != _plain(plan_values(plan)):
+        return Check(name=name, passed=False, found="the steps were released under another plan than plan.json's")
+    return Check(name=name, passed=True, found=f"{count:,} of {plan.steps:,}, under this plan, as the key vouches")
+
+
+def _plain(values: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(values))
+
+
+def _entries(run: RunDirectory) -> list[dict[str, Any]]:
+    lines = log_lines(run.log_file) if run.log_file.is_file() else []
+    return [line.entry for line in lines if line.entry is not None]
+
+
+def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
+    name = "the log has nothing that is marked as not private"
+    if not run.log_file.is_file():
+        return Check(name=name, passed=None, found="log.jsonl is not here")
+    lines, entries = log_lines(run.log_file), _entries(run)
+    broken = [line.place for line in lines[:-1] if line.entry is None]
+    if broken:
+        return Check(name=name, passed=False, found=f"line {broken[0]} is no JSON: the file was changed")
+    private = sum("not_private" in entry for entry in entries)
+    if private or recipe.debug:
+        found = f"the run was made with debug, {private:,} lines hold values that are not private: keep the log secret"
+        return Check(name=name, passed=False, found=found)
+    values = [entry.get("epsilon") for entry in entries]
+    spent = max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
+    if spent > claimed * (1 + 1e-9):
+        return Check(name=name, passed=False, found=f"it has epsilon = {rounded_up(spent)}, which is above the claim")
+    return Check(name=name, passed=True, found=f"{len(entries):,} lines; epsilon up to {rounded_up(spent)}")

@@ -1,0 +1,206 @@
+"""The result of a comparison, from finished runs: scores with intervals, and ε of one run and of everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dpoptim.app.comparison.grids import NON_PRIVATE, Setting
+from dpoptim.app.comparison.intervals import CONFIDENCE, Interval, mean_interval, paired_difference
+from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, Request
+from dpoptim.app.comparison.tuning import badness
+from dpoptim.app.runs.run_result import RunResult
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.composition import epsilon_of_runs
+
+Trials = Mapping[str, Sequence[tuple[Setting, RunResult]]]
+Runs = Mapping[str, Sequence[RunResult]]
+
+NOT_PRIVATE = "NOT PRIVATE"
+OUTSIDE = "scores are on held-out records, which are outside the guarantee; {} are ranked by them"
+
+
+def summarize(
+    request: Request, *, trials: Trials, chosen: Mapping[str, Setting], runs: Runs, in_folder: Sequence[PrivacyPlan]
+) -> dict[str, Any]:
+    """Plain values: what was run, a row a variant, rows of references, what tuning was, and what everything costs.
+
+    Differences to the best variant are paired by seed. They are not corrected for there being several, nor for the
+    best having been found by looking.
+    Guarantee: `epsilon.everything` composes every run of the table on the private records, trials included, but for
+    those that are marked NOT PRIVATE, which have no guarantee at all; `epsilon.folder` also composes those that were
+    started in the same folder and are not in the table (any more): `in_folder`.
+    """
+    variants = [variant for variant in request.rows if variant != NON_PRIVATE]
+    one = runs[variants[0]][0]
+    best = min(variants, key=lambda variant: _mean_badness(runs[variant], request.metric))
+    rows = {
+        variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
+        for variant in request.rows
+    }
+    chose_elsewhere = request.budget_for_tuning == PUBLIC or not any(trials[variant] for variant in variants)
+    references = []
+    if request.references:
+        references = [_before(runs[variants[0]], runs[best], request.metric), rows[NON_PRIVATE]]
+    return {
+        "examples": one.plan.num_examples,
+        "validation_examples": one.last["examples"],
+        "batch_size": one.plan.batch_size,
+        "steps": one.plan.steps,
+        "sampling": name_of_sampling(one.plan.sampling),
+        "mechanism": name_of_noise(one.plan.noise),
+        "adjacency": one.plan.adjacency.value,
+        "delta": one.plan.delta,
+        "seeds": list(request.seeds),
+        "confidence": CONFIDENCE,
+        "metric": request.metric,
+        "outside_guarantee": OUTSIDE.format("variants" if chose_elsewhere else "settings and variants"),
+        "best": best,
+        "variants": [rows[variant] for variant in variants],
+        "references": references,
+        "tuning": _tuning(request, trials, variants),
+        "epsilon": _epsilons(request, trials, runs, variants, in_folder),
+    }
+
+
+def _mean_badness(runs: Sequence[RunResult], metric: str) -> float:
+    return math.fsum(badness(run.last, metric) for run in runs) / len(runs)
+
+
+def _scores(runs: Sequence[RunResult], metric: str, *, before: bool = False) -> list[float]:
+    found = [(run.first if before else run.last).get(metric) for run in runs]
+    return [math.inf if value is None else value for value in found]
+
+
+def _row(
+    variant: str,
+    setting: Setting,
+    runs: Sequence[RunResult],
+    trials: Sequence[tuple[Setting, RunResult]],
+    best: Sequence[RunResult],
+    metric: str,
+) -> dict[str, Any]:
+    is_private = all(run.plan.is_private for run in runs)
+    return {
+        "variant": variant,
+        "private": is_private,
+        "label": variant if is_private else f"{variant.replace('non_private', 'non-private')} ({NOT_PRIVATE})",
+        "setting": setting,
+        "learning_rate": runs[0].recipe.learning_rate,
+        "clip_norm": runs[0].recipe.clip_norm if variant != NON_PRIVATE else None,
+        "noise_multiplier": runs[0].plan.noise_multiplier,
+        "epsilon": max(run.plan.epsilon() for run in runs),
+        **_intervals(runs),
+        "difference_to_best": None if runs is best else _difference(runs, best, metric),
+        "seconds": math.fsum(run.seconds for run in runs) / len(runs),
+        "runs": [str(run.path) for run in runs],
+        "trials": [
+            {
+                "setting": tried,
+                "loss": run.last["loss"],
+                "accuracy": run.last["accuracy"],
+                "noise_multiplier": run.plan.noise_multiplier,
+                "run": str(run.path),
+            }
+            for tried, run in trials
+        ],
+    }
+
+
+def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -> dict[str, Any]:
+    """The model before training: the same for every variant, and nothing of the private records is in it."""
+    return {
+        "variant": "no_fine_tuning",
+        "private": True,
+        "label": "no fine-tuning",
+        "setting": {},
+        "noise_multiplier": None,
+        "epsilon": 0.0,
+        **_intervals(runs, before=True),
+        "difference_to_best": _difference(runs, best, metric, before=True),
+        "seconds": 0.0,
+        "runs": [str(run.path) for run in runs],
+        "trials": [],
+    }
+
+
+def _intervals(runs: Sequence[RunResult], *, before: bool = False) -> dict[str, Any]:
+    has_accuracy = runs[0].first["accuracy"] is not None
+    losses = _scores(runs, "loss", before=before)
+    return {
+        "loss": _plain(mean_interval(losses), losses),
+        "accuracy": _plain(mean_interval(hits := _scores(runs, "accuracy", before=before)), hits)
+        if has_accuracy
+        else None,
+    }
+
+
+def _plain(interval: Interval, values: Sequence[float]) -> dict[str, Any]:
+    return {"mean": interval.mean, "half_width": interval.half_width, "values": list(values)}
+
+
+def _difference(
+    runs: Sequence[RunResult], best: Sequence[RunResult], metric: str, *, before: bool = False
+) -> dict[str, Any] | None:
+    """Score minus the best variant's, seed by seed."""
+    found = paired_difference(_scores(runs, metric, before=before), _scores(best, metric))
+    if found is None:
+        return None
+    return {"mean": found.mean, "half_width": found.half_width, "excludes_zero": found.excludes_zero}
+
+
+def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[str, Any]:
+    count = sum(len(trials[variant]) for variant in variants)
+    budget = request.budget_for_tuning if count else None
+    if not count:
+        kind, covered, note = "not tuned", True, "settings are the recipe's; nothing was chosen here"
+    elif budget == PUBLIC:
+        kind, covered = PUBLIC, True
+        note = f"settings were chosen by {count} trials on public records ({request.tuning_data}): no cost"
+    elif budget == UNCOVERED:
+        kind, covered = UNCOVERED, False
+        note = (
+            f"TUNING IS NOT COVERED: settings were chosen by {count} trials on the private records, and epsilon of "
+            "one run does not cover that choice"
+        )
+    else:
+        kind, covered = "epsilon", True
+        note = f"settings were chosen by {count} trials on the private records, at epsilon {budget:g} a variant"
+    return {
+        "kind": kind,
+        "epsilon": float(budget) if isinstance(budget, int | float) else None,
+        "covered_by_epsilon_of_one_run": covered and kind != "epsilon",
+        "trials": count,
+        "steps": request.tuning_steps,
+        "note": note,
+    }
+
+
+def _epsilons(
+    request: Request, trials: Trials, runs: Runs, variants: Sequence[str], in_folder: Sequence[PrivacyPlan]
+) -> dict[str, Any]:
+    """ε of one run, of a variant's tuning, of both, and of everything, each composed and not added."""
+    delta = runs[variants[0]][0].plan.delta
+    assert delta is not None
+    public = request.budget_for_tuning == PUBLIC
+    tried = {variant: [] if public else [run.plan for _, run in trials[variant]] for variant in variants}
+    everything = [plan for variant in variants for plan in (*tried[variant], *(run.plan for run in runs[variant]))]
+    return {
+        "delta": delta,
+        "one_run": max(run.plan.epsilon(delta=delta) for variant in variants for run in runs[variant]),
+        "tuning": {variant: epsilon_of_runs(tried[variant], delta=delta) for variant in variants},
+        "one_run_with_tuning": {
+            variant: epsilon_of_runs([*tried[variant], runs[variant][0].plan], delta=delta) for variant in variants
+        },
+        "everything": epsilon_of_runs(everything, delta=delta),
+        "runs_on_private_records": len(everything),
+        "folder": epsilon_of_runs(in_folder, delta=delta),
+        "runs_in_folder": len(in_folder),
+        "added": {
+            "epsilon": math.fsum(plan.epsilon(delta=delta) for plan in everything),
+            "delta": delta * len(everything),
+        },
+        "without": [f"{NON_PRIVATE}: {NOT_PRIVATE}"] if NON_PRIVATE in runs else [],
+    }

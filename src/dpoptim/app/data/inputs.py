@@ -1,0 +1,190 @@
+"""Records as a model takes them: indexable datasets of single examples, and how examples are put into one batch.
+
+A batch is a dict of tensors with the examples on the first axis of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from dpoptim.data import pad_to_bucket
+from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
+from dpoptim.integrations.optional import needed
+
+Batch = dict[str, Tensor]
+
+
+class TextExample(NamedTuple):
+    tokens: NDArray[np.int32]
+    label: int  # IGNORED where there is none
+    is_empty: bool  # the one token stands in for a text without tokens, and is no target
+
+
+class TensorExample(NamedTuple):
+    values: Tensor  # [columns], or [3, height, width]
+    label: int
+
+
+class TokenDataset(Dataset[TextExample]):
+    """Token ids of all texts end to end, and where each ends; a text without tokens has `filler` in their place.
+
+    `chunks` are some texts each: all their tokens end to end, and how many each text has.
+
+    >>> dataset = TokenDataset([(np.array([5, 6, 7]), np.array([2, 0, 1]))], None, filler=0)
+    >>> [example.tokens.tolist() for example in dataset], dataset.lengths
+    ([[5, 6], [0], [7]], array([2, 1, 1]))
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[tuple[NDArray[Any], NDArray[np.int64]]],
+        labels: NDArray[np.int64] | None,
+        *,
+        filler: int,
+    ) -> None:
+        tokens, counts = zip(*chunks, strict=True)
+        own = np.concatenate(counts).astype(np.int64)
+        self._empty, self._labels = own == 0, labels
+        ends = np.cumsum(own)
+        self._tokens = np.insert(np.concatenate(tokens).astype(np.int32), ends[self._empty], filler)
+        self.lengths = np.maximum(own, 1)
+        self._ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TextExample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        end = self._ends[index]
+        label = IGNORED if self._labels is None else int(self._labels[index])
+        return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
+
+
+class RowDataset(Dataset[TensorExample]):
+    """Rows of numbers with a label each."""
+
+    def __init__(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
+        self._features, self._labels = torch.from_numpy(features), labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> TensorExample:
+        return TensorExample(self._features[index], int(self._labels[index]))
+
+
+class ImageDataset(Dataset[TensorExample]):
+    """Images opened when they are asked for: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
+
+    def __init__(
+        self,
+        images: Sequence[Any],
+        labels: NDArray[np.int64],
+        *,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+    ) -> None:
+        needed("PIL.Image", "reading images")
+        self._images, self._labels, self._size = images, labels, size
+        self._mean, self._std = torch.tensor(list(mean))[:, None, None], torch.tensor(list(std))[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> TensorExample:
+        pillow = needed("PIL.Image", "reading images")
+        image = self._images[index]
+        try:
+            if not isinstance(image, pillow.Image):
+                with pillow.open(image) as file:
+                    image = file.convert("RGB")
+            pixels = np.array(
+                image.convert("RGB").resize((self._size, self._size), pillow.Resampling.BILINEAR), dtype=np.float32
+            )
+        except OSError as error:
+            raise ValueError(f"{image} is no readable image ({error}); mend or remove it before training") from error
+        values = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        return TensorExample((values - self._mean) / self._std, int(self._labels[index]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Texts are filled up on the right to a multiple of `bucket`, and never beyond `max_length`."""
+
+    pad_id: int
+    bucket: int
+    max_length: int
+
+    def __call__(self, rows: Sequence[Any], value: int) -> Tensor:
+        return pad_to_bucket(rows, value=value, bucket=self.bucket)[:, : self.max_length]
+
+    def tokens(self, examples: Sequence[TextExample]) -> Batch:
+        ids = self([example.tokens for example in examples], self.pad_id)
+        lengths = torch.tensor([len(example.tokens) for example in examples])
+        return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedCollate:
+    """input_ids (not masked yet), attention_mask, maskable, is_target [examples, most targets], record (hashes)."""
+
+    padding: Padding
+    special_ids: tuple[int, ...]
+    mask_fraction: float
+
+    def __call__(self, examples: Sequence[TextExample]) -> Batch:
+        batch = self.padding.tokens(examples)
+        has_text = torch.tensor([not example.is_empty for example in examples])[:, None]
+        special = torch.isin(batch["input_ids"], torch.tensor(self.special_ids))
+        maskable = batch["attention_mask"].bool() & has_text & ~special
+        counts = target_counts(maskable.sum(1).numpy(), self.mask_fraction)
+        return {
+            **batch,
+            "maskable": maskable,
+            "is_target": torch.arange(max(int(counts.max()), 1)) < torch.from_numpy(counts)[:, None],
+            "record": torch.tensor([record_hash(example.tokens) for example in examples]),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalCollate:
+    """input_ids, attention_mask, and labels: at each position the next token of the text, IGNORED behind its last."""
+
+    padding: Padding
+
+    def __call__(self, examples: Sequence[TextExample]) -> Batch:
+        following = [np.append(example.tokens[1:], np.int32(IGNORED)) for example in examples]
+        return {**self.padding.tokens(examples), "labels": self.padding(following, IGNORED)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCollate:
+    """input_ids, attention_mask, labels [examples]."""
+
+    padding: Padding
+
+    def __call__(self, examples: Sequence[TextExample]) -> Batch:
+        return {**self.padding.tokens(examples), "labels": torch.tensor([example.label for example in examples])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorCollate:
+    """The values under the name that the model takes them by, and labels [examples]."""
+
+    name: str
+
+    def __call__(self, examples: Sequence[TensorExample]) -> Batch:
+        return {
+            self.name: torch.stack([example.values for example in examples]),
+            "labels": torch.tensor([example.label for example in examples]),
+        }

@@ -1,0 +1,377 @@
+"""From records and a model's name to everything that a training loop needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from dpoptim.app.data.inputs import (
+    Batch,
+    CausalCollate,
+    ImageDataset,
+    MaskedCollate,
+    Padding,
+    RowDataset,
+    TensorCollate,
+    TextCollate,
+    TokenDataset,
+)
+from dpoptim.app.data.records import Kind, Records
+from dpoptim.app.models import builtin
+from dpoptim.app.models.finite import check_finite
+from dpoptim.app.models.loading import load_model, load_pixel_scale, load_tokenizer
+from dpoptim.app.models.padding_check import check_padding
+from dpoptim.data import PrivateLoader
+from dpoptim.integrations.losses.causal_check import check_one_direction
+from dpoptim.integrations.losses.tasks import Outcome, Task, outcome
+from dpoptim.integrations.losses.token_losses import can_read_targets
+from dpoptim.integrations.masking import evaluation_key, masked, training_key
+
+MAX_LENGTH = {Task.MASKED_LM: 512, Task.CAUSAL_LM: 1024, Task.TEXT_CLASSIFICATION: 512}
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A model, its examples and their losses.
+
+        loader = dpoptim.private_loader(prepared.dataset, plan, lengths=prepared.lengths, micro_batch_tokens=2**16,
+                                        bucket=prepared.bucket, collate_fn=prepared.collate)
+        for batch in prepared.batches(loader):
+            prepared.loss_per_example(model, batch).sum().backward()
+            optimizer.step()
+
+    Guarantee: example i of `dataset` is record i, none is left out; loss j depends on example j alone. The masks of
+    masked-lm are a pure function of (seed, step, the record's tokens): new at each step, and the same after a restart.
+    `lengths` are tokens an example (None where all have one size), for `private_loader(lengths=)`.
+    """
+
+    task: Task
+    model: nn.Module
+    tokenizer: Any
+    records: Records
+    dataset: Dataset[Any]
+    lengths: NDArray[np.int64] | None
+    collate: Callable[[Sequence[Any]], Batch]
+    targets_only: bool  # language models: targets alone are decoded; elsewhere, and otherwise, all logits are made
+    max_length: int | None
+    bucket: int
+    seed: int
+    make_dataset: Callable[[Records], tuple[Dataset[Any], NDArray[np.int64] | None]]
+
+    def batches(self, loader: PrivateLoader, device: torch.device | str | None = None) -> Iterator[Batch]:
+        """The loader's batches on the model's device (or `device`), each masked for its step."""
+        where = next(self.model.parameters()).device if device is None else device
+        for batch in loader:
+            step = loader.next_step - 1 if loader.step_ends else loader.next_step
+            moved = {name: values.to(where, non_blocking=True) for name, values in batch.items()}
+            yield self.at_step(moved, step)
+
+    def at_step(self, batch: Batch, step: int) -> Batch:
+        """The batch as it is seen in step `step` (from 0): masked anew for masked-lm, as it is for other tasks.
+
+        A pure function of (seed, step, tokens): how the step is cut into micro-batches, the device and restarts do not
+        matter.
+        """
+        return self._masked(batch, training_key(self.seed, step))
+
+    def loss_per_example(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of each example, [examples]: the mean over its targets, 0 where it has none."""
+        return outcome(self.task, model, batch, targets_only=self.targets_only).losses
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        """Losses and targets of a batch as `collate` gives it, with the one mask that a record has in every evaluation.
+
+        The mask depends on the record's tokens alone, so losses of different runs, seeds and cuts compare. The mode
+        (`model.eval()`) and gradients are the caller's; `metrics.evaluate` takes care of both.
+        Not private: what it gives on private records is for debugging.
+        """
+        return outcome(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
+
+    def on(self, records: Records) -> Prepared:
+        """The same model and settings for other records, held-out ones say; labels must be declared the same.
+
+        Edge cases: read the others with `label_names=` of the first, so that labels have the same numbers.
+        """
+        _check_records(self.task, records)
+        if self.task.is_classification and records.label_names != self.records.label_names:
+            raise ValueError(
+                f"records from {records.source!r} have labels {list(records.label_names)} and the training records "
+                f"{list(self.records.label_names)}; read them with label_names= of the training records"
+            )
+        if records.feature_names != self.records.feature_names:
+            raise ValueError(
+                f"records from {records.source!r} have features {list(records.feature_names)} and the training records "
+                f"{list(self.records.feature_names)}; give the same columns in the same order"
+            )
+        dataset, lengths = self.make_dataset(records)
+        return dataclasses.replace(self, records=records, dataset=dataset, lengths=lengths)
+
+    def _masked(self, batch: Batch, key: int) -> Batch:
+        if self.task is not Task.MASKED_LM:
+            return batch
+        if "places" in batch:
+            raise ValueError("batch is masked already; give it as collate made it")
+        ids, places, labels = masked(
+            batch["input_ids"],
+            batch["maskable"],
+            batch["is_target"],
+            batch["record"],
+            key=key,
+            mask_id=self.tokenizer.mask_token_id,
+            vocabulary=len(self.tokenizer),
+        )
+        return {
+            "input_ids": ids, "attention_mask": batch["attention_mask"], "places": places, "labels": labels
+        }  # fmt: skip
+
+
+def prepare(
+    *,
+    task: Task,
+    model: str | Path | nn.Module,
+    records: Records,
+    max_length: int | None = None,
+    tokenizer: Any = None,
+    mask_fraction: float = 0.15,
+    lora_rank: int | None = None,
+    from_scratch: bool = False,
+    dtype: torch.dtype = torch.float32,
+    bucket: int = 64,
+    image_size: int | None = None,
+    seed: int = 0,
+) -> Prepared:
+    """Load the model, turn the records into its inputs, and define the loss of each example.
+
+    `model` is a folder, a hub name, "mlp" or "small-cnn", or a module that is used as it is, in its own dtype
+    (texts then need `tokenizer=`). Texts are cut at `max_length` tokens (512,
+    for causal-lm 1024, or what the model takes if that is less). In causal-lm a text is closed by the tokenizer's
+    end-of-text token, if it has one. Images are resized to `image_size` (the model's own, or 32).
+
+    Guarantee: record i is example i. Nothing but the label names is taken from all records: no vocabulary, no mean.
+    Edge cases: a text without tokens is one token of padding without a target, its loss is 0. One ValueError line where
+    records, task and model do not fit, where padding changes the model's losses, where a causal one looks ahead, or
+    where a parameter is not finite.
+
+    >>> records = Records(
+    ...     kind=Kind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32), feature_names=("a", "b", "c"),
+    ...     labels=np.array([0, 1, 1]), label_names=("no", "yes"))
+    >>> prepared = prepare(task=Task.TABULAR_CLASSIFICATION, model="mlp", records=records)
+    >>> batch = prepared.collate([prepared.dataset[i] for i in range(3)])
+    >>> prepared.loss_per_example(prepared.model, batch).shape
+    torch.Size([3])
+    """
+    _check_asked(task, records, mask_fraction)
+    name = None if isinstance(model, nn.Module) else str(model)
+    if name is None and (lora_rank is not None or from_scratch):
+        raise ValueError(
+            f"lora_rank={lora_rank}, from_scratch={from_scratch}: a model given as a module is used as it is; give its "
+            "folder, or use add_lora"
+        )
+    tokenizer = _tokenizer(tokenizer, name, task) if task.reads_text else None
+    labels = records.label_names if task.is_classification else None
+    module = model if isinstance(model, nn.Module) else load_model(
+        task, model, num_labels=None if labels is None else len(labels), label_names=labels,
+        columns=len(records.feature_names) or None, lora_rank=lora_rank, from_scratch=from_scratch, dtype=dtype,
+        seed=seed,
+    )  # fmt: skip
+    check_finite(module, name or type(module).__name__)
+    made = _for_text if task.reads_text else _for_images if task is Task.IMAGE_CLASSIFICATION else _for_rows
+    make_dataset, collate, length = made(
+        _Settings(
+            task=task, name=name, model=module, tokenizer=tokenizer, max_length=max_length, bucket=bucket,
+            mask_fraction=mask_fraction, image_size=image_size,
+        )
+    )  # fmt: skip
+    dataset, lengths = make_dataset(records)
+    prepared = Prepared(
+        task=task,
+        model=module,
+        tokenizer=tokenizer,
+        records=records,
+        dataset=dataset,
+        lengths=lengths,
+        collate=collate,
+        targets_only=not task.is_classification and can_read_targets(module, len(tokenizer)),
+        max_length=length,
+        bucket=bucket,
+        seed=seed,
+        make_dataset=make_dataset,
+    )
+    if task is Task.CAUSAL_LM:
+        check_one_direction(module)
+    if task.reads_text:
+        check_padding(prepared)
+    return prepared
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Settings:
+    """What inputs depend on beside the records."""
+
+    task: Task
+    name: str | None
+    model: nn.Module
+    tokenizer: Any
+    max_length: int | None
+    bucket: int
+    mask_fraction: float
+    image_size: int | None
+
+    @property
+    def config(self) -> Any:
+        return getattr(self.model, "config", None)
+
+
+_MakeDataset = Callable[[Records], tuple[Dataset[Any], NDArray[np.int64] | None]]
+_Made = tuple[_MakeDataset, Callable[[Sequence[Any]], Batch], int | None]
+
+
+def _check_asked(task: Task, records: Records, mask_fraction: float) -> None:
+    """Refuse what is wrong with task, records and masks before a model is loaded."""
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be a Task, got {task!r}; use Task('masked-lm'), for one")
+    _check_records(task, records)
+    if task.reads_text and records.empty == len(records):
+        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to learn from")
+    if not 0 < mask_fraction < 1:
+        raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+
+
+def _check_records(task: Task, records: Records) -> None:
+    kinds = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
+    wanted = kinds.get(task, Kind.TEXT)
+    if records.kind is not wanted:
+        raise ValueError(
+            f"{task.value} needs {wanted.value} records, and {records.source!r} has {records.kind.value} ones"
+        )
+    if task.is_classification and records.labels is None:
+        raise ValueError(f"{task.value} needs labels, and {records.source!r} has none; set --label-column")
+    if task.is_classification and len(records.label_names) < 2:
+        raise ValueError(
+            f"{task.value} needs two labels or more, and {records.source!r} has {list(records.label_names)}; declare "
+            "them by label_names="
+        )
+
+
+def _tokenizer(given: Any, name: str | None, task: Task) -> Any:
+    """The one that was given, as it is or by its folder's name; else the model's own."""
+    if given is None and name is None:
+        raise ValueError("tokenizer=None: a model that is given as a module needs its tokenizer beside it")
+    named = given is None or isinstance(given, str | Path)
+    tokenizer = load_tokenizer(str(name) if given is None else given) if named else given
+    if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
+    return tokenizer
+
+
+def _for_text(settings: _Settings) -> _Made:
+    tokenizer, task = settings.tokenizer, settings.task
+    rows = _embedding_rows(settings.model)
+    if rows is not None and len(tokenizer) > rows:
+        raise ValueError(
+            f"tokenizer has {len(tokenizer)} tokens and the model {rows} embeddings; give the tokenizer of this model"
+        )
+    length = _length(settings)
+    pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    if settings.config is not None and getattr(settings.config, "pad_token_id", None) is None:
+        settings.config.pad_token_id = pad_id  # decoders that classify look for the last token that is not padding
+    padding = Padding(pad_id=pad_id, bucket=settings.bucket, max_length=length)
+    closing = tokenizer.eos_token_id if task is Task.CAUSAL_LM else None
+
+    def make_dataset(records: Records) -> tuple[TokenDataset, NDArray[np.int64]]:
+        labels = records.labels if task.is_classification else None
+        dataset = TokenDataset(_tokenized(tokenizer, records.texts, length, closing), labels, filler=pad_id)
+        return dataset, dataset.lengths
+
+    if task is Task.CAUSAL_LM:
+        return make_dataset, CausalCollate(padding=padding), length
+    if task is Task.TEXT_CLASSIFICATION:
+        return make_dataset, TextCollate(padding=padding), length
+    special = tuple(sorted(tokenizer.all_special_ids))
+    return (
+        make_dataset,
+        MaskedCollate(padding=padding, special_ids=special, mask_fraction=settings.mask_fraction),
+        length,
+    )
+
+
+def _tokenized(
+    tokenizer: Any, texts: Sequence[str], length: int, closing: int | None
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
+    """Chunks of texts: their tokens end to end, and how many each has."""
+    for start in range(0, len(texts), _CHUNK):
+        chunk = list(texts[start : start + _CHUNK])
+        rows = tokenizer(chunk, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
+        if closing is not None:
+            rows = [[*row, closing] if len(row) < length and row[-1:] != [closing] else row for row in rows]
+        counts = np.array([len(row) for row in rows], dtype=np.int64)
+        yield np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(counts.sum())), counts
+
+
+def _length(settings: _Settings) -> int:
+    """How many tokens a text may have: what was asked for, if the model has positions for it."""
+    most = _positions(settings)
+    if settings.max_length is None:
+        return min(MAX_LENGTH[settings.task], most)
+    if not 2 <= settings.max_length <= most:
+        raise ValueError(f"max_length={settings.max_length} must lie between 2 and {most}, what the model takes")
+    return settings.max_length
+
+
+def _positions(settings: _Settings) -> int:
+    """The most tokens that model and tokenizer take; unbounded (2^31) where neither says."""
+    tables = [
+        (module.num_embeddings, module.padding_idx)
+        for name, module in settings.model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and name.rpartition(".")[2] in ("position_embeddings", "wpe", "embed_positions")
+    ]
+    # RoBERTa's positions begin behind those of the padding.
+    limits = [rows if padding is None else rows - padding - 1 for rows, padding in tables]
+    limits.append(int(getattr(settings.tokenizer, "model_max_length", None) or 2**31))
+    if not tables:
+        limits.append(int(getattr(settings.config, "max_position_embeddings", None) or 2**31))
+    return min(*limits, 2**31)
+
+
+def _embedding_rows(model: Any) -> int | None:
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _for_images(settings: _Settings) -> _Made:
+    size = settings.image_size or getattr(settings.config, "image_size", None) or builtin.CNN_IMAGE_SIZE
+    if isinstance(size, list | tuple):
+        size = size[0]
+    if getattr(settings.config, "num_channels", 3) != 3:
+        raise ValueError(
+            f"the model takes {settings.config.num_channels} colour channels; images are read as RGB, with 3"
+        )
+    half = (0.5, 0.5, 0.5)
+    has_file = settings.name is not None and settings.name != "small-cnn"
+    mean, std = load_pixel_scale(str(settings.name)) if has_file else (half, half)
+
+    def make_dataset(records: Records) -> tuple[ImageDataset, None]:
+        assert records.labels is not None  # checked with the task
+        return ImageDataset(records.images, records.labels, size=int(size), mean=mean, std=std), None
+
+    return make_dataset, TensorCollate(name="pixel_values"), None
+
+
+def _for_rows(settings: _Settings) -> _Made:
+    def make_dataset(records: Records) -> tuple[RowDataset, None]:
+        assert records.features is not None  # checked with the task
+        assert records.labels is not None
+        return RowDataset(records.features, records.labels), None
+
+    return make_dataset, TensorCollate(name="features"), None

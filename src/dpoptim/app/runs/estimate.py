@@ -1,0 +1,114 @@
+"""What a run would take: memory and time, measured on random examples; nothing is released and nothing written."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dpoptim.app.models.synthetic import random_batch
+from dpoptim.app.runs.run import bytes_on_disk
+from dpoptim.app.runs.setup import Setup
+from dpoptim.data.lengths import cut_by_length, cut_together
+from dpoptim.integrations.named_settings import optimizer_of
+
+_MOST_PARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes and seconds; `working_bytes` is what one micro-batch took beside what is kept between steps."""
+
+    parameter_bytes: int
+    optimizer_bytes: int
+    noise_bytes: int
+    working_bytes: int
+    disk_bytes: int
+    step_seconds: float
+    run_seconds: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.parameter_bytes + self.optimizer_bytes + self.noise_bytes + self.working_bytes
+
+
+def estimate(setup: Setup) -> Estimate:
+    """Take a private step on random examples, cut as a real batch would be, and count.
+
+        seconds a step = parts of a batch · seconds a part + seconds of the update
+
+    The model's parameters are moved by it: `setup` is used up. Lengths are drawn from those of the records, so the
+    time depends on them; tokens, labels and pixels are random.
+    """
+    recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
+    setup.model.train()
+    optimizer = optimizer_of(recipe, setup.model, plan, own_batches=True)
+    parts = _parts(setup)
+    before = _peak(setup.device)
+    seconds: list[float] = []
+    update = 0.0
+    for warm in (True, False):
+        for part in parts[: 1 if warm else _MOST_PARTS]:
+            began = _now(setup.device)
+            with setup.precision():
+                loss = prepared.loss_per_example(setup.model, random_batch(prepared, part))
+            loss.sum().backward()
+            if not warm:
+                seconds.append(_now(setup.device) - began)
+        began = _now(setup.device)
+        if plan.steps > 1 or not warm:  # a plan of one step has one update
+            optimizer.step()
+        update = _now(setup.device) - began
+    working = max(0, _peak(setup.device) - before)
+    kept = sum(value.numel() * value.element_size() for state in optimizer.state.values() for value in state.values())
+    scale = optimizer.release.scale
+    kept += sum(value.numel() * value.element_size() for value in scale.values()) if scale else 0
+    optimizer.detach()
+    step_seconds = len(parts) * float(np.mean(seconds)) + update
+    return Estimate(
+        parameter_bytes=sum(p.numel() * p.element_size() for p in setup.model.parameters()),
+        optimizer_bytes=kept,
+        noise_bytes=optimizer.release.noise_memory_bytes,
+        working_bytes=working,
+        disk_bytes=bytes_on_disk(setup),
+        step_seconds=step_seconds,
+        run_seconds=step_seconds * plan.steps,
+    )
+
+
+def _parts(setup: Setup) -> list[list[int]]:
+    """The lengths of the examples of each micro-batch of a batch of the expected size."""
+    recipe, prepared = setup.recipe, setup.prepared
+    assert recipe.batch_size is not None
+    if prepared.lengths is None:
+        size = recipe.micro_batch_size or recipe.batch_size
+        return [[1] * min(size, recipe.batch_size - start) for start in range(0, recipe.batch_size, size)]
+    drawn = np.random.default_rng(0).choice(prepared.lengths, recipe.batch_size)
+    cuts = cut_by_length(
+        drawn,
+        max_tokens=recipe.micro_batch_tokens or int(drawn.sum()),
+        max_examples=recipe.micro_batch_size,
+        bucket=prepared.bucket,
+        together=cut_together(recipe.batch_size),
+    )
+    found = [drawn[cut].tolist() for cut in cuts]
+    np.random.default_rng(1).shuffle(found)
+    return found
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _peak(device: torch.device) -> int:
+    """The most memory that was ever taken."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

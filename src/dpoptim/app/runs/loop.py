@@ -1,0 +1,154 @@
+"""The private steps of a run, one after another, as a pure function of recipe, key and step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpoptim.app.runs.diagnostics import Diagnostics
+from dpoptim.app.runs.setup import Setup
+from dpoptim.app.support.step_times import StepTimes, two_digits
+from dpoptim.data import private_loader
+from dpoptim.data.secret_randomness import seed_generators, seed_secretly
+from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import PrivacyPlan, ReleasedSteps
+from dpoptim.privacy.epsilon_spent import EpsilonSpent
+
+
+class Loop:
+    """Iterating takes the steps that are left; each gives an entry for the log.
+
+    An entry has `step` (from 1), `learning_rate`, `epsilon` (of the steps so far, with `epsilon_note` where that is the
+    whole run's) and `seconds` a step (a mean of ten or more, with two digits; None before); every `log_every` steps,
+    and at the first and the last, also `released`, and with `debug` `not_private`.
+
+    Guarantee: batches, masks, dropout, learning rate and noise of step t depend on (recipe, key, run, t) alone, so a
+    run that goes on from `state_dict` is the run that never stopped, bit for bit where arithmetic is.
+    """
+
+    def __init__(self, setup: Setup, key: NoiseKey, steps: ReleasedSteps, *, digest: str) -> None:
+        recipe, prepared = setup.recipe, setup.prepared
+        self._setup = setup
+        setup.model.train()
+        self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
+        self._optimizer.release.before_release = steps.note
+        cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
+        if prepared.lengths is not None:
+            cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
+        self._loader = private_loader(
+            prepared.dataset, setup.plan, key=key, bucket=prepared.bucket, collate_fn=prepared.collate,
+            pin_memory=setup.device.type == "cuda", digest=digest, **cut,
+        )  # fmt: skip
+        self._diagnostics = Diagnostics(self._optimizer)
+        self._spent = EpsilonSpent(self.plan)
+        self._times = StepTimes(over=recipe.log_every)
+        self._counted = (0, 0, 0)
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The plan as it runs."""
+        return self._optimizer.plan
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self._loader.next_step
+
+    @property
+    def steps(self) -> int:
+        return self.plan.steps
+
+    @property
+    def batch_size(self) -> int:
+        return self.plan.batch_size
+
+    @property
+    def epsilon_is_whole(self) -> bool:
+        """Whether ε so far is the whole run's."""
+        return self._spent.note is not None
+
+    def close(self) -> None:
+        """Give the model its own forward back."""
+        self._optimizer.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds; no secret is in it."""
+        return {
+            "step": self.step,
+            "model": self._setup.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "loader": self._loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where the state was taken."""
+        self._setup.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._loader.load_state_dict(state["loader"])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.step == self.steps:
+            return
+        recipe, loader, optimizer = self._setup.recipe, self._loader, self._optimizer
+        losses: list[Tensor] = []
+        opens = True
+        for batch in self._setup.prepared.batches(loader):
+            if opens:
+                began, number = time.perf_counter(), optimizer.release.step
+                rate = self._begin(number)
+                losses = []
+            with self._setup.precision():
+                loss = self._setup.prepared.loss_per_example(self._setup.model, batch)
+            loss.sum().backward()
+            if recipe.debug:
+                losses.append(loss.detach())
+            optimizer.step()
+            opens = loader.step_ends
+            if opens:
+                seed_generators(recipe.seed)  # forget the secret one
+                entry = {"step": number + 1, "learning_rate": rate, **self._epsilon(number + 1)}
+                if self._is_logged(number):
+                    entry["released"] = self._diagnostics.after()
+                    if recipe.debug:
+                        entry["not_private"] = self._not_private(losses)
+                seconds = self._times.add(time.perf_counter() - began)
+                entry["seconds"] = seconds
+                entry["examples_per_second"] = two_digits(self.batch_size / seconds) if seconds else None
+                yield entry
+
+    def _begin(self, number: int) -> float:
+        """Make the step's learning rate and the model's own randomness (dropout) what they are for this step."""
+        recipe = self._setup.recipe
+        rate = learning_rate_at(recipe, number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        seed_secretly(self._optimizer)
+        if self._is_logged(number):
+            self._diagnostics.before()
+            self._counted = self._counts() if recipe.debug else (0, 0, 0)
+        return rate
+
+    def _counts(self) -> tuple[int, int, int]:
+        counts = self._optimizer.release.counts_not_private
+        return counts.examples, counts.clipped, counts.nonfinite
+
+    def _is_logged(self, number: int) -> bool:
+        return number == 0 or (number + 1) % self._setup.recipe.log_every == 0 or number + 1 == self.steps
+
+    def _epsilon(self, step: int) -> dict[str, Any]:
+        note = {} if self._spent.note is None else {"epsilon_note": self._spent.note}
+        return {"epsilon": self._spent.at(step), **note}
+
+    def _not_private(self, losses: list[Tensor]) -> dict[str, Any]:
+        """Of the step's own examples."""
+        examples, clipped, nonfinite = (now - then for now, then in zip(self._counts(), self._counted, strict=True))
+        return {
+            "loss": float(torch.cat(losses).mean()),
+            "clipped_fraction": clipped / max(1, examples),
+            "nonfinite": nonfinite,
+        }

@@ -1,0 +1,345 @@
+"""Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
+
+Formal guarantee: one example adds to the sum a vector v with ‖scale ⊙ v‖ ≤ clip_norm (up to the rounding of the
+sum), whatever the example is; an example whose gradient is not finite adds nothing. So under zero-out or add-remove
+adjacency the sum, measured in the scaled norm, changes by at most clip_norm, and by at most 2·clip_norm when one
+example replaces another. The scale enters the norm only: dividing the noise by it is the same as scaling, noising
+and unscaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.clipping.engine import Engine
+from dpoptim.clipping.explanation import Explanation, explain
+from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.kernels import norms as kernels
+from dpoptim.kernels.clip_weights import Weighed, weighed
+from dpoptim.kernels.flat import FlatTensors
+
+
+@dataclass
+class ClippingCounts:
+    """What clipping did since the start. NOT private: it depends on single examples and carries no noise."""
+
+    examples: int = 0
+    clipped: int = 0
+    nonfinite: int = 0
+
+
+class ClippedSums:
+    """Accumulates Σ_j c_j g_j (and, where asked, Σ_j (c_j g_j)²) over the physical batches of one step.
+
+    `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
+    function of released values alone and stays fixed from one `take` to the next.
+    `mean_loss` says that the loop reduces the losses of a physical batch by their mean, which is undone here.
+    `spare_bytes` is what a physical batch may take beyond activations and their gradients to go faster.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        clip_norm: float,
+        squares: bool = False,
+        mean_loss: bool = False,
+        spare_bytes: int = 0,
+    ) -> None:
+        if not clip_norm > 0 or math.isnan(clip_norm):
+            raise ValueError(f"clip_norm={clip_norm} must be positive (math.inf for no clipping)")
+        self.clip_norm = clip_norm
+        self.mean_loss = mean_loss
+        self.scale: Mapping[str, Tensor] | None = None
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.with_squares = squares
+        self.clear_sums()
+        self._examples = 0
+        self._outcomes: list[Tensor] = []  # `Weighed.counts` of physical batches, still on the device
+        self._counted = ClippingCounts()
+        self._explanation: Explanation | None = None
+        self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
+        self.engine = Engine(model, self._add, spare_bytes=spare_bytes)
+
+    @property
+    def examples(self) -> int:
+        """How many have been clipped and summed since the start."""
+        return self._examples
+
+    @property
+    def counts(self) -> ClippingCounts:
+        """What clipping did since the start; waits for the device."""
+        for clipped, nonfinite, _ in torch.stack(self._outcomes).tolist() if self._outcomes else []:
+            self._counted.clipped += clipped
+            self._counted.nonfinite += nonfinite
+        self._outcomes = []
+        self._counted.examples = self._examples
+        return self._counted
+
+    def explain(self) -> Explanation:
+        """How the norms of the last physical batch were taken."""
+        self.engine.flush()
+        if self._explanation is None:
+            raise ValueError("nothing has been differentiated yet; ask after the first step")
+        return self._explanation
+
+    def take(self) -> tuple[FlatTensors, FlatTensors | None]:
+        """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
+        emptied.
+        """
+        try:
+            self.engine.end_step()
+            self._settle()
+        except BaseException:
+            self._forget()
+            raise
+        taken = self._sums.taken(), self._square_sums.taken() if self._square_sums is not None else None
+        self.clear_sums()
+        return taken
+
+    def clear_sums(self) -> None:
+        """Forget every physical batch that has been summed since the last `take`."""
+        self._unsettled: Callable[[], None] | None = None
+        self._sums = _Accumulator(self.parameters)
+        self._square_sums = _Accumulator(self.parameters) if self.with_squares else None
+        self.norms: list[Tensor] = []
+
+    def _add(self, batch: PhysicalBatch) -> None:
+        try:
+            if batch.add_ready is None:
+                self._clip_and_sum(batch)
+            else:
+                batch.add_ready()
+        except BaseException:  # out of memory, an interrupt: half a batch must never be released
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """All of the step, and a batch that was running again."""
+        self.engine.discard()
+        self.clear_sums()
+
+    def _clip_and_sum(self, batch: PhysicalBatch) -> None:
+        factor = batch.examples if self.mean_loss else 1
+        squared, least = self._measured(batch.gradients, self.scale)
+        found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients))
+        indices = list if least is None else told_later(found)
+        _sum(batch.gradients, found.weights, self._sums, self._square_sums)
+        self._examples += batch.examples
+        self._remember_ways(batch)
+        self._outcomes.append(found.counts)
+        self.norms.append(found.norms)
+        for j in indices():
+            self._clip_and_sum_one(batch, j, factor)
+
+    def _remember_ways(self, batch: PhysicalBatch) -> None:
+        """For `explain`; made anew only where shapes are new, since it takes a while."""
+        kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
+        if kind not in self._explained:
+            if len(self._explained) == 16:
+                self._explained.clear()
+            self._explained[kind] = explain(batch.gradients, scaled=self.scale is not None)
+        self._explanation = self._explained[kind]
+
+    def bounds(self) -> Hashable:
+        """What examples are clipped by now: another value where clip norm or scale are others, or were written to."""
+        scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
+        return self.clip_norm, scale
+
+    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None) -> Weighed:
+        """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
+        the losses must have been summed, not averaged.
+
+        Examples whose norms cannot be trusted are left out, and must run again.
+        """
+        squared, least = self._measured(batch.gradients, scale)
+        found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
+        sums = _Accumulator(self.parameters, into)
+        _sum(batch.gradients, found.weights, sums, None)
+        sums.taken()
+        self._remember_ways(batch)
+        return found
+
+    def add_sums(
+        self,
+        of_batch: FlatTensors,
+        found: Weighed,
+        examples: int,
+        explanation: Explanation,
+        again: Callable[[list[int]], None],
+    ) -> None:
+        """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied.
+
+        Examples that must be looked at by themselves are not in it: `again(rows)` differentiates them in the ordinary
+        way, and them alone, as no example may change what the others add. The host learns of them when the next such
+        batch is added or the sums are taken, so that it prepares one batch while the device is busy with another.
+        """
+        apart = found.apart[:examples].clone()
+        number = number_apart(found)  # known when the copy is there, too
+        self._settle()
+        self._sums.add_all(of_batch)
+        self._examples += examples
+        self._explanation = explanation
+        counts = found.counts.clone()
+        counts[1] -= ((found.weights == 0) & ~found.apart)[examples:].sum()  # copies of a first row that is not finite
+        self._outcomes.append(counts)
+        self.norms.append(found.norms[:examples].clone())
+
+        def settle() -> None:
+            rows = torch.nonzero(apart).flatten().tolist() if number() else []
+            if not rows:
+                return
+            counted, norms, outcomes = (self._examples, self._explanation), len(self.norms), len(self._outcomes)
+            try:
+                again(rows)
+            finally:  # they were counted with their batch, and that they are apart is nobody's business
+                self._examples, self._explanation = counted
+            del self.norms[norms:], self._outcomes[outcomes:]
+
+        self._unsettled = settle
+
+    def _settle(self) -> None:
+        """Run again what the last captured batch has left out; where that fails the caller forgets the sums."""
+        settle, self._unsettled = self._unsettled, None
+        if settle is not None:
+            settle()
+
+    def _measured(
+        self, gradients: Mapping[str, ExampleGradients], scale: Mapping[str, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Squared norms over all parameters, and the least norms that can be trusted, if any cannot."""
+        dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+        squared: Tensor | float = 0.0
+        least: Tensor | None = None
+        if dense:
+            scales = None if scale is None else [scale[name] for name in dense]
+            squared = kernels.many_squares(list(dense.values()), scales)
+        for name, own in gradients.items():
+            if name in dense:
+                continue
+            more, trusted = own.measured(None if scale is None else scale[name])
+            squared = squared + more
+            if trusted is not None:  # what parameters are off by adds up as their gradients do
+                least = trusted if least is None else torch.hypot(least, trusted)
+        assert isinstance(squared, Tensor)
+        return squared, least
+
+    def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
+        """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
+        own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
+        scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
+        squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
+        found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+        found.counts[0] = 0  # whether it is clipped was counted with its batch
+        self._outcomes.append(found.counts)
+        alone = {name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
+        _sum(alone, found.weights, self._sums, self._square_sums)
+
+
+def _widest(gradients: Mapping[str, ExampleGradients]) -> torch.dtype:
+    is_double = any(own.precision == torch.float64 for own in gradients.values())
+    return torch.float64 if is_double else torch.float32
+
+
+def _sum(
+    gradients: Mapping[str, ExampleGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
+) -> None:
+    """Add Σ_j weights[j]·g_j to `sums`, and the squares of what is summed to `square_sums`."""
+    dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+    sums.add_dense(dense, weights)
+    if square_sums is not None:
+        square_sums.add_dense(dense, weights, squared=True)
+    for name, own in gradients.items():
+        if name in dense:
+            continue
+        sums.add_sum(name, own, weights.to(own.precision))
+        if square_sums is not None:
+            square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
+
+
+def number_apart(found: Weighed) -> Callable[[], int]:
+    """How many examples are apart, to be asked for later: the host then waits for that number alone."""
+    if not found.counts.is_cuda:
+        now = int(found.counts[2])
+        return lambda: now
+    number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(found.counts[2], non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(found.counts.device))
+
+    def asked() -> int:
+        there.synchronize()
+        return int(number)
+
+    return asked
+
+
+def told_later(found: Weighed) -> Callable[[], list[int]]:
+    """The indices of examples that are apart, to be asked for when the sums are queued: the device is still busy with
+    them while the next batch is prepared.
+    """
+    number = number_apart(found)
+    return lambda: torch.nonzero(found.apart).flatten().tolist() if number() else []
+
+
+class _Accumulator:
+    """Sums by parameter, end to end; what nothing was added to is 0 when they are taken."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
+        """`sums`, where they are given, are written to; what they held is of no matter."""
+        self._parameters = parameters
+        self._sums = sums
+        self._begun: set[str] = set()
+
+    def _target(self, name: str) -> Tensor:
+        if self._sums is None:
+            self._sums = FlatTensors(self._parameters)
+        return self._sums[name]
+
+    def add(self, name: str, value: Tensor) -> None:
+        total = self._target(name)
+        if name in self._begun:
+            total += value
+        else:
+            total.copy_(value)
+            self._begun.add(name)
+
+    def add_sum(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
+        """Add Σ_j weights[j]·g_j; the first one is made where it stays."""
+        total = self._target(name)
+        if name in self._begun or total.dtype != weights.dtype:
+            self.add(name, gradients.weighted_sum(weights))
+        else:
+            gradients.weighted_sum_into(total, weights)
+            self._begun.add(name)
+
+    def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor, *, squared: bool = False) -> None:
+        """Add Σ_j weights[j]·gradients[name][j] for all names, or the squares of what is summed."""
+        kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
+        for name in gradients:
+            target = self._target(name)
+            kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
+        for (begun, dtype, _), names in kinds.items():
+            grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
+            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
+            self._begun.update(names)
+
+    def add_all(self, sums: FlatTensors) -> None:
+        """Add sums of all parameters; they are copied."""
+        if self._sums is None:
+            self._sums = sums.mapped(torch.clone)
+        else:
+            for total, more in zip(self.taken().vectors, sums.vectors, strict=True):
+                total += more
+        self._begun.update(sums)
+
+    def taken(self) -> FlatTensors:
+        sums = FlatTensors(self._parameters) if self._sums is None else self._sums
+        for name in sums.keys() - self._begun:
+            sums[name].zero_()
+        return sums

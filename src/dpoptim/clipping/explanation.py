@@ -1,0 +1,87 @@
+"""How the norms of the last physical batch were taken, parameter by parameter, for people to read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dpoptim.clipping.norms import ExampleGradients, Way
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterWay:
+    """What was chosen for one parameter, and what it holds until the batch is clipped."""
+
+    name: str
+    shape: torch.Size
+    positions: int  # at which it was used in an example; 0 where gradients themselves are held
+    way: Way
+    held_bytes: int
+    extra_bytes: int  # that forming the gradients would take beyond this; 0 where they are formed
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The choices for all parameters of a physical batch; `str` gives a table, alike parameters in one row.
+
+    >>> from dpoptim.clipping.gradient_factors import Dense, Outer
+    >>> weight, bias = ExampleGradients(torch.Size([9, 9])), ExampleGradients(torch.Size([9]))
+    >>> weight.add(Outer(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
+    >>> bias.add(Dense(torch.ones(4, 9)))
+    >>> print(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False))
+    a physical batch of 4 examples
+      2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)
+      0.bias [9]: gradients formed once, measured and summed (144 B held)
+    clipping_memory=1440 (1.4 kB more a physical batch) would form all gradients
+    """
+
+    examples: int
+    parameters: tuple[ParameterWay, ...]
+
+    def __str__(self) -> str:
+        lines = [f"a physical batch of {self.examples} examples"]
+        lines += [f"  {line}" for line in self._rows()]
+        extra = sum(parameter.extra_bytes for parameter in self.parameters)
+        if extra:
+            lines.append(f"clipping_memory={extra} ({_bytes(extra)} more a physical batch) would form all gradients")
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[str]:
+        alike: dict[tuple[str, torch.Size, int, Way], list[ParameterWay]] = {}
+        for parameter in self.parameters:
+            pattern = re.sub(r"\d+", "*", parameter.name)
+            alike.setdefault((pattern, parameter.shape, parameter.positions, parameter.way), []).append(parameter)
+        for (pattern, shape, positions, way), members in alike.items():
+            name = f"{len(members)} x {pattern}" if len(members) > 1 else members[0].name
+            held = _bytes(sum(member.held_bytes for member in members))
+            where = f"{positions} positions, " if positions else ""
+            yield f"{name} {list(shape)}: {way.value} ({where}{held} held)"
+
+
+def explain(gradients: Mapping[str, ExampleGradients], *, scaled: bool) -> Explanation:
+    return Explanation(
+        next(iter(gradients.values())).examples,
+        tuple(
+            ParameterWay(
+                name=name,
+                shape=own.shape,
+                positions=own.positions,
+                way=own.way(scaled=scaled),
+                held_bytes=own.held_bytes(),
+                extra_bytes=sum(max(0, use.extra_bytes) for use in own.outers if use.can_be_formed),
+            )
+            for name, own in gradients.items()
+        ),
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,115 @@
+"""What a layer rule says of a parameter's per-example gradients: what they are made of, not what they are.
+
+* `Outer`: g_j = Σ_t left_jt ⊗ right_jt, a linear map used at T positions of example j;
+* `Rows`: g_j has value_jt added to row id_jt, a table looked up at T positions;
+* `Dense`: g_j itself.
+
+Everything here is un-noised: nothing outside `dpoptim.clipping` may import this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpoptim.kernels.norms import wide_dtype, with_padding
+
+_FEW_ROWS = 16  # a table this small is formed whatever is looked up in it
+
+
+@dataclass(frozen=True)
+class Outer:
+    """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements a row."""
+
+    left: Tensor  # [examples, positions, rows]
+    right: Tensor  # [examples, positions, cols]
+    left_lengths: Tensor | None = None  # ‖left[j, t]‖, where they are known
+
+    @property
+    def examples(self) -> int:
+        return self.left.shape[0]
+
+    def select(self, keep: Tensor) -> Outer:
+        lengths = None if self.left_lengths is None else self.left_lengths[keep]
+        return Outer(self.left[keep], self.right[keep], lengths)
+
+    @property
+    def extra_bytes(self) -> int:
+        """How much more memory g_j itself takes than its factors; less than nothing where it takes less."""
+        (examples, positions, rows), cols = self.left.shape, self.right.shape[2]
+        return examples * (rows * cols - positions * (rows + cols)) * self.left.element_size()
+
+    @property
+    def can_be_formed(self) -> bool:
+        """On a CPU in full precision only: products of narrow numbers are slow there."""
+        return self.left.is_cuda or self.left.dtype == wide_dtype(self.left.dtype)
+
+    def formed(self) -> Dense:
+        """g_j itself, in the dtype of the factors: rounded once, and from then on what is both measured and summed.
+
+        It costs no more than the weight gradient that it replaces.
+        """
+        left = with_padding(self.left) if self.left.is_cuda else self.left
+        grads = torch.bmm(left.mT, self.right)
+        return Dense(grads if left is self.left else grads[:, : self.left.shape[2]])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row ids[j, t] of g_j receives values[j, t], for a parameter of shape [rows, cols]."""
+
+    ids: Tensor  # [examples, positions], integers
+    values: Tensor  # [examples, positions, cols]
+
+    @property
+    def examples(self) -> int:
+        return self.ids.shape[0]
+
+    def select(self, keep: Tensor) -> Rows:
+        return Rows(self.ids[keep], self.values[keep])
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all examples look up the same rows, as they do positions: one row of ids, expanded."""
+        return len(self.ids) > 1 and self.ids.stride(0) == 0
+
+    def is_small_formed(self, num_rows: int) -> bool:
+        """Whether the table itself takes hardly more memory than the values and is quickly made."""
+        shared = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
+        return num_rows <= _FEW_ROWS or shared
+
+    def formed(self, num_rows: int) -> Dense:
+        """g_j itself, in the dtype of the values."""
+        ids = self.ids[0] if self._shared else self.ids
+        chosen = F.one_hot(ids.long(), num_rows).to(self.values.dtype)
+        return Dense(chosen.mT @ self.values)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """g_j = grads[j]."""
+
+    grads: Tensor  # [examples, *parameter shape]
+
+    @property
+    def examples(self) -> int:
+        return self.grads.shape[0]
+
+    def select(self, keep: Tensor) -> Dense:
+        return Dense(self.grads[keep])
+
+
+Form = Outer | Rows | Dense
+
+
+def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]:
+    """(the form to keep, how many of the spare bytes it takes): g_j itself where memory allows, else its factors."""
+    if isinstance(form, Rows) and form.is_small_formed(shape[0]):
+        return form.formed(shape[0]), 0
+    if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= spare_bytes:
+        formed = form.formed()
+        return formed if formed.grads.shape[1:] == shape else Dense(formed.grads.view(-1, *shape)), max(0, extra)
+    return form, 0

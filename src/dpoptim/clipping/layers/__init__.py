@@ -1,0 +1,125 @@
+"""Which rule runs which module."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpoptim.clipping.layers.attention import attention
+from dpoptim.clipping.layers.convolution import convolution
+from dpoptim.clipping.layers.embedding import embedding, scaled_embedding
+from dpoptim.clipping.layers.generic import generic
+from dpoptim.clipping.layers.hugging_face.deberta import deberta_attention, deberta_encoder, deberta_prediction_head
+from dpoptim.clipping.layers.hugging_face.opt import opt_decoder_layer, opt_positions
+from dpoptim.clipping.layers.hugging_face.relative_bias import mpnet_encoder, t5_attention
+from dpoptim.clipping.layers.hugging_face.vision import vit_embeddings
+from dpoptim.clipping.layers.linear import conv1d_of_transformers, linear
+from dpoptim.clipping.layers.norm_layers import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.clipping.layers.recurrent import recurrent
+from dpoptim.clipping.layers.rule import Layer, RuleFunction, any_trainable
+
+_RULES: dict[Any, RuleFunction] = {
+    nn.Linear.forward: linear,
+    nn.Embedding.forward: embedding,
+    nn.LayerNorm.forward: layer_norm,
+    nn.RMSNorm.forward: rms_norm,
+    nn.GroupNorm.forward: group_norm,
+    nn.Conv1d.forward: convolution,
+    nn.Conv2d.forward: convolution,
+    nn.Conv3d.forward: convolution,
+    nn.MultiheadAttention.forward: attention,
+    nn.LSTM.forward: recurrent,
+    nn.GRU.forward: recurrent,
+    nn.RNN.forward: recurrent,
+    _InstanceNorm.forward: instance_norm,
+    _BatchNorm.forward: batch_norm_in_eval,
+}
+"""A rule stands for a forward function, so a subclass with a forward of its own never takes its parent's rule."""
+
+_OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
+    ("pytorch_utils", "Conv1D"): conv1d_of_transformers,
+    ("models.vit.modeling_vit", "ViTEmbeddings"): vit_embeddings,
+    ("models.opt.modeling_opt", "OPTLearnedPositionalEmbedding"): opt_positions,
+    ("models.opt.modeling_opt", "OPTDecoderLayer"): opt_decoder_layer,
+    ("models.t5.modeling_t5", "T5Attention"): t5_attention,
+    ("models.mt5.modeling_mt5", "MT5Attention"): t5_attention,
+    ("models.umt5.modeling_umt5", "UMT5Attention"): t5_attention,
+    ("models.mpnet.modeling_mpnet", "MPNetEncoder"): mpnet_encoder,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2Encoder"): deberta_encoder,
+    ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_prediction_head,
+}
+"""Looked up where transformers has been imported, by whoever made the model."""
+
+_REWRITE = {
+    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_prediction_head,
+}  # fmt: skip
+"""They change what the layers inside get, and run where anything inside is trained."""
+
+_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_prediction_head}
+"""They meet parameters of other modules, the table of positions or of words, and run always."""
+
+
+def own_rule(module: nn.Module) -> RuleFunction | None:
+    """The module's rule, or None where only the generic way is left."""
+    forward = type(module).forward
+    if forward in _RULES:
+        return _RULES[forward]
+    for (home, kind), rule in _OF_TRANSFORMERS.items():
+        found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
+        if found is not None and forward is found.forward:
+            return rule
+    if isinstance(module, nn.Embedding) and _is_scaled(forward):
+        return scaled_embedding
+    return None
+
+
+def _is_scaled(forward: Any) -> bool:
+    """Whether it is one of transformers' embeddings times `embed_scale`, of which many models have a copy."""
+    return forward.__module__.startswith("transformers.") and forward.__qualname__.endswith(
+        "ScaledWordEmbedding.forward"
+    )
+
+
+def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
+    """The layer of every module that must run through the engine.
+
+    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that
+    is only another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the
+    module uses it by itself after all, the engine's tripwire raises.
+    """
+    ruled = {
+        id(parameter)
+        for module in model.modules()
+        if own_rule(module) is not None
+        for parameter in module.parameters(recurse=False)
+    }
+    layers: dict[nn.Module, Layer] = {}
+    inside_generic: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        rule = own_rule(module)
+        rewrites = rule in _REWRITE and (rule in _OF_DEBERTA or any_trainable(module))
+        if module in inside_generic or not (own or rewrites):
+            continue
+        if rule is None:
+            if all(id(parameter) in ruled for parameter in own):
+                continue
+            rule = generic
+            inside_generic.update(module.modules())
+        if _forward_was_replaced(module):
+            raise ValueError(
+                f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "
+                "whatever replaces it"
+            )
+        layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
+    return layers
+
+
+def _forward_was_replaced(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

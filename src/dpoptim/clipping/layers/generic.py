@@ -1,0 +1,179 @@
+"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the
+parameters.
+
+The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module
+is compared with the module's own forward, so a module that cannot be run one example at a time is refused and never
+silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+
+from dpoptim.clipping.gradient_factors import Dense
+from dpoptim.clipping.layers.rule import Keeper, Use, batch_axis, differentiated_once
+from dpoptim.clipping.trials import is_trying
+
+_checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""Which modules have been compared with their own forward, for which axes of which arguments."""
+
+
+class OneCopyAnExample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: Keeper, use: Use) -> Tensor:
+        ctx.keeper, ctx.use, ctx.parameter = keeper, use, parameter
+        return parameter.detach().expand(examples, *parameter.shape)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.keeper.keep(ctx.parameter, Dense(grad), ctx.use)
+        return None, None, None, None
+
+
+def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of every module that has no rule of its own."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    examples_axis = batch_axis(module)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None:
+        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
+    examples = keeper.agree_on_batch(first.movedim(examples_axis, 0), name).shape[0]
+    if not examples:
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
+            "forward and backward, and call optimizer.step() alone"
+        )
+    guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
+    axes = _seen_to_be(keeper, name, guessed, leaves, first) if examples > 1 else guessed
+    leaves = [
+        leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    use = keeper.use()
+    copies = {
+        key: OneCopyAnExample.apply(parameter, examples, keeper, use)
+        for key, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    batched = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    batched_axes = [axis for axis in axes if axis is not None]
+    output_structure: list[Any] = []
+
+    def one_example(parameters: dict[str, Tensor], *own: Tensor) -> list[Tensor]:
+        remaining = iter(own)  # the module sees a batch of one
+        filled = [
+            leaf if axis is None else next(remaining).unsqueeze(axis) for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+        outputs, spec = pytree.tree_flatten(functional_call(module, parameters, own_args, own_kwargs))
+        output_structure[:] = [[isinstance(output, Tensor) for output in outputs], spec]
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        return [tensors[0].squeeze(examples_axis), *(output.squeeze(0) for output in tensors[1:])]
+
+    def run(parameters: dict[str, Tensor]) -> Any:
+        run_all = vmap(one_example, in_dims=(0, *batched_axes), randomness="different")
+        first_output, *others = run_all(parameters, *batched)
+        tensors = iter([first_output.movedim(0, examples_axis), *others])
+        are_tensors, spec = output_structure
+        outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
+        return pytree.tree_unflatten(outputs, spec)
+
+    with _plain(keeper), torch.backends.cudnn.flags(enabled=False):
+        checked = _checked.setdefault(module, set())
+        kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
+        if kind not in checked or axes != guessed:  # what was shared may have become the examples' own
+            _check(run, module, name, examples, args, kwargs)
+            if not is_trying():
+                checked.add(kind)
+        return run(copies)
+
+
+def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int | None:
+    """Where the examples lie in one argument, or None for an argument that all examples share."""
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return None
+    if is_first:
+        return examples_axis
+    for axis in dict.fromkeys((examples_axis, 0)):
+        if axis < leaf.ndim and leaf.shape[axis] == examples:
+            return axis
+    return None
+
+
+def _seen_to_be(
+    keeper: Keeper, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
+) -> list[int | None]:
+    """The axes that the model's trial on one example less has shown; a length alone can agree by chance."""
+    was_tried, shown = keeper.axes_of(name)
+    if not was_tried:
+        return guessed
+    known = shown if shown is not None and len(shown) == len(leaves) else None
+    found = list(guessed)
+    for i, leaf in enumerate(leaves):
+        if leaf is first or not isinstance(leaf, Tensor) or (known is None and guessed[i] is None):
+            continue
+        if known is None or known[i] not in (None, guessed[i]):
+            raise ValueError(
+                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and whether that has the examples was "
+                "not seen when the model was tried on one example less; give it the same kinds of arguments in every "
+                "call, or freeze it"
+            )
+        found[i] = known[i]
+    return found
+
+
+@contextlib.contextmanager
+def _plain(keeper: Keeper) -> Iterator[None]:
+    """Layers inside the module run their own forward: their parameters are the copies."""
+    before, keeper.inside_generic = keeper.inside_generic, True
+    try:
+        yield
+    finally:
+        keeper.inside_generic = before
+
+
+def _check(
+    run: Callable[[dict[str, Tensor]], Any],
+    module: nn.Module,
+    name: str,
+    examples: int,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """Refuse a module whose result changes when its examples are run one at a time."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad():
+            expected = type(module).forward(module, *args, **kwargs)
+            got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time "
+            f"by torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
+        ) from error
+    finally:
+        for part, training in modes:
+            part.training = training
+    for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
+        if isinstance(theirs, Tensor) and not _same(ours, theirs):
+            raise ValueError(
+                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a "
+                "time, so it mixes examples or takes an argument whose first axis only looks like the batch; freeze or "
+                "replace it"
+            )
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape and theirs.shape[:1] == (1,):  # an input of one row was expanded to the batch
+        theirs = theirs.expand(ours.shape)
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3, equal_nan=True)

@@ -1,0 +1,139 @@
+"""DeBERTa-v2 and v3 of transformers: one table of relative positions, which no layer looks up, goes through the query
+and key projections of every layer as a batch of one and meets the examples in their attention scores.
+
+Each example gets its own copy of the table (an expansion), so that norm, dropout and projections have the batch as
+their first axis. With R rows in the table (twice the position buckets, 512 in v3) the projections of an example see R
+positions more: [examples, R, width] is held once for the norm's output, once a layer behind the dropout, and twice a
+layer for the output gradients of the two projections. Where table and norm are frozen, as in LoRA, only layers with a
+trained query or key projection pay, and hold one copy of the rows for all examples until they are projected.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.clipping.layers.generic import OneCopyAnExample
+from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
+from dpoptim.clipping.layers.linear import apply_linear
+from dpoptim.clipping.layers.rule import Keeper, any_trainable, trainable
+
+
+def deberta_encoder(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `DebertaV2Encoder`, which hands the table to its layers."""
+    forward = partial(type(module).forward, module, *args, **kwargs)
+    norm = module.LayerNorm if "layer_norm" in module.norm_rel_ebd else nn.Identity()
+    if not module.relative_attention or not any_trainable(module.rel_embeddings, norm):
+        return forward()
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if keeper.capturing:
+        hidden = keeper.agree_on_batch(hidden, name)
+        shared = partial(type(module).get_rel_embedding, module)
+        check_same(name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
+
+    def copies() -> Tensor:  # [examples, R, width]
+        table = module.rel_embeddings.weight
+        if trainable(table):
+            return norm(OneCopyAnExample.apply(table, len(hidden), keeper, keeper.use()))
+        return norm(table.expand(len(hidden), -1, -1))
+
+    with replaced(module, get_rel_embedding=copies):
+        return forward()
+
+
+def deberta_attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `DisentangledSelfAttention`."""
+    if keeper.capturing:
+        keeper.agree_on_batch(args[0] if args else kwargs["hidden_states"], name)
+    with replaced(module, disentangled_attention_bias=partial(_position_scores, keeper, name, module)):
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _position_scores(
+    keeper: Keeper,
+    name: str,
+    module: Any,
+    query: Tensor,  # [examples · heads, positions, width of a head]
+    key: Tensor,  # as query
+    relative_pos: Tensor,  # [1, positions, positions]
+    rows: Tensor,  # [R, width] or, for each example, [examples, R, width]
+    scale_factor: int,
+) -> Any:
+    """What content and position have to say to each other, [examples · heads, positions, positions]."""
+    own = partial(type(module).disentangled_attention_bias, module)
+    if rows.ndim == 2 and not any_trainable(*_projections(module)):
+        return own(query, key, relative_pos, rows, scale_factor)
+    if relative_pos is None or relative_pos.shape.numel() != query.shape[1] * key.shape[1] or query.shape != key.shape:
+        raise ValueError(
+            f"layer '{name}' got relative positions or queries of its own, which its rule does not know; leave them "
+            "to the model, or freeze the encoder"
+        )
+    if rows.ndim == 2:
+        rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
+    if keeper.capturing and len(rows):
+        few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
+        check_same(
+            name,
+            module,
+            lambda: _scores(module, *few, rows[:1], scale_factor),
+            lambda: own(*few, rows[0], scale_factor),
+        )
+    return _scores(module, query, key, relative_pos, rows, scale_factor)
+
+
+def _scores(module: Any, query: Tensor, key: Tensor, relative_pos: Tensor, rows: Tensor, scale_factor: int) -> Any:
+    span = module.pos_ebd_size
+    distance = relative_pos.to(query.device, torch.long).view(query.shape[1], key.shape[1])
+    divisor = (torch.tensor(query.shape[-1], dtype=torch.float) * scale_factor).sqrt().to(query.dtype)
+    to_query, to_key = _projections(module)
+
+    def gathered(content: Tensor, projection: nn.Module, distance: Tensor) -> Tensor:
+        # The heads of example j are rows j·heads … (j+1)·heads − 1 of what comes in and of what is made here.
+        positions = module.transpose_for_scores(projection(rows[:, : 2 * span]), module.num_attention_heads)
+        index = (distance + span).clamp(0, 2 * span - 1).expand(len(content), -1, -1)
+        return torch.bmm(content, positions.mT).gather(-1, index) / divisor
+
+    total: Any = 0
+    if "c2p" in module.pos_att_type:
+        total = total + gathered(query, to_key, distance)
+    if "p2c" in module.pos_att_type:
+        total = total + gathered(key, to_query, -distance).mT
+    return total
+
+
+def _projections(module: Any) -> tuple[Any, Any]:
+    """Through which the rows become queries and keys; one that is not there is not used."""
+    if module.share_att_key:
+        return module.query_proj, module.key_proj
+    return getattr(module, "pos_query_proj", nn.Identity()), getattr(module, "pos_key_proj", nn.Identity())
+
+
+def deberta_prediction_head(
+    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """The rule of `DebertaV2LMPredictionHead`, which multiplies by the table of words, another layer's parameter."""
+    hidden, words = _bind(*args, **kwargs)
+    if not trainable(words.weight) and not trainable(module.bias):
+        return type(module).forward(module, hidden, words)
+    if keeper.capturing:
+        hidden = keeper.agree_on_batch(hidden, name)
+        one = hidden[:1]
+        check_same(
+            name,
+            module,
+            lambda: _predicted(keeper, module, one, words),
+            lambda: type(module).forward(module, one, words),
+        )
+    return _predicted(keeper, module, hidden, words)
+
+
+def _predicted(keeper: Keeper, module: Any, hidden: Tensor, words: Any) -> Tensor:
+    hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
+    return apply_linear(keeper, hidden, words.weight, module.bias)
+
+
+def _bind(hidden_states: Tensor, word_embeddings: Any) -> tuple[Tensor, Any]:
+    return hidden_states, word_embeddings

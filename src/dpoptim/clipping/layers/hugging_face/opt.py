@@ -1,0 +1,77 @@
+"""OPT of transformers: its decoder layer folds [examples, positions, width] into [examples · positions, width] before
+the second layer norm and the two linear maps.
+
+All three work on the last axis alone, so without the fold they give the same; it is left out. Its table of positions
+is looked up behind an offset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpoptim.clipping.layers.embedding import embedding
+from dpoptim.clipping.layers.generic import generic
+from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
+from dpoptim.clipping.layers.rule import Keeper, any_trainable
+
+
+def opt_decoder_layer(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `OPTDecoderLayer`."""
+    if not any_trainable(module.final_layer_norm, module.fc1, module.fc2):
+        return type(module).forward(module, *args, **kwargs)
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if keeper.capturing:
+        one = keeper.agree_on_batch(hidden, name)[:1]
+        with replaced(module, self_attn=_no_attention):  # which has nothing to do with the fold, and fills a cache
+            check_same(name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
+    return _unfolded(module, *args, **kwargs)
+
+
+def _unfolded(
+    module: Any,
+    hidden_states: Tensor,  # [examples, positions, width], to the end
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = None,
+    position_ids: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    norm_comes_first = module.do_layer_norm_before
+
+    def attended(hidden: Tensor) -> Tensor:
+        return module.self_attn(
+            hidden_states=hidden,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            **options,
+        )[0]
+
+    def fed_forward(hidden: Tensor) -> Tensor:
+        return module.fc2(module.activation_fn(module.fc1(hidden)))
+
+    for part, norm in ((attended, module.self_attn_layer_norm), (fed_forward, module.final_layer_norm)):
+        changed = part(norm(hidden_states) if norm_comes_first else hidden_states)
+        hidden_states = hidden_states + F.dropout(changed, module.dropout, module.training)
+        hidden_states = hidden_states if norm_comes_first else norm(hidden_states)
+    return hidden_states
+
+
+def _no_attention(hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
+    return hidden_states, None
+
+
+def opt_positions(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `OPTLearnedPositionalEmbedding` where it is given the positions, as OPT gives them."""
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        return generic(keeper, name, module, args, kwargs)
+    if positions.ndim != 2:
+        raise ValueError(
+            f"layer '{name}' got position_ids of shape {tuple(positions.shape)}; give them as [examples, positions] or "
+            "[1, positions], since one axis alone does not say whether it is that of the examples"
+        )
+    return embedding(keeper, name, module, (positions + module.offset,), {})

@@ -1,0 +1,73 @@
+"""Modules whose forward is written anew, so that every layer inside has the examples as its first axis.
+
+Some models fold examples and positions into one axis, or put rows that all examples share through the layers of the
+batch. No shape shows which row belongs to whom, so nothing is guessed: the few modules of transformers that do so are
+known by their forward function and computed without the fold. Every layer inside then meets the same checks as in any
+other model. The first call of each module is compared with the module's own, so another version of it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.clipping.trials import is_trying
+
+_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_TOLERANCE = 2e-2  # of the norm; another computation differs by far more, sixteen-bit rounding by less
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Inside the context these stand in for methods or parts of that one module.
+
+    >>> layer = nn.Sequential(nn.ReLU())
+    >>> with replaced(layer, extra_repr=lambda: "a stand-in"):
+    ...     layer.extra_repr()
+    'a stand-in'
+    >>> layer.extra_repr()
+    ''
+    """
+    own = module.__dict__
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
+
+
+def check_same(name: str, module: nn.Module, ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
+    """Once a module, without gradients or dropout: raise where our way to compute it gives another result."""
+    if module in _compared:
+        return
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        module.eval()
+        with torch.no_grad():
+            found, expected = torch.as_tensor(ours()), torch.as_tensor(theirs())
+    finally:
+        for part, training in modes:
+            part.training = training
+    if not _same(found, expected):
+        raise ValueError(
+            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than in "
+            "the one that its rule was written for, so its examples cannot be told apart; freeze what is in it, or "
+            "install transformers 5.22"
+        )
+    if expected.numel() and not is_trying():
+        _compared.add(module)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    found, expected = (torch.nan_to_num(tensor.double(), posinf=0.0, neginf=0.0) for tensor in (found, expected))
+    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())

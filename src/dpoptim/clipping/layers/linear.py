@@ -1,0 +1,79 @@
+"""Linear maps: `nn.Linear` (weight [outputs, inputs]) and Hugging Face's `Conv1D` (weight [inputs, outputs]).
+
+With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t and the
+bias's Σ_t b_t.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.clipping.gradient_factors import Dense, Outer
+from dpoptim.clipping.layers.rule import Keeper, Use, applied, by_position, differentiated_once, only_input, trainable
+from dpoptim.kernels.norms import wide_dtype
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,  # [examples, ..., inputs]
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        inputs_first: bool,
+        keeper: Keeper,
+        use: Use,
+    ) -> Tensor:
+        ctx.keeper, ctx.use, ctx.inputs_first = keeper, use, inputs_first
+        ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
+        ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
+        return F.linear(inputs, weight.T if inputs_first else weight, bias)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        leaving = by_position(grad)
+        if trainable(ctx.weight):
+            entering = by_position(inputs).to(grad.dtype)
+            form = Outer(entering, leaving) if ctx.inputs_first else Outer(leaving, entering)
+            ctx.keeper.keep(ctx.weight, form, ctx.use)
+        if trainable(ctx.bias):
+            ctx.keeper.keep(ctx.bias, Dense(leaving.sum(1, dtype=wide_dtype(leaving.dtype))), ctx.use)
+        to_inputs = None
+        if ctx.needs_input_grad[0]:
+            matrix = weight.T if ctx.inputs_first else weight
+            flat = grad.reshape(-1, grad.shape[-1]) @ matrix.to(grad.dtype)
+            to_inputs = flat.view(*grad.shape[:-1], flat.shape[-1]).to(ctx.dtype)
+        return to_inputs, None, None, None, None, None
+
+
+def apply_linear(keeper: Keeper, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    """inputs @ weight.T + bias, through the engine."""
+    return applied(_Linear, inputs, weight, bias, False, keeper, keeper.use())
+
+
+def linear(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The rule of `nn.Linear`."""
+    inputs = _with_batch(keeper, name, only_input(args, kwargs))
+    return apply_linear(keeper, inputs, module.weight, module.bias)
+
+
+def conv1d_of_transformers(
+    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
+    inputs = _with_batch(keeper, name, only_input(args, kwargs))
+    return applied(_Linear, inputs, module.weight, module.bias, True, keeper, keeper.use())
+
+
+def _with_batch(keeper: Keeper, name: str, inputs: Tensor) -> Tensor:
+    if inputs.ndim < 2:
+        raise ValueError(
+            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
+        )
+    return keeper.agree_on_batch(inputs, name)

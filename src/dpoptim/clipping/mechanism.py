@@ -1,0 +1,401 @@
+"""The release: the only place where clipped sums meet noise, and the only door out of this package.
+
+Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's
+strategy and the key, s_t from values released before. Plans that also release a second moment get a second, separate
+stream of noise, by a strategy of its own where the plan says so.
+
+Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`,
+provided the batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
+from dpoptim.clipping.explanation import Explanation
+from dpoptim.data import batch_handshake as tickets
+from dpoptim.kernels.flat import FlatTensors, end_to_end, kinds_of
+from dpoptim.noise import (
+    NoiseKey,
+    NoiseMemory,
+    NoiseStream,
+    Strategy,
+    TensorPart,
+    saved_strategy,
+    strategy_state,
+)
+from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
+from dpoptim.privacy.checksums import checksums
+
+
+@dataclass(frozen=True)
+class Released:
+    """What one step made public, by parameter name."""
+
+    step: int
+    gradient: Mapping[str, Tensor]  # the noisy average gradient
+    square: Mapping[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
+    noise_variance: float  # of the noise on one coordinate of `gradient`, at scale 1; a public number
+
+
+class PrivateRelease:
+    """Turns the backwards of one logical batch into one release."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PrivacyPlan,
+        release: Release,
+        *,
+        key: NoiseKey | None = None,
+        run_id: str | None = None,
+        mean_loss: bool = False,
+        own_batches: bool = False,
+        noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
+        clipping_memory: int = 1 << 26,
+    ) -> None:
+        if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
+            raise ValueError(
+                f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so plan "
+                "and optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
+            )
+        if not isinstance(noise_memory, NoiseMemory):
+            raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
+        if isinstance(clipping_memory, bool) or not isinstance(clipping_memory, int) or clipping_memory < 0:
+            raise ValueError(f"clipping_memory={clipping_memory!r} must be a whole number of bytes, 0 or more")
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise ValueError("private training runs in one process for now; start it without torch.distributed")
+        self._drawn_for = plan  # the object that a private_loader may be bound to
+        self.plan = plan if plan.release == release else plan.releasing(release)
+        self.key = NoiseKey.generate() if key is None else key
+        self.step = 0
+        self.noise_memory = noise_memory
+        strategies = {"gradient": self.plan.strategy}
+        if self.plan.noise_stddevs().square:
+            strategies["square"] = self.plan.square_strategy
+        self._set_strategies(strategies)
+        averages_squares = isinstance(release, JointMoments) or (
+            isinstance(release, IndependentMoments) and release.squares == "average_of"
+        )
+        self._sums = ClippedSums(
+            model,
+            clip_norm=plan.clip_norm,
+            squares=averages_squares,
+            mean_loss=mean_loss,
+            spare_bytes=clipping_memory,
+        )
+        self._sums.engine.attach()
+        self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
+        self.before_release: Callable[[int, bytes], None] | None = None
+        """Called before a step's noise is made, with the step and `_content` of what is about to be noised."""
+        self._nonfinite_reported = self._batch_is_open = False
+        self._own_batches = own_batches
+        self.needs_loader = False  # True: a batch that no private_loader drew is refused
+        self.loader_key_fingerprint: str | None = None
+        self._has_loader = self._warned = False
+        self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
+        tickets.bind(plan, self)
+
+    def _set_strategies(self, strategies: dict[str, Strategy]) -> None:
+        """One for each stream of noise; its level follows from the plan and the strategy's columns."""
+        self._strategies = strategies
+        stddevs = self.plan.noise_stddevs()
+        self._stddevs = {"gradient": stddevs.gradient_sum, "square": stddevs.square or 0.0}
+        for stream, strategy in strategies.items():
+            self._stddevs[stream] *= strategy.column_norm
+        self._row_norms = strategies["gradient"].row_norms()
+
+    def _begin_run(self, run_id: str) -> None:
+        """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
+        self.run_id = run_id
+        key = self.key.for_run(run_id)
+        # One stream for all parameters of a kind, end to end: what each gets is what it would get alone.
+        self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
+        for stream, strategy in self._strategies.items():
+            for (dtype, device), names in kinds_of(self._sums.parameters).items():
+                parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in names]
+                rows = strategy.stream_of(
+                    key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
+                )
+                self._noise[stream].append(rows)
+
+    @property
+    def noise_memory_bytes(self) -> int:
+        """What the noise keeps between steps."""
+        return sum(rows.memory_bytes for streams in self._noise.values() for rows in streams)
+
+    def state(self) -> dict[str, Any]:
+        """Where the run stands, as plain values without secrets; `resume` takes it."""
+        return {
+            "run_id": self.run_id,
+            "step": self.step,
+            "loader_key_fingerprint": self.loader_key_fingerprint,
+            "noise_bits": self.noise_memory.bits,
+            "strategies": {stream: strategy_state(strategy) for stream, strategy in self._strategies.items()},
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue the run of a `state`; whatever had been accumulated is forgotten.
+
+        The strategy is taken from the state: a search may end in other last bits on another machine.
+        """
+        run_id, step = state["run_id"], state["step"]
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.plan.steps:
+            raise ValueError(f"step={step!r} of the state is not a whole number from 0 to {self.plan.steps}")
+        if self.step > 0 and (run_id != self.run_id or step < self.step):
+            other = "belongs to another run" if run_id != self.run_id else f"lies behind step {self.step}"
+            raise ValueError(
+                f"step={step} of the state {other}, and this optimizer has released {self.step} steps, which would be "
+                "forgotten; make a new model and optimizer to continue a run"
+            )
+        if state["noise_bits"] != self.noise_memory.bits:
+            raise ValueError(
+                f"noise_memory has bits={self.noise_memory.bits} and the run was begun with {state['noise_bits']}: its "
+                "noise would change; pass noise_memory=NoiseMemory(bits=...) as the run did"
+            )
+        if state["strategies"].keys() != self._strategies.keys():
+            raise ValueError("the state has other streams of noise than this optimizer; make it by the run's own call")
+        strategies = {
+            stream: saved_strategy(saved, like=self._strategies[stream])
+            for stream, saved in state["strategies"].items()
+        }
+        for stream, strategy in strategies.items():
+            accounted = self.plan.sensitivity_ratio(self._strategies[stream])
+            if self.plan.sensitivity_ratio(strategy) > (1 + 1e-6) * accounted:
+                raise ValueError(
+                    f"the state's strategy of the {stream} has more sensitivity than the plan accounts for"
+                )
+        self._drop(everything=True)
+        self._batch_is_open = self._has_loader = False
+        tickets.bind(self._drawn_for, self)
+        self.step = step
+        self._set_strategies(strategies)
+        self._begin_run(run_id)
+        self.loader_key_fingerprint = state["loader_key_fingerprint"]
+
+    @property
+    def counts_not_private(self) -> ClippingCounts:
+        """Examples, clipped and non-finite ones since the start. NOT private: for debugging only."""
+        return self._sums.counts
+
+    @property
+    def scale(self) -> Mapping[str, Tensor] | None:
+        return self._sums.scale
+
+    @scale.setter
+    def scale(self, scale: Mapping[str, Tensor] | None) -> None:
+        if scale is not None and isinstance(self.plan.release, IndependentMoments | JointMoments):
+            raise ValueError(
+                f"scale: {self.plan.release} has no proof for scaled clipping; use the Flat() geometry with it"
+            )
+        self._sums.scale = scale
+
+    def explain(self) -> Explanation:
+        """How the norms of the last physical batch were taken, parameter by parameter; shapes only, no values."""
+        return self._sums.explain()
+
+    def detach(self) -> None:
+        self._sums.engine.detach()
+
+    def close_physical_batch(self) -> bool:
+        """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
+        self._check_attached()
+        ticket = None if self._own_batches else tickets.take(self._drawn_for, self)
+        if ticket is None:
+            self._check_without_ticket()
+        else:
+            self._check_loader(ticket)
+        if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
+            self._drop(everything=ticket.is_placeholder)
+        self._sums.engine.flush()
+        examples = self._sums.examples
+        arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
+        if ticket is None:
+            return True
+        if ticket.step != self.step:
+            self._refuse_batch(
+                f"the loader is at step {ticket.step} and the optimizer at step {self.step}; make the loader again "
+                "with private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, "
+                f"start_step={self.step}). (A batch that was only looked at counts as drawn; step() is called once for "
+                "each batch.)"
+            )
+        if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
+            self._refuse_batch(
+                "another number of examples was differentiated than the batch has (it is secret): each batch of the "
+                "loader must go through exactly one call of the model, one backward and one optimizer.step(); for "
+                "smaller batches in memory use private_loader(micro_batch_size=...), not gradient accumulation"
+            )
+        self._batch_is_open = not ticket.closes_batch
+        return ticket.closes_batch
+
+    def _check_attached(self) -> None:
+        if not self._sums.engine.attached:
+            raise ValueError(
+                "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
+            )
+
+    def release(self) -> Released:
+        """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
+        self._check_attached()
+        if self.step >= self.plan.steps:
+            raise ValueError(
+                f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan "
+                "with more steps"
+            )
+        self._sums.engine.flush()
+        examples, most = (
+            self._sums.examples - self._at_last_release,
+            self.plan.sampling.largest_batch(batch_size=self.plan.batch_size),
+        )
+        if examples > most:
+            self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
+        try:
+            sums, square_sums = self._sums.take()
+        finally:  # what could not be taken is forgotten
+            self._at_last_release = self._sums.examples
+        self._report_nonfinite()
+        squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
+        bound = self._bounding_factor(sums) if squares_sums else None
+        if self.before_release is not None:
+            self.before_release(self.step, self._content(sums, square_sums, bound))
+        square = self._second_release(sums, square_sums, bound)  # before noise is added to the sums, in place
+        self._add_noise("gradient", sums, self.scale)
+        for vector in sums.vectors:
+            vector /= self.plan.batch_size
+        self.step += 1
+        stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
+        return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
+
+    def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
+        """What is the same where the release is, and another where it is not: checksums of sums and scale, the run, the
+        noise's levels, and by what the squares of an average are bounded.
+
+        NOT private: what receives it must keep nothing of it but a digest with a secret key.
+        """
+        vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
+        if (scale := self.scale) is not None:
+            for names, vector in zip(sums.names, sums.vectors, strict=True):
+                vectors.append(end_to_end([scale[name] for name in names], vector.dtype))
+        return f"{self.run_id} {sorted(self._stddevs.items())} {bound!r} ".encode() + checksums(vectors)
+
+    def _report_nonfinite(self) -> None:
+        """Warn once, where nothing is private anyhow: that such an example exists is itself private.
+
+        On an accelerator, where counting makes the host wait, look only now and then.
+        """
+        waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
+        if self.plan.is_private or (waits and self.step % 64 and self.step < self.plan.steps - 1):
+            return
+        if self._nonfinite_reported or not self._sums.counts.nonfinite:
+            return
+        self._nonfinite_reported = True
+        warnings.warn(
+            "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts such "
+            "examples (under a plan with noise nothing is said, since that would tell of the data)",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+    def _check_loader(self, ticket: tickets.Ticket) -> None:
+        """All batches of a run come from one sampling key: another one would draw examples more often than planned."""
+        self._has_loader = True
+        if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
+            self._refuse_batch(
+                "the batches are drawn with another key or run_id than the run's; load the state_dict of the run's "
+                "loader, or pass private_loader(key=..., run_id=...) what it had (its key is not the optimizer's "
+                "unless you gave both the same)"
+            )
+        self.loader_key_fingerprint = ticket.key_fingerprint
+
+    def _check_without_ticket(self) -> None:
+        """No batch of a private_loader stands behind this step: is that meant?"""
+        if self._own_batches:
+            return
+        if self._has_loader and self.step >= self.plan.steps:
+            self._refuse_batch(f"all {self.plan.steps} steps of the plan are done; end the loop with the loader")
+        if self._has_loader:
+            self._refuse_batch("step() was called twice for one batch of the loader; call it once for each")
+        if tickets.pending_elsewhere(self._drawn_for):
+            self._refuse_batch(
+                "the batches come from a private_loader that was made with another plan object; give the loader and "
+                "the optimizer the same (calibrated) plan"
+            )
+        if self.needs_loader:
+            self._refuse_batch(
+                "the batch was not drawn by the private loader that belongs to this optimizer, so nothing is known of "
+                "how it was sampled; loop over that loader"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are drawn "
+                f"as the plan says ({self.plan.sampling}); pass own_batches=True if they are",
+                stacklevel=6,
+            )
+
+    def _was_abandoned(self, ticket: tickets.Ticket) -> bool:
+        """Whether what has been summed so far belongs to a logical batch that the loop broke off."""
+        if not (ticket.opens_batch and self._batch_is_open):
+            return False
+        if self._sums.examples > self._at_last_ticket:
+            self._refuse_batch(
+                "a batch was broken off and another one begun; call step() once for each batch of the loader"
+            )
+        return True
+
+    def _drop(self, *, everything: bool) -> None:
+        """Forget the sums, and the physical batch that is still open if `everything`."""
+        if everything:
+            self._sums.engine.discard()
+        self._sums.clear_sums()
+        self._at_last_release = self._at_last_ticket = self._sums.examples
+
+    def _refuse_batch(self, why: str) -> None:
+        self._drop(everything=True)
+        self._batch_is_open = False
+        raise ValueError(why)
+
+    def _second_release(
+        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None
+    ) -> FlatTensors | None:
+        batch_size = self.plan.batch_size
+        match self.plan.release:
+            case IndependentMoments() | JointMoments() if square_sums is not None:
+                squares = square_sums.mapped(lambda total: total / batch_size)
+            case IndependentMoments():
+                assert bound is not None  # the sums are squared, so it was taken of them
+                averaged = bound / batch_size
+                squares = sums.mapped(lambda total: (total * averaged).square())
+            case NoiselessSquare():
+                return sums.mapped(lambda total: (total / batch_size).square())
+            case _:
+                return None
+        self._add_noise("square", squares, None)
+        return squares
+
+    def _bounding_factor(self, sums: FlatTensors) -> float:
+        """What brings the averaged gradient to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
+        norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in sums.vectors]
+        norm = float(torch.stack([norm.cpu() for norm in norms]).norm()) / self.plan.batch_size
+        return min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
+
+    def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None) -> None:
+        """Add stddev·(row of this step) / scale to every tensor of `to`, in place."""
+        stddev = self._stddevs[stream]
+        if stddev == 0:
+            return
+        for names, vector, rows in zip(to.names, to.vectors, self._noise[stream], strict=True):
+            row = rows.row(self.step)
+            if scale is None:
+                vector.add_(row, alpha=stddev)
+            else:
+                vector.addcdiv_(row, end_to_end([scale[name] for name in names], vector.dtype), value=stddev)

@@ -1,0 +1,8 @@
+"""Private batches: the loader, its handshake with the optimizer, lengths and secret randomness."""
+
+from dpoptim.data.lengths import pad_to_bucket
+from dpoptim.data.loader import PrivateLoader, private_loader
+from dpoptim.data.record_fingerprint import RecordDigests, digest_records
+from dpoptim.data.secret_randomness import secret_randomness
+
+__all__ = ["PrivateLoader", "RecordDigests", "digest_records", "pad_to_bucket", "private_loader", "secret_randomness"]

@@ -1,0 +1,1 @@
+"""Other people's training loops: Hugging Face, Accelerate and Opacus."""

@@ -1,0 +1,210 @@
+"""From a `torch.optim` optimizer to the private one of the same update: its settings are read, it is never wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dpoptim.integrations.opacus.own_loss import leave_own_loss
+from dpoptim.noise import NoiseKey
+from dpoptim.optim import (
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    PrivateOptimizer,
+    RMSProp,
+    bias_correction,
+    dp_sgd,
+    independent_moments,
+    joint_moments,
+    post_processing,
+    scale_then_privatize,
+    side_information,
+)
+from dpoptim.optim.rules import UpdateRule
+from dpoptim.privacy import PrivacyPlan
+
+
+class DPOptimizer(PrivateOptimizer):
+    """A private optimizer that also answers to Opacus's names for the numbers of its plan.
+
+    Batches are those of the loader that was made with it: a step on any other is refused.
+    """
+
+    def __init__(self, module: nn.Module, plan: PrivacyPlan, **slots: Any) -> None:
+        super().__init__(module, plan, **slots)
+        self.release.needs_loader = True
+        self._module = module
+
+    @property
+    def noise_multiplier(self) -> float:
+        """The standard deviation of the noise on the clipped sum, over max_grad_norm."""
+        assert self.plan.noise_multiplier is not None
+        return float(self.plan.noise_multiplier)
+
+    @property
+    def max_grad_norm(self) -> float:
+        return float(self.plan.clip_norm)
+
+    @property
+    def expected_batch_size(self) -> int:
+        """What the noisy sum is divided by."""
+        return self.plan.batch_size
+
+    def detach(self) -> None:
+        """Give the model back its own forward and its own loss; the optimizer cannot be used afterwards."""
+        super().detach()
+        leave_own_loss(self._module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """One class of torch.optim: the rule of the same update, which settings it has, and which it has at one value."""
+
+    rule: Callable[..., UpdateRule]
+    settings: tuple[str, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+_KINDS: dict[type, _Kind] = {
+    torch.optim.SGD: _Kind(
+        rule=SGD, settings=("momentum", "weight_decay"), fixed={"dampening": 0, "nesterov": False, "maximize": False}
+    ),
+    torch.optim.Adam: _Kind(
+        rule=Adam, settings=("betas", "eps", "weight_decay"), fixed={"amsgrad": False, "maximize": False}
+    ),
+    torch.optim.AdamW: _Kind(
+        rule=AdamW, settings=("betas", "eps", "weight_decay"), fixed={"amsgrad": False, "maximize": False}
+    ),
+    torch.optim.Adagrad: _Kind(
+        rule=AdaGrad,
+        settings=("eps", "weight_decay"),
+        fixed={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
+    ),
+    torch.optim.RMSprop: _Kind(
+        rule=RMSProp,
+        settings=("alpha", "momentum", "eps", "weight_decay"),
+        fixed={"centered": False, "maximize": False},
+    ),
+}
+
+_ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
+    made.__name__: made
+    for made in (
+        post_processing,
+        bias_correction,
+        scale_then_privatize,
+        independent_moments,
+        joint_moments,
+        side_information,
+    )
+}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse what has no counterpart of the same update, and what would be left behind."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        known = ", ".join(known.__name__ for known in _KINDS)
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private counterpart "
+            f"here; use one of torch.optim's {known}"
+        )
+    own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
+    if not given <= own:
+        raise ValueError(
+            "optimizer holds parameters that are not the module's; make it of module.parameters(), after "
+            "ModuleValidator.fix, which copies"
+        )
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in given]
+    if missing:
+        raise ValueError(
+            f"optimizer lacks the trainable parameter '{missing[0]}'; add it, or freeze it with requires_grad_(False)"
+        )
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
+        raise ValueError("optimizer has taken steps, whose moments would be lost; make it anew before make_private")
+    for group in optimizer.param_groups:
+        for name, value in kind.fixed.items():
+            if group.get(name, value) != value:
+                raise ValueError(
+                    f"optimizer has {name}={group[name]!r}, which has no private counterpart; use {name}={value!r}"
+                )
+        if "initial_lr" in group:
+            raise ValueError(
+                "optimizer has a learning-rate scheduler, which would go on changing the old optimizer; make the "
+                "scheduler after make_private, on the optimizer that it returns"
+            )
+
+
+def private_optimizer(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: PrivacyPlan,
+    *,
+    variant: str | None,
+    variant_options: Mapping[str, Any],
+    loss_reduction: Literal["mean", "sum"],
+    key: NoiseKey,
+    steps_are_known: bool,
+) -> DPOptimizer:
+    """The private optimizer with the same update rule, learning rates and parameter groups as `optimizer`.
+
+    variant=None is `dp_sgd` for SGD and `post_processing` for the rest: the update of torch on the noisy gradient.
+    """
+    kind = _KINDS[type(optimizer)]
+    groups = [_group(group, kind) for group in optimizer.param_groups]
+    first = {name: groups[0][name] for name in kind.settings}
+    common: dict[str, Any] = {"param_groups": groups, "loss_reduction": loss_reduction, "key": key}
+    lr = groups[0]["lr"]
+    made: PrivateOptimizer
+    if kind.rule is SGD:
+        if variant not in (None, "dp_sgd"):
+            raise ValueError(
+                f"variant={variant!r} needs a second moment and optimizer is SGD; use Adam, or leave it out"
+            )
+        made = dp_sgd(module, plan, lr, **first, **common, **variant_options)
+    else:
+        name = "post_processing" if variant is None else variant
+        if name not in _ADAPTIVE:
+            raise ValueError(f"variant={variant!r} must be one of {', '.join(_ADAPTIVE)} for this optimizer, or None")
+        decoupled = {bool(group.get("decoupled_weight_decay", False)) for group in optimizer.param_groups}
+        if len(decoupled) > 1:
+            raise ValueError("optimizer mixes decoupled_weight_decay=True and False; use one for all groups")
+        rule = AdamW(**first) if kind.rule is Adam and True in decoupled else kind.rule(**first)
+        scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
+        if scales_by_length and not steps_are_known and "eps_scale" not in variant_options:
+            raise ValueError(
+                "variant='scale_then_privatize' with Adagrad sets eps_scale by the length of the run; pass epochs=..., "
+                "or variant_options={'eps_scale': ...}"
+            )
+        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
+    memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
+    return DPOptimizer(  # of the parts that the variant has chosen; `made` is detached by it and dropped
+        module,
+        plan,
+        release=made.plan.release,
+        lr=lr,
+        rule=made.rule,
+        geometry=made.geometry,
+        second_moment=made.second_moment,
+        **common,
+        **memory,
+    )
+
+
+def _group(group: Mapping[str, Any], kind: _Kind) -> dict[str, Any]:
+    """The parameters and settings of a group as plain values; what only concerns torch's kernels is left out."""
+    return {
+        "params": group["params"],
+        "lr": float(group["lr"]),
+        **{name: _plain(group[name]) for name in kind.settings},
+    }
+
+
+def _plain(value: Any) -> Any:
+    return tuple(float(part) for part in value) if isinstance(value, tuple | list) else float(value)

@@ -1,0 +1,87 @@
+"""Triton kernels of the optimizer; `fused` says when they run and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpoptim.kernels.tables_triton import DTYPES, addresses_of, cdiv, parts_of
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _adam(addresses, parts, gradient, first_moment, second_moment, rounding, one_minus_beta1, one_minus_beta2,
+          correction1, correction2, eps, lr, added_decay, kept, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
+          STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
+    numel, offset = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
+    parameter = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
+    if STEP > 1:
+        parameter, first = tl.multiple_of(parameter, 16), tl.multiple_of(first, BLOCK)
+        numel, offset = tl.multiple_of(numel, STEP), tl.multiple_of(offset, STEP)
+    within = first + tl.arange(0, BLOCK)
+    inside = within < numel
+    at = offset + within
+    value = tl.load(parameter + within, mask=inside, other=0.0).to(tl.float32)
+    if ROUNDS:
+        whole = value + tl.load(rounding + at, mask=inside, other=0.0)
+        value = tl.where(whole.to(DTYPE).to(tl.float32) == value, whole, value)
+    g = tl.load(gradient + at, mask=inside, other=0.0) + added_decay * value
+    mu = tl.load(first_moment + at, mask=inside, other=0.0)
+    nu = tl.load(second_moment + at, mask=inside, other=0.0)
+    mu += one_minus_beta1 * (g - mu)
+    nu += one_minus_beta2 * (g * g - nu)
+    denominator = tl.sqrt_rn(tl.div_rn(nu, correction2)) + eps
+    direction = tl.where(mu == 0, 0.0, tl.div_rn(tl.div_rn(mu, correction1), denominator))
+    value = kept * value - lr * direction
+    stored = value.to(DTYPE)
+    tl.store(parameter + within, stored, mask=inside)
+    if ROUNDS:
+        tl.store(rounding + at, value - stored.to(tl.float32), mask=inside)
+    tl.store(first_moment + at, mu, mask=inside)
+    tl.store(second_moment + at, nu, mask=inside)
+
+
+def adam_step_(
+    parameters: Sequence[Tensor], gradient: Tensor, first_moment: Tensor, second_moment: Tensor,
+    rounding: Tensor | None, *, betas: tuple[float, float], step: int, eps: float, lr: float, added_decay: float,
+    kept: float,
+) -> None:  # fmt: skip
+    offsets = [0]
+    for parameter in parameters:
+        offsets.append(offsets[-1] + parameter.numel())
+    found: dict[tuple[torch.dtype, int], list[tuple[Tensor, int]]] = {}
+    for parameter, offset in zip(parameters, offsets, strict=False):
+        even = parameter.numel() % 8 == offset % 8 == parameter.data_ptr() % 16 == 0
+        found.setdefault((parameter.dtype, 8 if even else 1), []).append((parameter, offset))
+    for (dtype, width), members in found.items():
+        rounds = rounding is not None and dtype != torch.float32
+        parts = parts_of(tuple((p.numel(), offset) for p, offset in members), _BLOCK, gradient.device)
+        _adam[(len(parts),)](
+            addresses_of([parameter for parameter, _ in members]), parts, gradient, first_moment, second_moment,
+            rounding if rounds else first_moment, 1 - betas[0], 1 - betas[1], 1 - betas[0] ** step,
+            1 - betas[1] ** step, eps, lr, added_decay, kept,
+            DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _inverse_root(moment, out, numel, share, start, top, eps, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    estimate = share * tl.load(moment + at, mask=inside, other=0.0) + start
+    root = tl.sqrt_rn(tl.maximum(estimate, 0.0))
+    tl.store(out + at, tl.div_rn(top, root + eps), mask=inside)
+
+
+def inverse_root(moment: Tensor, *, share: float, start: float, top: float, eps: float) -> Tensor:
+    out = torch.empty_like(moment)
+    if len(moment):
+        _inverse_root[(cdiv(len(moment), _BLOCK),)](moment, out, len(moment), share, start, top, eps, BLOCK=_BLOCK)
+    return out

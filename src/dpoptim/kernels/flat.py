@@ -1,0 +1,85 @@
+"""Tensors of all parameters end to end: one vector for each precision and device, and a view for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from dpoptim.kernels.norms import wide_dtype
+
+
+def kinds_of(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
+    """The names of the parameters of each (precision, device), in their order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, parameter in parameters.items():
+        kinds.setdefault((wide_dtype(parameter.dtype), parameter.device), []).append(name)
+    return kinds
+
+
+class FlatTensors(Mapping[str, Tensor]):
+    """One tensor for each parameter, fp32 at least, all of a kind in one vector: one operation serves them all.
+
+    >>> ones = FlatTensors({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, lambda *kind: torch.ones(*kind))
+    >>> [len(vector) for vector in ones.vectors]
+    [9]
+    >>> ones.mapped(torch.neg)["bias"]
+    tensor([-1., -1., -1.])
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], make: Callable[..., Tensor] | None = None) -> None:
+        """Of the parameters' shapes and order; `make(numel)` gives each vector, which is undefined without it."""
+        self._parameters = parameters
+        self.vectors: list[Tensor] = []
+        self.names: list[list[str]] = []  # of the parameters in each vector
+        self._views: dict[str, Tensor] = {}
+        for (dtype, device), names in kinds_of(parameters).items():
+            own = [parameters[name] for name in names]
+            numel = sum(parameter.numel() for parameter in own)
+            vector = torch.empty(numel, dtype=dtype, device=device) if make is None else make(numel)
+            self.vectors.append(vector)
+            self.names.append(names)
+            self._views.update(zip(names, views_of(vector, own), strict=True))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
+        """The same with `function` of each vector."""
+        vectors = map(function, self.vectors)
+        return FlatTensors(self._parameters, lambda numel: next(vectors))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+def views_of(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views into a vector, of the shapes of `like`, one behind the other.
+
+    >>> [tuple(view.shape) for view in views_of(torch.zeros(7), [torch.ones(2, 3), torch.ones(0, 3), torch.ones(())])]
+    [(2, 3), (0, 3), ()]
+    """
+    views = _unflatten_dense_tensors(vector, like)  # older ones forget the shape of an empty tensor
+    return [view if tensor.numel() else view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
+
+
+def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The tensors as one vector of `dtype`: a view where they lie end to end already, else a copy.
+
+    >>> both = torch.arange(5.0)
+    >>> end_to_end([both[:2], both[2:]], torch.float32).data_ptr() == both.data_ptr()
+    True
+    """
+    first, expected = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() != expected:
+            return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+        expected += tensor.numel() * tensor.element_size()
+    if expected > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])  # two storages that happen to be neighbours
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

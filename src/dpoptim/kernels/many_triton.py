@@ -1,0 +1,136 @@
+"""Triton kernels that take many tensors in one launch; `kernels` says what each computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dpoptim.kernels.tables_triton import DTYPES, addresses_of, parts_of
+
+_SPAN = 1 << 15  # elements of one gradient that a program squares
+_BLOCK = 256  # elements that a program sums over examples
+
+
+def _whole(grads: Tensor) -> Tensor:
+    """With each example's elements side by side; the examples may lie further apart."""
+    if grads.is_contiguous() or (len(grads) and grads.stride(0) > 0 and grads[0].is_contiguous()):
+        return grads
+    return grads.contiguous()
+
+
+class _Launch(NamedTuple):
+    """Tensors that one launch takes: of one dtype and one alignment, where `step` elements are loaded at once."""
+
+    dtype: torch.dtype
+    step: int
+    parts: Tensor
+
+
+def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, list[_Launch]]:
+    """Pairs (gradients, scale or sum) by launch: one table of addresses [2, pairs] for all, and for each launch which
+    program works on what. Tensors without elements are left out; loads are of 16 bytes where all begins at a multiple
+    of that.
+    """
+    kinds: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor, tuple[int, int]]]] = {}
+    for grad, other in zip(grads, others, strict=True):
+        if not grad.numel():
+            continue
+        size = (grad.numel() // grad.shape[0], grad.stride(0))  # elements of an example, and the stride of examples
+        step = 16 // grad.element_size()
+        if size[0] % step or size[1] % step or grad.data_ptr() % 16 or other.data_ptr() % 16:
+            step = 1
+        kinds.setdefault((grad.dtype, step), []).append((grad, other, size))
+    pairs = [pair for members in kinds.values() for pair in members]
+    launches, first = [], 0
+    for (dtype, step), members in kinds.items():
+        sizes = tuple(size for *_, size in members)
+        launches.append(_Launch(dtype, step, parts_of(sizes, span, grads[0].device, first=first)))
+        first += len(members)
+    if not pairs:
+        return torch.empty(2, 0, dtype=torch.int64, device=grads[0].device), []
+    return addresses_of([grad for grad, *_ in pairs], [other for _, other, _ in pairs]), launches
+
+
+@triton.jit(do_not_specialize=["tensors", "columns", "column"])
+def _squares(addresses, parts, out, tensors, columns, column, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+             STEP: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    example, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
+    numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
+    grad = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
+    scale = tl.load(addresses + tensors + tensor).to(tl.pointer_type(tl.float32))
+    if STEP > 1:
+        grad, scale = tl.multiple_of(grad, 16), tl.multiple_of(scale, 16)
+        first, numel, stride = tl.multiple_of(first, BLOCK), tl.multiple_of(numel, STEP), tl.multiple_of(stride, STEP)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, min(SPAN, numel - first), BLOCK):
+        at = first + start + tl.arange(0, BLOCK)
+        inside = at < numel
+        value = tl.load(grad + example * stride + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            value = value * tl.load(scale + at, mask=inside, other=0.0)
+        total += value * value
+    tl.store(out + example * columns + column + program, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["examples", "tensors", "add"])
+def _weighted_sums(addresses, parts, weights, examples, tensors, add, DTYPE: tl.constexpr, SQUARED: tl.constexpr,
+                   STEP: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+                   STAGES: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    tensor, first = tl.load(parts + 4 * program), tl.load(parts + 4 * program + 1)
+    numel, stride = tl.load(parts + 4 * program + 2), tl.load(parts + 4 * program + 3)
+    grads = tl.load(addresses + tensor).to(tl.pointer_type(DTYPE))
+    into = tl.load(addresses + tensors + tensor).to(tl.pointer_type(tl.float32))
+    if STEP > 1:
+        grads, into = tl.multiple_of(grads, 16), tl.multiple_of(into, 16)
+        first, numel, stride = tl.multiple_of(first, BLOCK), tl.multiple_of(numel, STEP), tl.multiple_of(stride, STEP)
+    at = first + tl.arange(0, BLOCK)
+    inside = at < numel
+    total = tl.zeros([EXAMPLES, BLOCK], tl.float32)
+    for start in tl.range(0, examples, EXAMPLES, num_stages=STAGES):  # loads run ahead of the sums
+        example = start + tl.arange(0, EXAMPLES)
+        there = (example < examples)[:, None] & inside[None, :]
+        weight = tl.load(weights + example, mask=example < examples, other=0.0)[:, None]
+        value = tl.load(grads + example.to(tl.int64)[:, None] * stride + at[None, :], mask=there, other=0.0)
+        share = tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
+        total += share * share if SQUARED else share
+    found = tl.sum(total, 0)
+    if add:
+        found += tl.load(into + at, mask=inside, other=0.0)
+    tl.store(into + at, found, mask=inside)
+
+
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
+    grads = [_whole(grad) for grad in grads]
+    examples, device = grads[0].shape[0], grads[0].device
+    given = grads if scales is None else [scale.float().contiguous() for scale in scales]
+    addresses, launches = _launches(grads, given, _SPAN)
+    columns, column = sum(len(launch.parts) for launch in launches), 0
+    out = torch.empty(examples, columns, dtype=torch.float32, device=device)
+    for dtype, step, parts in launches:
+        _squares[(examples, len(parts))](
+            addresses, parts, out, addresses.shape[1], columns, column, DTYPE=DTYPES[dtype], SCALED=scales is not None,
+            STEP=step, SPAN=_SPAN, BLOCK=1024,
+        )  # fmt: skip
+        column += len(parts)
+    return out.sum(1, dtype=torch.float64)
+
+
+def many_weighted_sums(
+    grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool
+) -> None:
+    grads, weights = [_whole(grad) for grad in grads], weights.float().contiguous()
+    if not len(weights) and not add:
+        torch._foreach_zero_(list(into))
+    addresses, launches = _launches(grads, into, _BLOCK)
+    for dtype, step, parts in launches:
+        _weighted_sums[(len(parts),)](
+            addresses, parts, weights, len(weights), addresses.shape[1], int(add), DTYPE=DTYPES[dtype], SQUARED=squared,
+            STEP=step, EXAMPLES=32, BLOCK=_BLOCK, STAGES=3,
+        )  # fmt: skip

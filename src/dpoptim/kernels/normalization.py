@@ -1,0 +1,60 @@
+"""Layers that normalise, forward and backward, each as a plain function; on a CUDA device with Triton a kernel of the
+same signature.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpoptim.kernels.norms import on_gpu, wide
+
+
+def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x̂·weight + bias, mean, rstd) of inputs [..., width], x̂ = (inputs − mean)·rstd; statistics are wide, [...]."""
+    kernels = on_gpu(inputs, weight, bias)
+    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
+        return kernels.layer_norm(inputs, weight, bias, eps)
+    output, mean, rstd = torch.native_layer_norm(inputs, inputs.shape[-1:], weight, bias, eps)
+    return output, wide(mean[..., 0]), wide(rstd[..., 0])
+
+
+def layer_norm_gradient(
+    grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of the inputs; Σ_t grad·x̂ and Σ_t grad for each example, wide [examples, width]) behind `layer_norm`.
+
+    `grad` and `inputs` are [examples, positions, width], `mean` and `rstd` [examples, positions].
+    """
+    kernels = on_gpu(grad, inputs, weight, mean, rstd)
+    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
+        return kernels.layer_norm_gradient(grad, inputs, weight, mean, rstd)
+    width, mean, rstd = inputs.shape[-1:], mean[..., None], rstd[..., None]
+    back = torch.ops.aten.native_layer_norm_backward
+    to_inputs = back(grad, inputs, width, mean, rstd, weight, None, [True, False, False])[0]
+    return to_inputs, (wide(grad) * (wide(inputs) - mean) * rstd).sum(1), wide(grad).sum(1)
+
+
+def group_norm(inputs: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(x̂·weight + bias, mean, rstd) of inputs [examples, channels, places], x̂ = (inputs − mean)·rstd; statistics are
+    those of one of `groups` groups of neighbouring channels, [examples, groups].
+    """
+    kernels = on_gpu(inputs, weight, bias)
+    if kernels is not None:
+        return kernels.group_norm(inputs, weight, bias, groups, eps)
+    examples, channels, places = inputs.shape
+    return torch.native_group_norm(inputs.contiguous(), weight, bias, examples, channels, places, groups, eps)
+
+
+def group_norm_gradient(
+    grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of the inputs; Σ_s grad·x̂ and Σ_s grad for each example, [examples, channels]) behind `group_norm`."""
+    kernels = on_gpu(grad, inputs, weight, mean, rstd)
+    if kernels is not None:
+        return kernels.group_norm_gradient(grad, inputs, weight, mean, rstd)
+    back = torch.ops.aten.native_group_norm_backward
+    grad, inputs, groups = grad.contiguous(), inputs.contiguous(), mean.shape[1]
+    to_inputs = back(grad, inputs, mean, rstd, weight, *inputs.shape, groups, [True, False, False])[0]
+    normalised = (inputs.unflatten(1, (groups, -1)) - mean[:, :, None, None]) * rstd[:, :, None, None]
+    return to_inputs, (normalised.flatten(1, 2) * grad).sum(2), grad.sum(2)

@@ -1,0 +1,234 @@
+"""Triton kernels for noise: ChaCha20, Box–Muller, forward substitution; the bits are those of the plain functions.
+
+Floating-point operations must not be contracted to fused multiply-adds, so every launch has enable_fp_fusion=False;
+division and square root are libdevice's correctly rounded ones. The arithmetic is that of `boxmuller` and `normals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
+from dpoptim.kernels.tables_triton import cdiv, table_of
+
+BLOCKS = 128  # ChaCha20 blocks of 64 bytes, eight normals each, that a program makes
+
+_LOG = tl.constexpr(LOG_COEFS)
+_SINE = tl.constexpr(SINE_COEFS)
+_MINUS_2_LN2 = tl.constexpr(MINUS_2_LN2)
+_ROOT_HALF_BITS = tl.constexpr(ROOT_HALF_BITS)
+_WORD = tl.constexpr(2.0**-64)
+_SIGNED_WORD = tl.constexpr(2.0**-63)
+_ELEMENTS = 1024  # of a row that a program of the substitution works on
+
+
+@triton.jit
+def _rotl(x, n: tl.constexpr):
+    return (x << n) | (x >> (32 - n))
+
+
+@triton.jit
+def _quarter(a, b, c, d):
+    a += b
+    d = _rotl(d ^ a, 16)
+    c += d
+    b = _rotl(b ^ c, 12)
+    a += b
+    d = _rotl(d ^ a, 8)
+    c += d
+    b = _rotl(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def _horner(coefs: tl.constexpr, x):
+    total = x * coefs[len(coefs) - 1]
+    for k in tl.static_range(len(coefs) - 2, 0, -1):
+        total = total + coefs[k]
+        total = total * x
+    return total + coefs[0]
+
+
+@triton.jit
+def _pair(radius_lo, radius_hi, angle_lo, angle_hi):
+    word = (radius_hi.to(tl.uint64) << 32) | radius_lo.to(tl.uint64)
+    a = word.to(tl.float64)
+    a = a + 0.5
+    a = a * _WORD
+    bits = a.to(tl.int64, bitcast=True)
+    e = (bits - _ROOT_HALF_BITS) >> 52
+    m = (bits - (e << 52)).to(tl.float64, bitcast=True)
+    s = libdevice.div_rn(m - 1.0, m + 1.0)
+    poly = _horner(_LOG, s * s)
+    c = e.to(tl.float64) * _MINUS_2_LN2
+    r = libdevice.sqrt_rn(c + s * poly)
+    angle = ((angle_hi.to(tl.uint64) << 32) | angle_lo.to(tl.uint64)).to(tl.int64, bitcast=True)
+    x = angle.to(tl.float64) * _SIGNED_WORD
+    sine = x * _horner(_SINE, x * x)
+    b = (sine * sine) * -1.0 + 1.0
+    d = libdevice.sqrt_rn(b)
+    b = b * 2.0 - 1.0
+    sine = (sine * d) * 2.0
+    d = (sine * sine) * -2.0 + 1.0
+    return d * r, ((sine * b) * 2.0) * r
+
+
+@triton.jit
+def _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
+    zero = counter * 0
+    i0 = zero + 0x61707865
+    i1 = zero + 0x3320646E
+    i2 = zero + 0x79622D32
+    i3 = zero + 0x6B206574
+    x0, x1, x2, x3 = i0, i1, i2, i3
+    x4, x5, x6, x7 = zero + k0, zero + k1, zero + k2, zero + k3
+    x8, x9, x10, x11 = zero + k4, zero + k5, zero + k6, zero + k7
+    x12, x13, x14, x15 = counter, zero + n0, zero + n1, zero
+    for _ in range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    return (
+        x0 + i0,
+        x1 + i1,
+        x2 + i2,
+        x3 + i3,
+        x4 + k0,
+        x5 + k1,
+        x6 + k2,
+        x7 + k3,
+        x8 + k4,
+        x9 + k5,
+        x10 + k6,
+        x11 + k7,
+        x12 + counter,
+        x13 + n0,
+        x14 + n1,
+        x15,
+    )
+
+
+@triton.jit
+def _store(out, value, element, first, stop, at, LANE: tl.constexpr):
+    index = element + LANE
+    tl.store(out + (at + index - first), value.to(out.dtype.element_ty), mask=(index >= first) & (index < stop))
+
+
+@triton.jit(do_not_specialize=["step", "lags"])
+def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, step, lags, BLOCKS: tl.constexpr):
+    tile = tl.program_id(0)
+    tensor = tl.load(tile_tensor + tile)
+    block = tl.load(tile_block + tile) + tl.arange(0, BLOCKS)
+    first = tl.load(firsts + tensor)
+    stop = tl.load(stops + tensor)
+    at = tl.load(ats + tensor)
+    key = subkeys + tensor * 8
+    k0 = tl.load(key).to(tl.uint32, bitcast=True)
+    k1 = tl.load(key + 1).to(tl.uint32, bitcast=True)
+    k2 = tl.load(key + 2).to(tl.uint32, bitcast=True)
+    k3 = tl.load(key + 3).to(tl.uint32, bitcast=True)
+    k4 = tl.load(key + 4).to(tl.uint32, bitcast=True)
+    k5 = tl.load(key + 5).to(tl.uint32, bitcast=True)
+    k6 = tl.load(key + 6).to(tl.uint32, bitcast=True)
+    k7 = tl.load(key + 7).to(tl.uint32, bitcast=True)
+    counter = block.to(tl.uint32)
+    s0 = tl.zeros([BLOCKS], tl.float64)
+    s1 = tl.zeros([BLOCKS], tl.float64)
+    s2 = tl.zeros([BLOCKS], tl.float64)
+    s3 = tl.zeros([BLOCKS], tl.float64)
+    s4 = tl.zeros([BLOCKS], tl.float64)
+    s5 = tl.zeros([BLOCKS], tl.float64)
+    s6 = tl.zeros([BLOCKS], tl.float64)
+    s7 = tl.zeros([BLOCKS], tl.float64)
+    for lag in range(lags):
+        past = (step - lag).to(tl.int64)
+        n0 = (past & 0xFFFFFFFF).to(tl.uint32)
+        n1 = (past >> 32).to(tl.uint32)
+        (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15) = _chacha(
+            k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1
+        )
+        coef = tl.load(coefs + lag)
+        a, b = _pair(x0, x1, x2, x3)
+        s0 += coef * a
+        s1 += coef * b
+        a, b = _pair(x4, x5, x6, x7)
+        s2 += coef * a
+        s3 += coef * b
+        a, b = _pair(x8, x9, x10, x11)
+        s4 += coef * a
+        s5 += coef * b
+        a, b = _pair(x12, x13, x14, x15)
+        s6 += coef * a
+        s7 += coef * b
+    element = block.to(tl.int64) * 8
+    _store(out, s0, element, first, stop, at, 0)
+    _store(out, s1, element, first, stop, at, 1)
+    _store(out, s2, element, first, stop, at, 2)
+    _store(out, s3, element, first, stop, at, 3)
+    _store(out, s4, element, first, stop, at, 4)
+    _store(out, s5, element, first, stop, at, 5)
+    _store(out, s6, element, first, stop, at, 6)
+    _store(out, s7, element, first, stop, at, 7)
+
+
+@triton.jit(do_not_specialize=["lags"])
+def _substitute(row, ring, coefs, slots, lags, numel, stride, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    total = tl.load(row + at, mask=inside)
+    for lag in range(lags):
+        coef = tl.load(coefs + lag)
+        slot = tl.load(slots + lag).to(tl.int64)
+        total += tl.load(ring + slot * stride + at, mask=inside) * coef
+    tl.store(row + at, total, mask=inside)
+
+
+class DeviceNormals:
+    """The normals of elements [start, stop) of several tensors, each with its subkey, all in one launch."""
+
+    def __init__(self, subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
+        tiles = [
+            (index, block)
+            for index, (start, stop) in enumerate(ranges)
+            for block in range(start // 8, -(-stop // 8), BLOCKS)
+        ]
+        ends = np.cumsum([0, *(stop - start for start, stop in ranges)])
+        self.numel = int(ends[-1])
+        self._device = device
+        self._subkeys = torch.from_numpy(np.frombuffer(b"".join(subkeys), "<i4").copy()).to(device)
+        self._tiles = torch.tensor(tiles, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
+        firsts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        self._ranges = torch.tensor([firsts, stops, ends[:-1].tolist()], dtype=torch.int64, device=device)
+
+    def combined(self, step: int, coefs: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        """Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
+        out = torch.empty(self.numel, dtype=dtype, device=self._device)
+        if self.numel:
+            factors = table_of(tuple(coefs), torch.float64, self._device)
+            _normals[(self._tiles.shape[1],)](
+                out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors),
+                BLOCKS=BLOCKS, enable_fp_fusion=False,
+            )  # fmt: skip
+        return out
+
+
+def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:
+    """row += coefs[i]·ring[slots[i]] for each i in turn, in one pass."""
+    if not slots or not row.numel():
+        return
+    factors = table_of(tuple(coefs), row.dtype, row.device)
+    indices = table_of(tuple(slots), torch.int64, row.device)
+    _substitute[(cdiv(row.numel(), _ELEMENTS),)](
+        row, ring, factors, indices, len(slots), row.numel(), ring.stride(0), BLOCK=_ELEMENTS, enable_fp_fusion=False
+    )

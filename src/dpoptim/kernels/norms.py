@@ -1,0 +1,361 @@
+"""The inner loops of clipping, each as a plain function; on a CUDA device with Triton a kernel of the same signature.
+
+All take per-example gradients or their factors in any floating dtype and reduce them in float32 at least: a product
+is formed once, and what a norm measures is what a sum adds, to the rounding of float32. In weighted sums an example of
+weight 0 adds nothing, whatever it holds. No kernel uses atomics, so results do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dpoptim.kernels import choose as gpu
+from dpoptim.kernels import norms_c as compiled_outer
+
+BLOCK_ELEMENTS = 1 << 24
+"""Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    if not gpu.available("cuda"):
+        return None
+    from dpoptim.kernels import cross_entropy_triton as triton_kernels
+
+    return triton_kernels
+
+
+@functools.cache
+def _outer_kernels() -> ModuleType | None:
+    """Those of outer products load through tensor descriptors, which devices have since Hopper."""
+    if not gpu.available("cuda") or torch.cuda.get_device_capability() < (9, 0):
+        return None
+    from dpoptim.kernels import outer_triton as triton_outer
+
+    return triton_outer
+
+
+def _on_current_device(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether all of these tensors are on the current CUDA device, the only one that kernels are launched on."""
+    if not torch.cuda.is_initialized():
+        return False
+    here = torch.cuda.current_device()
+    return all(tensor is None or tensor.get_device() == here for tensor in tensors)
+
+
+def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether kernels take all of these tensors; float64 stays with the plain functions."""
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return not is_double and _on_current_device(tensors)
+
+
+def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels, where they run for all of these tensors."""
+    return _kernels() if _run_on_gpu(tensors) else None
+
+
+def wide_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The same for those kernels that take float64 too."""
+    return _kernels() if _on_current_device(tensors) else None
+
+
+def outer_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
+    """The kernels of outer products, where they run for all of these tensors: nothing is stored then."""
+    return _outer_kernels() if _run_on_gpu(tensors) else None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of norms, sums and noise: float64 stays, everything else becomes fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide_dtype(tensor.dtype))
+
+
+def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
+    """‖scale ⊙ grads[j]‖² for each j, as float64 [examples]; `scale` has the shape of one gradient."""
+    return many_squares([grads], None if scale is None else [scale])
+
+
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
+    """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, as float64 [examples]."""
+    given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
+    kernels = on_gpu(*grads, *given)
+    if kernels is not None:
+        return kernels.many_squares(grads, scales)
+    found = None if scales is None else compiled_outer.many_squares(grads, scales)
+    if found is not None:
+        return found
+    total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
+    for grad, scale in zip(grads, given, strict=True):
+        scaled = wide(grad) if scale is None else wide(grad) * scale
+        total += self_products(scaled.reshape(len(grad), grad.shape[1:].numel()))
+    return total
+
+
+FAINT_WEIGHT = 1e-12
+"""Below it a gradient is so long that its factors may hold numbers near the ends of float32."""
+
+DOT_ELEMENTS = 1 << 16
+"""Products that are summed in float32 before their sum goes on in float64."""
+
+
+def self_products(vectors: Tensor) -> Tensor:
+    """⟨v, v⟩ for each row v, float64, in one pass over memory."""
+    total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
+    for part in vectors.split(DOT_ELEMENTS, 1):
+        total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
+    return total
+
+
+def many_weighted_sums(
+    grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool = False
+) -> None:
+    """into[i] becomes Σ_j weights[j]·grads[i][j], or that is added to it; `into` is contiguous, of weights' dtype.
+
+    `squared` takes Σ_j (weights[j]·grads[i][j])², element by element.
+    """
+    kernels = on_gpu(*grads, weights)
+    if kernels is not None:
+        kernels.many_weighted_sums(grads, weights, into, add=add, squared=squared)
+        return
+    keep = weights != 0
+    if not bool(keep.all()):
+        grads, weights = [grad[keep] for grad in grads], weights[keep]
+    for grad, total in zip(grads, into, strict=True):
+        flat = total.view(-1)
+        if squared:
+            _add_squares(grad.reshape(len(grad), total.numel()), weights, flat, add=add)
+            continue
+        by_example = wide(grad).to(weights.dtype).reshape(len(grad), total.numel())
+        torch.addmv(flat, by_example.T, weights, beta=float(add), out=flat)
+
+
+def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) -> None:
+    """Weighted before they are squared: g² may overflow where (c·g)² does not."""
+    columns = max(1, BLOCK_ELEMENTS // max(1, len(vectors)))
+    for part, into in zip(vectors.split(columns, 1), total.split(columns), strict=True):
+        squares = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
+        into.copy_(into + squares if add else squares)
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, as float64 [examples]; the product is never stored."""
+    kernels = outer_on_gpu(left, right, scale)
+    if kernels is not None:
+        return kernels.outer_squares(left, right, scale)
+    return squares(wide(left).mT @ wide(right), scale)
+
+
+@torch.no_grad()
+def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
+    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
+    found = compiled_outer.quadratic_forms(matrices, factors)
+    if found is not None:
+        return found
+    examples, positions, _ = factors.shape
+    total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
+    # On a CPU one example after another: what is made of it is still in the cache when it is reduced.
+    together, columns = (1, DOT_ELEMENTS) if factors.device.type == "cpu" else (max(examples, 1), 1 << 13)
+    for part in factors.split(columns, 2):
+        products = part.new_empty(together, positions, part.shape[2])
+        for j in range(0, examples, together):
+            here = part[j : j + together]
+            torch.bmm(matrices[j : j + together], here, out=products)
+            total[j : j + together] += products.mul_(here).sum((1, 2))
+    return total
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`; written to `out` where it is given."""
+    kernels = outer_on_gpu(left, right, weights)
+    if kernels is not None:
+        total: Tensor = kernels.outer_weighted_sum(left, right, weights)
+        return total if out is None else out.copy_(total)
+    keep = weights != 0
+    if not bool(keep.all()):
+        left, right, weights = left[keep], right[keep], weights[keep]
+    left, right = wide(left), wide(right)
+    if bool((weights.abs() < FAINT_WEIGHT).any()):  # times which small factors would be rounded to a few bits
+        left, right = left.double() * weights.double()[:, None, None], right.double()
+        total = (left.flatten(0, 1).T @ right.flatten(0, 1)).to(weights.dtype)
+        return total if out is None else out.copy_(total)
+    if left.shape[2] < right.shape[2]:  # the smaller one is weighted
+        left = left * weights[:, None, None]
+    else:
+        right = right * weights[:, None, None]
+    return torch.mm(left.flatten(0, 1).T, right.flatten(0, 1), out=out)
+
+
+def outer_square_sum(
+    left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None = None, values: Tensor | None = None
+) -> Tensor:
+    """Σ_j (weights[j]·(D_j + E_j))², element by element, in the dtype of `weights`: D_j = Σ_t left[j, t] ⊗ right[j, t],
+    and E_j the table that receives values[j, u] at row ids[j, u], if they are given.
+    """
+    kernels = outer_on_gpu(left, right, weights, values)
+    if kernels is not None:
+        total: Tensor = kernels.outer_square_sum(left, right, weights, ids, values)
+        return total
+    keep = weights != 0
+    grads = wide(left[keep]).mT @ wide(right[keep])
+    if ids is not None and values is not None:
+        rows = torch.arange(len(grads), device=ids.device)[:, None], ids[keep]
+        grads.index_put_(rows, wide(values[keep]), accumulate=True)
+    return (grads * weights[keep][:, None, None]).square_().sum(0)
+
+
+def with_padding(values: Tensor) -> Tensor:
+    """[examples, positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
+    stride, rows = values.stride(1), values.shape[0] * values.shape[1]
+    if stride == values.shape[2]:
+        return values
+    held = values.untyped_storage().nbytes() // values.element_size() - values.storage_offset()
+    even = values.stride(2) == 1 and values.stride(0) == stride * values.shape[1]
+    if even and stride % 8 == 0 and held >= rows * stride:
+        return values.as_strided((*values.shape[:2], stride), values.stride())
+    return values
+
+
+def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Squared norms of the tables that receive values[j, t] at row ids[j, t], as float64 [examples].
+
+    Values of equal ids of one example are summed before they are squared. The second result is a bound on the norms
+    if nothing in those sums cancelled, √(positions·Σ_t ‖scale ⊙ values[j, t]‖²).
+    """
+    kernels = on_gpu(values, scale)
+    if kernels is not None:
+        return kernels.row_squares(ids, values, scale)
+    examples = len(ids)
+    distinct, where = _own_rows(ids, num_rows)
+    sums = _row_sums(where.flatten(), values.flatten(0, 1), len(distinct)).to(wide_dtype(values.dtype))
+    if scale is not None:
+        sums *= scale[distinct % num_rows]
+    total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
+    each = wide(values) if scale is None else wide(values) * scale[ids]
+    bound = (each.square().sum((1, 2), dtype=torch.float64) * ids.shape[1]).sqrt()
+    return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
+
+
+def row_weighted_sum(
+    ids: Tensor, values: Tensor, weights: Tensor, num_rows: int, *, into: Tensor | None = None
+) -> Tensor:
+    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`.
+
+    It is added to `into` where that is given.
+    """
+    kernels = on_gpu(values, weights)
+    if kernels is not None and ids.stride(0) != 0:
+        total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
+        kernels.row_weighted_sum(ids, values, weights, total)
+        return total
+    weighted = values * weights[:, None, None]
+    weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
+    if ids.stride(0) == 0:  # the same for every example, as positions are
+        ids, weighted = ids[:1], weighted.sum(0, keepdim=True)
+    weighted = weighted.flatten(0, 1)
+    if values.is_cuda:
+        found = _summed_rows(ids.flatten(), weighted, num_rows)
+        return found if into is None else into.add_(found)
+    if into is None:
+        into = weighted.new_zeros(num_rows, values.shape[-1])
+    distinct, where = torch.unique(ids, return_inverse=True)
+    return into.index_add_(0, distinct, _row_sums(where.flatten(), weighted, len(distinct)).to(into.dtype))
+
+
+def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(example · num_rows + row for every row that an example looks up, and which of them each look-up is of)."""
+    slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
+    distinct, where = torch.unique(slots, return_inverse=True)
+    return distinct, where
+
+
+def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
+    """Σ of the values at each place, [count, width], in float64: many that are added one by one drift apart otherwise
+    when they come in another order or with a weight.
+    """
+    sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
+    together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
+    for some, rows in zip(places.split(together), values.split(together), strict=True):
+        sums.index_add_(0, some, rows.double())
+    return sums
+
+
+def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+    """Σ_j (weights[j]·(the table that receives values[j, t] at row ids[j, t]))², element by element."""
+    distinct, where = _own_rows(ids, num_rows)
+    of_examples = row_weighted_sum(where, values, weights, len(distinct))  # every row of every example by itself
+    return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
+
+
+def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
+    """The table that receives values[i] at row ids[i], on a GPU, in an order that is the same each time.
+
+    torch's own sum over a table's rows adds by atomics, unless it is asked not to.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True)
+    try:
+        return torch.ops.aten.embedding_dense_backward(values, ids, num_rows, -1, False)
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def position_sums(values: Tensor, weights: Tensor) -> Tensor:
+    """Σ_t weights[j, t]·values[j, t] for each j, in float32 or float64."""
+    kernels = on_gpu(values, weights)
+    if kernels is not None:
+        # With the padding their rows can be loaded 16 bytes at a time.
+        return kernels.position_sums(with_padding(values), weights)[:, : values.shape[2]]
+    return (wide(weights)[:, None] @ wide(values))[:, 0]
+
+
+def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t] and E_j the table of values.
+
+    D_j is looked at in the rows that `ids` name, and nowhere else.
+    """
+    kernels = outer_on_gpu(left, right, values, scale)
+    if kernels is not None:
+        return kernels.outer_row_products(left, right, ids, values, scale)
+    columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
+    return _row_dots(wide(columns).mT @ wide(right), ids, values, scale)
+
+
+def row_products(grads: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    """⟨scale ⊙ grads[j], scale ⊙ E_j⟩ for each j, float64, with E_j the table of values."""
+    there = wide(grads[torch.arange(len(ids), device=ids.device)[:, None], ids])
+    return _row_dots(there, ids, values, scale)
+
+
+def _row_dots(there: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is not None:
+        there = there * scale[ids].square()
+    return (there * wide(values)).sum((1, 2), dtype=torch.float64)
+
+
+def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """(-ln softmax of each row at its label, norm of its gradient), float32; `logits` [rows, ≥ classes] become its
+    gradient, softmax - one-hot.
+
+    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0; one that is no class
+    is an error, or where kernels run, which cannot raise, a loss and a gradient of NaN.
+    """
+    kernels = on_gpu(logits)
+    if kernels is not None:
+        return kernels.softmax_gradient_(logits, labels, classes)
+    log_probs = wide(logits[:, :classes]).log_softmax(1)
+    valid = labels >= 0
+    picked = labels.clamp(min=0)[:, None]
+    losses = -log_probs.gather(1, picked)[:, 0]
+    gradient = log_probs.exp_()  # which is ours: log_softmax makes a new tensor
+    gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
+    torch.mul(gradient, valid[:, None], out=logits[:, :classes])
+    logits[:, classes:] = 0
+    return torch.where(valid, losses, 0.0), torch.where(valid, self_products(gradient).sqrt(), 0.0).to(losses.dtype)

@@ -1,0 +1,331 @@
+"""Norms on a CPU, as loops in C: nothing is stored of a product that is squared and summed.
+
+The functions of the same names in `kernels` say what is computed. Here they return None where a loop is not for what is
+given: it takes float32 on a CPU, where there is a compiler and enough to do. That depends on nothing that was done
+before, so a run that is resumed goes on with the same bits; nor do results depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dpoptim.kernels.c_compiler import library
+from dpoptim.kernels.threads import in_chunks, in_threads
+
+WORTH_COMPILING = 1 << 28
+"""Products of two factors from which on a second of compiling is soon made up for."""
+
+WORTH_COMPILING_SQUARES = 1 << 22
+"""The same for elements that are squared."""
+
+_ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
+
+_PANEL = 128  # columns that a quadratic form takes together
+
+_BAND = 128  # rows that all examples pass by, one after the other, while their scale stays in a cache
+
+_SOURCE = """
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define HIGH 8  /* rows of a tile; there are 32 registers */
+#else
+#define HIGH 4
+#endif
+#define ACROSS (2 * WIDTH)
+#define BAND BAND_ROWS
+#define PANEL PANEL_COLUMNS  /* a multiple of 4 * WIDTH */
+#define STRIP 1024    /* a multiple of ACROSS */
+#define STRETCH 4096  /* a multiple of 4 * WIDTH */
+
+typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+static double lanes(const vector *four) {
+    double total = 0;
+    for (int k = 0; k < WIDTH; k++) total += (double)four[0][k] + four[1][k] + four[2][k] + four[3][k];
+    return total;
+}
+
+/* Sum of (scale * product)^2 over HIGH rows and all columns, in float32 for each lane of a strip of columns. */
+static double high_tiles(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
+                         int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    vector squares[4] = {{0}};
+    int64_t col = 0;
+    for (; col + ACROSS <= cols; col += ACROSS) {
+        if (col % STRIP == 0) {
+            total += lanes(squares);
+            memset(squares, 0, sizeof squares);
+        }
+        vector sum[HIGH][2] = {{{0}}};
+        for (int64_t t = 0; t < positions; t++) {
+            const float *r = right + t * right_stride + col;
+            const vector r0 = *(const vector *)r, r1 = *(const vector *)(r + WIDTH);
+            quad l[HIGH / 4];
+            for (int i = 0; i < HIGH / 4; i++) {
+                l[i] = ((const quad *)(left + t * left_stride))[i];
+#if defined(__aarch64__)
+                __asm__("" : "+w"(l[i]));  /* keep it in a vector register, whose lanes can be multiplied by */
+#endif
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < HIGH; i++) {
+                sum[i][0] += l[i / 4][i % 4] * r0;
+                sum[i][1] += l[i / 4][i % 4] * r1;
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < HIGH; i++) {
+            const float *s = scale + i * cols + col;
+            const vector a = sum[i][0] * *(const vector *)s, b = sum[i][1] * *(const vector *)(s + WIDTH);
+            squares[i % 2] += a * a;
+            squares[2 + i % 2] += b * b;
+        }
+    }
+    total += lanes(squares);
+    for (; col < cols; col++)
+        for (int i = 0; i < HIGH; i++) {
+            float sum = 0;
+            for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride + i] * right[t * right_stride + col];
+            sum *= scale[i * cols + col];
+            total += (double)sum * sum;
+        }
+    return total;
+}
+
+static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
+                      int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    for (int64_t col = 0; col < cols; col++) {
+        float sum = 0;
+        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
+        sum *= scale[col];
+        total += (double)sum * sum;
+    }
+    return total;
+}
+
+/* out[j] = sum of (scale * grads[j])^2, in float32 for each lane of a stretch of elements. */
+void scaled_squares(const float *grads, const float *scale, double *out, int64_t examples, int64_t numel,
+                    int64_t stride) {
+    for (int64_t j = 0; j < examples; j++) {
+        const float *g = grads + j * stride;
+        double total = 0;
+        int64_t at = 0;
+        while (numel - at >= 4 * WIDTH) {
+            int64_t stop = numel - at > STRETCH ? at + STRETCH : numel;
+            vector sum[4] = {{0}};
+            for (; at + 4 * WIDTH <= stop; at += 4 * WIDTH)
+#pragma GCC unroll 4
+                for (int k = 0; k < 4; k++) {
+                    const vector x = ((const vector *)(g + at))[k] * ((const vector *)(scale + at))[k];
+                    sum[k] += x * x;
+                }
+            total += lanes(sum);
+        }
+        for (; at < numel; at++) {
+            const float x = g[at] * scale[at];
+            total += (double)x * x;
+        }
+        out[j] = total;
+    }
+}
+
+/* Sum over columns c, and over t <= u, of coefs[t, u] * factors[t, c] * factors[u, c], in float32 for each lane of a
+   panel of columns. `coefs` are in blocks of four t, [positions / 4][u][4]; positions is a multiple of 4, of which
+   `real` are given. `panel` has room for positions * PANEL numbers. */
+double quadratic_form(const float *factors, const float *coefs, int64_t positions, int64_t real, int64_t cols,
+                      int64_t stride, float *panel) {
+    double total = 0;
+    memset(panel, 0, sizeof(float) * positions * PANEL);
+    for (int64_t col = 0; col < cols; col += PANEL) {
+        const int64_t width = cols - col < PANEL ? cols - col : PANEL;
+        for (int64_t t = 0; t < real; t++) {
+            memcpy(panel + t * PANEL, factors + t * stride + col, sizeof(float) * width);
+            if (width < PANEL) memset(panel + t * PANEL + width, 0, sizeof(float) * (PANEL - width));
+        }
+        vector squares[4] = {{0}};
+        for (int64_t block = 0; block < positions; block += 4)
+            for (int64_t at = 0; at < width; at += 4 * WIDTH) {
+                vector sum[4][4] = {{{0}}};
+                for (int64_t u = block; u < positions; u++) {
+                    const float *r = panel + u * PANEL + at;
+                    quad c = *(const quad *)(coefs + (block / 4 * positions + u) * 4);
+#if defined(__aarch64__)
+                    __asm__("" : "+w"(c));
+#endif
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; k++) {
+                        const vector x = *(const vector *)(r + k * WIDTH);
+                        sum[0][k] += c[0] * x;
+                        sum[1][k] += c[1] * x;
+                        sum[2][k] += c[2] * x;
+                        sum[3][k] += c[3] * x;
+                    }
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++)
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; k++)
+                        squares[k] += sum[i][k] * *(const vector *)(panel + (block + i) * PANEL + at + k * WIDTH);
+            }
+        total += lanes(squares);
+    }
+    return total;
+}
+
+/* out[j] = sum over rows [begin, end); left [examples, positions, rows] and right have unit stride in their last axis.
+   `packed` has room for positions * BAND numbers: those of a band, side by side. */
+void outer_squares(const float *left, const float *right, const float *scale, double *out, int64_t examples,
+                   int64_t positions, int64_t cols, int64_t begin, int64_t end, int64_t left_example,
+                   int64_t left_stride, int64_t right_example, int64_t right_stride, float *packed) {
+    for (int64_t j = 0; j < examples; j++) out[j] = 0;
+    for (int64_t band = begin; band < end; band += BAND) {
+        int64_t stop = band + BAND < end ? band + BAND : end;
+        for (int64_t j = 0; j < examples; j++) {
+            const float *l = left + j * left_example, *r = right + j * right_example;
+            int64_t row = band;
+            for (int64_t t = 0; t < positions; t++)
+                memcpy(packed + t * BAND, l + t * left_stride + band, sizeof(float) * (stop - band));
+            for (; row + HIGH <= stop; row += HIGH)
+                out[j] += high_tiles(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+            for (; row < stop; row++)
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+        }
+    }
+}
+"""
+
+
+@functools.cache
+def _loops() -> ctypes.CDLL | None:
+    loops = library(_SOURCE.replace("BAND_ROWS", str(_BAND)).replace("PANEL_COLUMNS", str(_PANEL)), contract=True)
+    if loops is not None:
+        loops.outer_squares.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 9, ctypes.c_void_p)
+        loops.scaled_squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
+        loops.outer_squares.restype = loops.scaled_squares.restype = None
+        loops.quadratic_form.argtypes = (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p)
+        loops.quadratic_form.restype = ctypes.c_double
+    return loops if loops is not None and _right(loops) else None
+
+
+def _right(loops: ctypes.CDLL) -> bool:
+    """Whether the loops give what torch does for one small problem, and NaN where there is one.
+
+    A compiler may have been told elsewhere to take liberties that a norm does not survive.
+    """
+    vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
+    scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
+    for value in (1.0, torch.nan, torch.inf):
+        vectors[1, 2, 3] = value
+        out, wide = torch.empty(2, 3, dtype=torch.float64), vectors.double()
+        first, factors = vectors.view(3, -1), scale.view(-1)[: 5 * 37].contiguous()
+        loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
+        pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
+        loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
+        expected = torch.stack(
+            [
+                (wide.view(3, -1) * factors.double()).square().sum(1),
+                ((wide.mT @ wide) * scale.double()).square().sum((1, 2)),
+            ]
+        )
+        finite = expected.isfinite()
+        if not torch.equal(finite, out.isfinite()) or not torch.allclose(out[finite], expected[finite], rtol=1e-5):
+            return False
+    return True
+
+
+def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
+    on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+    return _loops() if on_cpu else None
+
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    """With the elements of its last axis side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
+    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, float64.
+
+    Products are float32, their squares are summed in float32 within a few rows and 1024 columns, in float64 beyond.
+    """
+    (examples, positions, rows), cols = left.shape, right.shape[2]
+    if right.shape[:2] != (examples, positions) or scale.shape != (rows, cols):
+        raise ValueError(
+            f"shapes {tuple(left.shape)}, {tuple(right.shape)} and {tuple(scale.shape)} do not belong together"
+        )
+    much = examples * positions * rows * cols >= WORTH_COMPILING
+    loops = _loops_for([left, right, scale]) if much else None
+    if loops is None:
+        return None
+    left, right, scale = _by_rows(left), _by_rows(right), scale.contiguous()
+    strides = (left.stride(0), left.stride(1), right.stride(0), right.stride(1))
+    parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
+
+    def measure(begin: int, end: int) -> None:
+        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND)
+        pointers = (left.data_ptr(), right.data_ptr(), scale.data_ptr(), into.data_ptr())
+        loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, packed.data_ptr())
+
+    in_chunks(measure, rows, chunk=_ROWS_TOGETHER)
+    return parts.sum(0)
+
+
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
+    """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, float64; float32 within a stretch of 4096 elements."""
+    much = sum(grad.numel() for grad in grads) >= WORTH_COMPILING_SQUARES
+    loops = _loops_for([*grads, *scales]) if much else None
+    if loops is None:
+        return None
+    examples = len(grads[0])
+    parts = torch.empty(len(grads), examples, dtype=torch.float64)
+
+    def measure(grad: Tensor, scale: Tensor, into: Tensor) -> None:
+        vectors, factors = _by_rows(grad.reshape(examples, -1)), scale.reshape(-1).contiguous()
+        pointers = (vectors.data_ptr(), factors.data_ptr(), into.data_ptr())
+        loops.scaled_squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
+
+    in_threads([partial(measure, *given) for given in zip(grads, scales, parts, strict=True)])
+    return parts.sum(0)
+
+
+def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor | None:
+    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64; float32 within a panel of columns.
+
+    A pair of positions is taken once, with the sum of both of its coefficients.
+    """
+    examples, positions, cols = factors.shape
+    much = examples * positions * positions * cols >= WORTH_COMPILING
+    loops = _loops_for([matrices, factors]) if much else None
+    if loops is None:
+        return None
+    factors, whole = _by_rows(factors), -(-positions // 4) * 4
+    pairs = torch.triu(matrices + matrices.mT, 1) + torch.diag_embed(matrices.diagonal(dim1=1, dim2=2))
+    padded = torch.nn.functional.pad(pairs, (0, whole - positions, 0, whole - positions))
+    coefs = padded.view(examples, whole // 4, 4, whole).mT.contiguous()  # blocks of four rows, column by column
+    found = torch.empty(examples, dtype=torch.float64)
+
+    def measure(begin: int, end: int) -> None:
+        panel = torch.empty(whole * _PANEL)
+        for j in range(begin, end):
+            pointers, sizes = (factors[j].data_ptr(), coefs[j].data_ptr()), (whole, positions, cols, factors.stride(1))
+            found[j] = loops.quadratic_form(*pointers, *sizes, panel.data_ptr())
+
+    in_chunks(measure, examples, chunk=-(-examples // 8))
+    return found

@@ -1,0 +1,266 @@
+"""Triton kernels for gradients that are sums of outer products; `kernels` says what each computes.
+
+A tile of Σ_t left[j, t] ⊗ right[j, t] is made in registers for one example after another: loads of the next example
+run while the last one is reduced. Loads go through tensor descriptors, which fill with zeros beyond the last position.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
+
+
+@triton.jit
+def _product(left, right, example, blocks, row, col, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """Σ_t left[example, t, row:] ⊗ right[example, t, col:]."""
+    total = tl.zeros([BR, BC], tl.float32)
+    for block in range(blocks):
+        a = left.load([example, block * BT, row]).reshape(BT, BR)
+        b = right.load([example, block * BT, col]).reshape(BT, BC)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["examples", "group"])
+def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols, tiles_across, SCALED: tl.constexpr,
+                   BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile, tiles = tl.program_id(0), tl.num_programs(0).to(tl.int64)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    if SCALED:
+        inside = (down[:, None] < rows) & (across[None, :] < cols)
+        weight = tl.load(scale + down[:, None].to(tl.int64) * cols + across[None, :], mask=inside, other=0.0)
+    first = tl.program_id(1) * group
+    for example in tl.range(first, tl.minimum(first + group, examples), flatten=True):
+        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+        if SCALED:
+            total = total * weight
+        # One number for each row of the tile: summing further here would make the warps wait for each other.
+        tl.store(out + (example * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
+
+
+@triton.jit(do_not_specialize=["examples", "share"])
+def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows, cols, tiles_across,
+                        BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
+    first = tl.program_id(1) * share
+    for example in tl.range(first, tl.minimum(first + share, examples), flatten=True):
+        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+        weight = tl.load(weights + example)
+        sums += tl.where(weight != 0, total * weight, 0.0)
+    place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
+    tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
+
+
+@triton.jit
+def _with_lookups(total, ids, values, example, lookups, cols, down, across, BT: tl.constexpr):
+    """The tile and what values[example, u] add to its rows ids[example, u]: rows are picked by a product with 0 and 1,
+    where there is one to pick.
+    """
+    for start in range(0, lookups, BT):
+        u = start + tl.arange(0, BT).to(tl.int64)  # so that places in `values` are counted in 64 bits
+        here = tl.load(ids + example * lookups + u, mask=u < lookups, other=-1)
+        picked = down[:, None] == here[None, :]
+        if tl.sum(tl.sum(picked.to(tl.int32), 1), 0) > 0:
+            value = tl.load(
+                values + (example * lookups + u[:, None]) * cols + across[None, :],
+                mask=(u[:, None] < lookups) & (across[None, :] < cols), other=0.0,
+            )  # fmt: skip
+            total = tl.dot(picked.to(value.dtype), value, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["examples", "share", "lookups"])
+def _outer_square_sum(left, right, ids, values, weights, out, examples, share, blocks, rows, cols, tiles_across,
+                      lookups, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
+    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
+    first = tl.program_id(1) * share
+    for example in range(first, tl.minimum(first + share, examples)):
+        weight = tl.load(weights + example)
+        if weight != 0:
+            total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+            total = _with_lookups(total, ids, values, example, lookups, cols, down, across, 32)
+            total = total * weight
+            sums += total * total
+    place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
+    tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
+
+
+@triton.jit
+def _outer_row_products(left, right, ids, values, scale, out, positions, tokens, cols, left_example, left_position,
+                        SCALED: tl.constexpr, BI: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    example = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BI + tl.arange(0, BI)
+    col = tl.program_id(2) * BC + tl.arange(0, BC)
+    ids_here = tl.load(ids + example * tokens + i, mask=i < tokens, other=0)
+    there = tl.zeros([BI, BC], tl.float32)
+    for start in range(0, positions, BT):
+        t = start + tl.arange(0, BT)
+        a = tl.load(
+            left + example * left_example + t[None, :].to(tl.int64) * left_position + ids_here[:, None],
+            mask=(t[None, :] < positions) & (i[:, None] < tokens), other=0.0,
+        )  # fmt: skip
+        b = tl.load(
+            right + (example * positions + t[:, None]) * cols + col[None, :],
+            mask=(t[:, None] < positions) & (col[None, :] < cols), other=0.0,
+        )  # fmt: skip
+        there = tl.dot(a, b, there, input_precision="ieee")
+    inside = (i[:, None] < tokens) & (col[None, :] < cols)
+    if SCALED:
+        factor = tl.load(scale + ids_here[:, None] * cols + col[None, :], mask=inside, other=0.0)
+        there = there * factor * factor
+    value = tl.load(values + (example * tokens + i[:, None]) * cols + col[None, :], mask=inside, other=0.0)
+    place = (example * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(out + place, tl.sum(tl.sum(there * value.to(tl.float32), 1), 0))
+
+
+class _Tiles:
+    """Two factors as descriptors, and the tiles that their product is cut into: what was fastest on an H200."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        dtype = left.dtype if left.dtype == right.dtype else torch.float32
+        left, right = _loadable(left.to(dtype)), _loadable(right.to(dtype))
+        (self.examples, positions, self.rows), self.cols = left.shape, right.shape[2]
+        high, wide, self.block, warps, stages, at_once = _sizes(positions, self.rows, self.cols, dtype)
+        self.high = max(16, min(high, next_power_of_2(self.rows)))
+        self.wide = max(16, min(wide, next_power_of_2(self.cols)))
+        self.blocks = cdiv(positions, self.block)
+        self.across = cdiv(self.cols, self.wide)
+        self.count = cdiv(self.rows, self.high) * self.across
+        self.left = TensorDescriptor(left, list(left.shape), list(left.stride()), [1, self.block, self.high])
+        self.right = TensorDescriptor(right, list(right.shape), list(right.stride()), [1, self.block, self.wide])
+        self.slots = at_once * _processors(left.device)
+        self.options = {"num_warps": warps, "num_stages": stages}
+        self.constants = {"BR": self.high, "BC": self.wide, "BT": self.block}
+
+
+def _sizes(positions: int, rows: int, cols: int, dtype: torch.dtype) -> tuple[int, int, int, int, int, int]:
+    """(rows and columns of a tile, positions at a time, warps, stages, programs that a processor runs at once)."""
+    if dtype == torch.float32:
+        return 64, 64, 32, 4, 3, 3
+    halves = cdiv(positions, 32)
+    if halves % 2 == 0:
+        return 128, 128, 64, 8, 5, 1
+    if halves > 6 and min(rows, cols) >= 256:
+        return 128, 256, 32, 8, 5, 1
+    return 64, 128, 32, 4, 5, 3
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=512)
+def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
+    """How many examples a program takes one after the other, so that all programs end at nearly the same time.
+
+    `overhead` is what a program costs by itself, in examples: a scale to load, a sum to store.
+    """
+
+    def cost(group: int) -> float:
+        rounds = cdiv(tiles * cdiv(examples, group), slots)
+        return rounds * (group + overhead)
+
+    return min(range(1, min(most, examples) + 1), key=cost)
+
+
+def _loadable(tensor: Tensor) -> Tensor:
+    """Strides and start at multiples of 16 bytes, as descriptors want them; copied where they are not."""
+    step = 16 // tensor.element_size()
+    even = tensor.stride(2) == 1 and tensor.stride(0) % step == tensor.stride(1) % step == 0
+    if even and tensor.data_ptr() % 16 == 0 and min(tensor.stride()) > 0:
+        return tensor
+    width = tensor.shape[2]
+    padded = tensor.new_empty(*tensor.shape[:2], cdiv(width, step) * step)
+    padded[..., :width] = tensor
+    return padded[..., :width]
+
+
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
+    examples = len(left)
+    if not left.numel() or not right.numel():
+        return torch.zeros(examples, dtype=torch.float64, device=left.device)
+    tiles = _Tiles(left, right)
+    out = torch.empty(examples, tiles.count * tiles.high, dtype=torch.float32, device=left.device)
+    group = _examples_together(tiles.count, examples, tiles.slots, most=32, overhead=0.5)
+    given = out if scale is None else scale.float().contiguous()
+    _outer_squares[(tiles.count, cdiv(examples, group))](
+        tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
+        SCALED=scale is not None, **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return out.sum(1, dtype=torch.float64)
+
+
+def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor) -> Tensor:
+    examples, rows, cols = len(left), left.shape[2], right.shape[2]
+    if not left.numel() or not right.numel():
+        return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
+    tiles = _Tiles(left, right)
+    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
+    shares = cdiv(examples, share)
+    out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    _outer_weighted_sum[(tiles.count, shares)](
+        tiles.left, tiles.right, weights.float().contiguous(), out, examples, share, tiles.blocks, rows, cols,
+        tiles.across, **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return (out[0] if shares == 1 else out.sum(0)).to(weights.dtype)
+
+
+def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None, values: Tensor | None) -> Tensor:
+    examples, rows, cols = len(left), left.shape[2], right.shape[2]
+    if ids is None or values is None:
+        ids, values = torch.zeros(examples, 0, device=left.device), right.new_empty(examples, 0, cols)
+    if not examples or not rows or not cols:
+        return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
+    if not left.shape[1]:
+        left, right = left.new_zeros(examples, 1, rows), right.new_zeros(examples, 1, cols)
+    if not left.dtype == right.dtype == values.dtype:  # one that is measured in full must be summed so, too
+        left, right, values = left.float(), right.float(), values.float()
+    tiles = _Tiles(left, right)
+    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
+    shares = cdiv(examples, share)
+    out = torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    _outer_square_sum[(tiles.count, shares)](
+        tiles.left, tiles.right, ids.int().contiguous(), values.contiguous(), weights.float().contiguous(), out,
+        examples, share, tiles.blocks, rows, cols, tiles.across, ids.shape[1], **tiles.constants, **tiles.options,
+    )  # fmt: skip
+    return out.sum(0).to(weights.dtype)
+
+
+def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
+    dtype = left.dtype if left.dtype == right.dtype else torch.float32
+    left, right, ids, values = (
+        left.to(dtype),
+        right.to(dtype).contiguous(),
+        ids.long().contiguous(),
+        values.contiguous(),
+    )
+    left = left if left.stride(2) == 1 else left.contiguous()
+    (examples, tokens, cols), positions = values.shape, left.shape[1]
+    if not values.numel() or not positions:
+        return torch.zeros(examples, dtype=torch.float64, device=left.device)
+    is_full = dtype == torch.float32
+    high, wide = (32, 64) if is_full else (128, 128)
+    wide = max(16, min(wide, next_power_of_2(cols)))
+    grid = (examples, cdiv(tokens, high), cdiv(cols, wide))
+    out = torch.empty(grid, dtype=torch.float32, device=left.device)
+    given = values if scale is None else scale.float().contiguous()
+    _outer_row_products[grid](
+        left, right, ids, values, given, out, positions, tokens, cols, left.stride(0), left.stride(1),
+        SCALED=scale is not None, BI=high, BC=wide, BT=32, num_warps=4 if is_full else 8,
+    )  # fmt: skip
+    return out.sum((1, 2), dtype=torch.float64)

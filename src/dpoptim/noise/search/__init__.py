@@ -1,0 +1,1 @@
+"""Searches for good strategies. A search cannot affect ε: each strategy checks itself and states its sensitivity."""

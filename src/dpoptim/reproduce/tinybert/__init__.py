@@ -1,9 +1,0 @@
-"""BERT-Tiny fine-tuned privately on abstracts: the paper's table, tuned and run again, and what lies beyond it."""
-
-from __future__ import annotations
-
-from dpoptim.reproduce.experiment import Experiment
-from dpoptim.reproduce.tinybert.experiment import run_table
-from dpoptim.reproduce.tinybert.report import main_table, markdown
-
-EXPERIMENT = Experiment(name="tinybert", run=run_table, markdown=markdown, pictures=lambda lines: {}, table=main_table)

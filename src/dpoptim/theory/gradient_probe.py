@@ -1,0 +1,159 @@
+"""Measure on PUBLIC examples what the adviser otherwise assumes: length and spread of the averaged clipped gradient.
+
+THE EXAMPLES MUST BE PUBLIC. Nothing here is noised and no guarantee covers it: advice that was made from private
+gradients gives them away.
+
+An average over n examples is longer than the mean gradient, by the part of it that is chance: E‖g_n‖² = ‖μ‖² + tr V/n.
+Training averages over B examples, so both parts are estimated, coordinate by coordinate, and put together again for B.
+With S_k the clipped sum of the k-th batch of b_k examples, n = Σb_k,
+
+    μ² ← ((ΣS_k)² − ΣS_k²) / (n² − Σb_k²),     v ← (ΣS_k² − Σb_k²·μ²) / n,     E g² at batch size B = μ² + v/B
+
+which have no bias, as products of different batches have none: one estimate alone is noise, the total over millions
+of coordinates is not. To see how μ² is spread, coordinates of similar v form groups; in each, μ is taken as normal
+around 0 with the group's mean μ² for variance, and every coordinate as its posterior given ΣS_k/n. Where n is large
+that is what was seen; where it is small, it is the prior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpoptim.clipping import clipped_sum
+from dpoptim.noise.series import Series
+from dpoptim.theory.advice_signal import GradientSignal
+
+_PRIOR_GROUPS = 64
+_GROUPS = 64
+_MOST_COORDINATES = 2_000_000  # looked at one by one; of more, every k-th
+_NODES = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))  # of a normal, exact to the fifth power
+
+
+def measure_signal(
+    model: nn.Module,
+    loss_per_example: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    clip_norm: float,
+    batch_size: float,
+    progress: Callable[[int], None] | None = None,
+) -> GradientSignal:
+    """The signal at training batches of `batch_size`, from small batches of PUBLIC examples; see the module.
+
+    `loss_per_example(model, batch)` returns one loss an example. The model is used as it is, in its present mode, and
+    its parameters' `grad` stay as they were. `progress` is told the number of examples so far.
+
+    Guarantee: E‖g‖² is unbiased. More and smaller batches help: a few hundred examples in batches of 8, say.
+    Edge cases: at least two batches are needed; what no public example touches (rows of an embedding) counts as 0; a
+    total below 0, by chance, counts as the part v/B alone. Examples whose gradients are not finite have weight 0.
+
+    >>> model = nn.Linear(3, 1, bias=False)
+    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all alike, so that nothing is chance
+    >>> signal = measure_signal(
+    ...     model, lambda m, x: m(x)[:, 0], examples.split(2), clip_norm=1.0, batch_size=100
+    ... )
+    >>> round(signal.norm, 5), round(signal.agreement, 5), [round(norm, 3) for norm in signal.example_norms]
+    (1.0, 1.0, [5.0, 5.0, 5.0])
+    """
+    if not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm} must be a positive finite number")
+    if not 1 <= batch_size < math.inf:
+        raise ValueError(f"batch_size={batch_size} must be that of the training, at least 1")
+    total: Tensor | None = None
+    total_of_squares: Tensor | None = None
+    norms: list[Tensor] = []
+    for batch in batches:
+        sums, found = clipped_sum(model, loss_per_example, batch, clip_norm=clip_norm)
+        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums])
+        if total is None or total_of_squares is None:
+            total, total_of_squares = torch.zeros_like(flat), torch.zeros_like(flat)
+        total.add_(flat)
+        total_of_squares.addcmul_(flat, flat)
+        norms.append(found.detach().double().cpu())
+        if progress is not None:
+            progress(sum(len(one) for one in norms))
+    if total is None or total_of_squares is None or len(norms) < 2:
+        raise ValueError(f"batches holds {len(norms)} batches; give at least two, as small ones as you like")
+    sizes = np.asarray([len(one) for one in norms], dtype=np.float64)
+    mean_squares, variances = split_moments(total.numpy(), total_of_squares.numpy(), sizes)
+    count = float(sizes.sum())
+    squares, weights = spread(total.numpy() / count, mean_squares, variances, count=count, batch_size=batch_size)
+    every = torch.cat(norms).numpy()
+    finite = every[np.isfinite(every)]
+    if not len(finite):
+        raise ValueError("batches: no example has a finite gradient; look at the model and its loss")
+    clipped = float(np.minimum(finite, clip_norm).mean())
+    length = math.sqrt(float(np.dot(squares, weights)) * len(mean_squares))
+    low, middle, high = (float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9)))
+    return GradientSignal(
+        parameters=len(mean_squares),
+        squares=tuple((squares / clip_norm**2).tolist()),
+        weights=tuple(weights.tolist()),
+        measured=True,
+        examples=int(count),
+        agreement=min(1.0, length / clipped) if clipped else 0.0,
+        example_norms=(low, middle, high),
+    )
+
+
+def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tuple[Series, Series]:
+    """(μ², v) for each coordinate, without bias, from ΣS_k, ΣS_k² and the batches' sizes; single ones may be below 0.
+
+    >>> sums = np.array([[1.0], [3.0]])  # two examples, one a batch: mean 2, variance 2
+    >>> [float(x[0]) for x in split_moments(sums.sum(0), (sums**2).sum(0), np.array([1.0, 1.0]))]
+    [3.0, 2.0]
+    """
+    count, own = float(sizes.sum()), float((sizes**2).sum())
+    mean_squares = (total**2 - total_of_squares) / (count**2 - own)
+    return mean_squares, (total_of_squares - own * mean_squares) / count
+
+
+def spread(
+    means: Series, mean_squares: Series, variances: Series, *, count: float, batch_size: float
+) -> tuple[Series, Series]:
+    """E g² at `batch_size` in groups of coordinates, and the groups' weights: see the module for how.
+
+    Guarantee: Σ weights·squares is the unbiased total of μ² + v/B over the coordinates, per coordinate (unless the
+    total of μ² is below 0).
+    """
+    chance = max(0.0, float(variances.mean())) / batch_size
+    target = max(0.0, float(mean_squares.mean()))
+    every = -(-len(means) // _MOST_COORDINATES)
+    order = np.argsort(variances[::every], kind="stable")
+    means, mean_squares, variances = (x[::every][order] for x in (means, mean_squares, variances))
+    found: list[Series] = []
+    shares: list[Series] = []
+    for group in np.array_split(np.arange(len(means)), min(_PRIOR_GROUPS, len(means))):
+        prior = max(0.0, float(mean_squares[group].mean()))
+        v = np.maximum(variances[group], 0.0)
+        error = v / count
+        trust = np.where(error > 0, prior / np.maximum(prior + error, 1e-300), 1.0)
+        for node, share in _NODES:
+            found.append(np.stack([(trust * means[group] + node * np.sqrt(trust * error)) ** 2, v / batch_size]))
+            shares.append(np.full(len(group), share))
+    parts, weights = np.concatenate(found, axis=1), np.concatenate(shares) / len(means)
+    scaled = [
+        part * (wanted / have if (have := float(part @ weights)) else 0.0)
+        for part, wanted in zip(parts, (target, chance), strict=True)
+    ]
+    return _grouped(scaled[0] + scaled[1], weights)
+
+
+def _grouped(squares: Series, weights: Series) -> tuple[Series, Series]:
+    """At most 64 groups, each at its mean: what is 0, and the rest by size, finer at the top, where most of it lies."""
+    order = np.argsort(squares, kind="stable")
+    squares, weights = squares[order], weights[order]
+    upto = np.cumsum(np.where(squares > 0, weights, 0.0))
+    edges = np.concatenate([np.linspace(0, 0.99, _GROUPS - 9, endpoint=False), 1 - np.geomspace(1e-2, 1e-5, 8)])
+    groups = np.searchsorted(edges, upto / max(upto[-1], 1e-300) - 1e-12, side="right")
+    groups = np.where(squares > 0, np.maximum(groups, 1), 0)
+    size = np.bincount(groups, weights=weights, minlength=_GROUPS)
+    total = np.bincount(groups, weights=weights * squares, minlength=_GROUPS)
+    full = size > 0
+    return np.asarray(total[full] / size[full]), np.asarray(size[full] / size.sum())

@@ -1,1 +1,0 @@
-"""Private training in Hugging Face's own loops: Trainer and Accelerate."""

@@ -1,1 +1,0 @@
-"""What is predicted, and the loss of each example."""

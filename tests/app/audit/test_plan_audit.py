@@ -1,0 +1,253 @@
+"""The games find nothing where all is well, and find what is broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dpoptim
+from dpoptim import (
+    Adjacency,
+    BandedToeplitz,
+    BufferedToeplitz,
+    CyclicPoisson,
+    Poisson,
+    PrivacyPlan,
+    Shuffled,
+    SquareRoot,
+)
+from dpoptim.app.audit import PlanAudit, audit_plan, games_needed
+from dpoptim.app.audit.noise_check import measured, noise_checks
+from dpoptim.integrations.named_settings import make_optimizer, release_of
+from dpoptim.privacy import Sampling
+
+PLAN: dict[str, Any] = {"num_examples": 1000, "batch_size": 100, "steps": 20}
+
+
+def maker(variant: str, damage: Any = lambda optimizer: None) -> Any:
+    def make(model: Any, plan: PrivacyPlan, **options: Any) -> Any:
+        own: dict[str, Any] = {"betas": (0.9, 0.99), "eps": None, "eps_scale": None, "weight_decay": 0.0}
+        optimizer = make_optimizer(variant, model, plan, learning_rate=0.1, **own, **options)
+        damage(optimizer)
+        return optimizer
+
+    return make
+
+
+def plan_of(variant: str = "dp_sgd", **changes: Any) -> PrivacyPlan:
+    plan = PrivacyPlan(**{**PLAN, "release": release_of(variant), **changes})
+    return plan.calibrate(epsilon=6.0, delta=1e-4)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dp_sgd", {}),
+    ("dp_sgd", {"adjacency": Adjacency.REPLACE, "noise": BufferedToeplitz(buffers=2), "clip_norm": 0.01}),
+    ("scale_then_privatize", {"noise": BandedToeplitz(bands=4)}),
+    ("scale_then_privatize", {"sampling": CyclicPoisson(bands=4), "noise": BandedToeplitz(bands=4)}),
+    ("post_processing", {"sampling": Poisson()}),
+    ("bias_correction", {"sampling": Poisson(), "adjacency": Adjacency.REPLACE}),
+    ("dp_sgd", {"sampling": Poisson(), "adjacency": Adjacency.ADD_REMOVE}),
+    ("dp_sgd", {"sampling": Poisson(max_batch_size=120)}),
+    ("independent_moments", {}),
+    ("joint_moments", {"adjacency": Adjacency.REPLACE}),
+]
+
+
+@pytest.mark.parametrize(("variant", "changes"), CASES)
+def test_nothing_is_found_where_all_is_well(variant, changes):
+    plan = plan_of(variant, **changes)
+    found = audit_plan(plan, maker(variant), canaries=3000)
+    assert found.passed, [check for check in found.checks if not check.passed]
+    assert found.games == games_needed(plan, 3000) == 3
+    assert found.canaries == 3000
+    assert 0.0 <= found.epsilon_bound < found.epsilon
+    assert (found.gaussian_bound is None) == plan.sampling.is_random
+    assert found.gaussian_bound is None or found.gaussian_bound > 2.5
+
+
+def test_guesses_prove_something():
+    plan = PrivacyPlan(**PLAN).calibrate(epsilon=12.0, delta=1e-6)
+    found = audit_plan(plan, maker("dp_sgd"), canaries=3000)
+    assert found.gaussian_bound is not None
+    assert 1.0 < found.epsilon_bound < found.gaussian_bound < found.epsilon
+
+
+def noise_by(change: Any) -> Any:
+    """Makes row t of the gradient's noise what `change` says of the true rows and t."""
+
+    def damage(optimizer: Any) -> None:
+        for rows in optimizer.release._noise["gradient"]:
+            rows.row = lambda step, true=rows.row: change(true, step)
+
+    return damage
+
+
+def weaker(factor: float) -> Any:
+    return noise_by(lambda true, step: factor * true(step))
+
+
+def copied_half(true: Any, step: int) -> Any:
+    """The second table has the noise of the first."""
+    row = true(step)
+    half = len(row) // 2
+    return torch.cat([row[:half], row[:half]]) if len(row) % 2 == 0 else row
+
+
+def longer_clips(optimizer: Any) -> None:
+    optimizer.release._sums.clip_norm *= 1.5
+
+
+def independent_instead(optimizer: Any) -> None:
+    """Noise of another strategy than the plan's, as strong at each step."""
+    strategy = dpoptim.Independent().optimize(steps=PLAN["steps"])
+    optimizer.release._strategies = {"gradient": strategy}
+    optimizer.release._begin_run("other")
+
+
+def one_key_for_all(optimizer: Any) -> None:
+    optimizer.release.key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    optimizer.release._begin_run("audit")
+
+
+LEVEL, AGAIN, KEYS = "noise level", "noise is never the same", "another key is another noise"
+DAMAGE: list[tuple[Any, dict[str, Any], set[str]]] = [
+    (weaker(0.7), {}, {"the claim stands", "the attack's errors", LEVEL}),
+    (weaker(0.97), {}, {LEVEL}),
+    (weaker(0.7), {"sampling": Poisson()}, {"the attack's errors", LEVEL}),
+    (noise_by(lambda true, step: true(step) * (step != 13)), {"steps": 60}, {LEVEL}),
+    (noise_by(lambda true, step: true(0)), {}, {AGAIN}),
+    (noise_by(lambda true, step: true(step % 10)), {}, {AGAIN}),
+    (noise_by(copied_half), {}, {AGAIN}),
+    (noise_by(lambda true, step: (torch.special.ndtr(true(step)) - 0.5) * 12**0.5), {}, {"noise is Gaussian"}),
+    (independent_instead, {"noise": BandedToeplitz(bands=4)}, {AGAIN}),
+    (one_key_for_all, {}, {KEYS}),
+    (longer_clips, {}, {"the claim stands", "the attack's errors", "clipping"}),
+]
+
+
+@pytest.mark.parametrize(("damage", "changes", "least"), DAMAGE)
+def test_what_is_broken_is_found(damage, changes, least):
+    plan = plan_of(**changes)
+    found = audit_plan(plan, maker("dp_sgd", damage), canaries=6000)
+    assert not found.passed
+    assert least <= failures(found)
+
+
+def failures(found: PlanAudit) -> set[str]:
+    return {check.name for check in found.checks if not check.passed}
+
+
+def silent_squares(optimizer: Any) -> None:
+    optimizer.release._stddevs["square"] = 0.0
+
+
+def one_stream_for_both(optimizer: Any) -> None:
+    optimizer.release._noise["square"] = optimizer.release._noise["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "least"),
+    [(silent_squares, {"square: noise level"}), (one_stream_for_both, {"square: it has noise of its own"})],
+)
+@pytest.mark.parametrize("variant", ["independent_moments", "joint_moments"])
+def test_the_noise_of_squares_is_looked_at(variant, damage, least):
+    plan = plan_of(variant)
+    found = audit_plan(plan, maker(variant, damage), canaries=1000)
+    assert least <= failures(found)
+    assert all(name.startswith("square: ") for name in failures(found))
+
+
+def at_random(true: Any, step: int) -> Any:
+    return np.random.default_rng(step).choice(PLAN["num_examples"], PLAN["batch_size"], replace=False)
+
+
+def one_often(true: Any, step: int) -> Any:
+    return np.unique(np.append(true(step)[1:], 5)) if step % 2 else true(step)
+
+
+DRAWS: list[tuple[Sampling, Any, str]] = [
+    (Shuffled(), at_random, "takes part"),
+    (Shuffled(), lambda true, step: true(step)[1:], "has not 100 different examples"),
+    (Shuffled(), lambda true, step: true(step % 3), "takes part in 7 steps, and the plan allows 2"),
+    (Shuffled(), lambda true, step: true(step if step < 10 else (29 - step)), "takes part again after 1 steps"),
+    (Poisson(), lambda true, step: np.unique(np.append(true(step), [7])), "is drawn in 20 of 20 steps"),
+    (Poisson(), lambda true, step: true(step // 2), "two steps share"),
+    (Poisson(), lambda true, step: np.arange(100) + 50 * step % 900, "two steps share"),
+    (Poisson(), lambda true, step: np.unique(np.append(true(step), np.arange(12))), "is drawn in"),
+    (Poisson(), lambda true, step: true(step)[:80], "in the mean"),
+    (Poisson(), lambda true, step: np.arange(300) if step == 3 else true(step), "a batch has 300 examples"),
+    (Poisson(max_batch_size=120), lambda true, step: np.arange(130), "and the plan allows 120"),
+    (CyclicPoisson(bands=4), lambda true, step: true(0), "turns of two groups"),
+    (CyclicPoisson(bands=4), lambda true, step: true(step % 4), "two steps share"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "change", "said"), DRAWS)
+def test_batches_that_are_drawn_otherwise_are_found(monkeypatch, sampling, change, said):
+    kind, indices = type(sampling), type(sampling).indices
+
+    def other(self: Any, key: Any, step: int, **sizes: Any) -> Any:
+        return np.asarray(change(lambda at: indices(self, key, at, **sizes), step))
+
+    plan = plan_of(sampling=sampling)
+    monkeypatch.setattr(kind, "indices", other)
+    monkeypatch.setattr(kind, "largest_batch", lambda self, batch_size: 10**6)  # which the release looks at
+    found = audit_plan(plan, maker("dp_sgd"), canaries=1000)
+    wrong = [check.found for check in found.checks if check.name == "batches are drawn as planned"]
+    assert "batches are drawn as planned" in failures(found)
+    assert said in wrong[0]
+
+
+def test_a_training_that_diverges_is_not_judged():
+    def nowhere(true: Any, step: int) -> Any:
+        return true(step) / (step != 3)
+
+    with pytest.raises(ValueError, match="release 4 of the training over canaries is not finite"):
+        audit_plan(plan_of(), maker("dp_sgd", noise_by(nowhere)), canaries=1000)
+
+
+def test_checks_are_wrong_by_chance_no_more_often_than_they_say():
+    """Small chances are rare."""
+    generator = np.random.default_rng(0)
+    games = [measured(generator.normal(size=(20, 400))) for _ in range(300)]
+    twice = np.array([game.twice for game in games])
+    assert (twice < 0.05).mean() <= 0.05
+    assert all(check.passed for game in games for check in noise_checks([game]))
+
+
+def test_a_seed_repeats_an_audit_and_another_does_not():
+    plan = plan_of(steps=5)
+    first, again, other = (audit_plan(plan, maker("dp_sgd"), canaries=200, seed=seed) for seed in (0, 0, 1))
+    assert (first.scores == again.scores).all()
+    assert not (first.scores == other.scores).all()
+
+
+def test_values_are_plain():
+    values = audit_plan(plan_of(steps=5), maker("dp_sgd"), canaries=200).as_values()
+    assert values["passed"] is True
+    assert values["canaries"] == 200
+    assert {check["name"] for check in values["checks"]} >= {"the claim stands", "noise level"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "said"),
+    [
+        (PrivacyPlan(**PLAN, noise_multiplier=0.0, delta=1e-5), {}, "nothing to audit"),
+        (PrivacyPlan(**PLAN, noise_multiplier=1.0), {}, "no delta"),
+        (PrivacyPlan(**{**PLAN, "steps": 9000}, noise=SquareRoot(), noise_multiplier=1.0, delta=1e-5), {}, "8,000"),
+        (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"canaries": 99}, "canaries=99 must be"),
+        (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"confidence": 1.0}, "confidence=1.0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_audited_is_refused(plan, changes, said):
+    with pytest.raises(ValueError, match=said):
+        audit_plan(plan, maker("dp_sgd"), **changes)
+
+
+def test_more_steps_than_an_audit_takes_are_refused():
+    plan = PrivacyPlan(**{**PLAN, "steps": 400_000}, noise_multiplier=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="canaries=10,000 take 80 trainings of 400,000 steps each"):
+        audit_plan(plan, maker("dp_sgd"))

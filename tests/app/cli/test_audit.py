@@ -1,0 +1,122 @@
+"""`dpoptim audit` as people call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpoptim import PrivacyPlan
+from dpoptim.app import train
+from dpoptim.app.cli import main
+from tests.app.runs import rows_recipe
+
+SIZES = ["--steps", "10", "--batch-size", "50", "--num-examples", "500", "--epsilon", "4", "--delta", "1e-4"]
+FEW = ["--canaries", "500"]
+
+
+def test_a_plan(capsys):
+    assert main(["audit", *SIZES, *FEW, "--noise", "banded-toeplitz:2", "--sampling", "shuffled"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("scale_then_privatize, BandedToeplitz(bands=2), Shuffled(), zero_out neighbours")
+    assert "nothing contradicts the claim" in told.out
+    assert "10 of 10 steps over canaries" in told.err
+
+
+def test_json_is_all_of_standard_output(capsys):
+    assert main(["audit", *SIZES, *FEW, "--variant", "dp_sgd", "--json", "--seed", "3"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["passed"] is True
+    assert values["variant"] == "dp_sgd"
+    assert values["files"] == []
+    assert values["plan"]["steps"] == 10
+    assert values["game"]["canaries"] == 500
+    assert values["game"]["epsilon"] == pytest.approx(4.0, abs=1e-3)
+
+
+def test_a_run_and_what_is_wrong_with_it(tmp_path, capsys):
+    train(rows_recipe(tmp_path, steps=6), tmp_path / "run")
+    assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
+    told = capsys.readouterr().out
+    assert "Files" in told
+    assert "FAILED" not in told
+    (tmp_path / "run" / "statement.txt").write_text("epsilon = 0")
+    assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 1
+    told = capsys.readouterr().out
+    assert "FAILED  statement.txt is the plan's" in told
+    assert "1 FAILED" in told
+    assert "The game" not in told
+    assert main(["audit", str(tmp_path / "run"), "--files-only", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["game"] is None
+
+
+def test_a_plan_in_a_file(tmp_path, capsys):
+    plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
+    assert main(["audit", str(tmp_path / "plan.json"), *FEW, "--variant", "independent_moments", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["plan"]["release"]["kind"] == "IndependentMoments"
+
+
+def test_a_claim_beside_a_plan_is_held_against_it(tmp_path, capsys):
+    plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
+    assert main(["audit", str(tmp_path / "plan.json"), *FEW]) == 1
+    assert "FAILED  epsilon follows from the plan: claimed is 3.0000" in capsys.readouterr().out
+
+
+def test_a_run_without_its_key_is_not_wholly_looked_at(tmp_path, capsys):
+    train(rows_recipe(tmp_path, steps=6), tmp_path / "run")
+    (tmp_path / "run" / "noise.key").unlink()
+    assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 0
+    assert "nothing contradicts the claim; 2 not looked at" in capsys.readouterr().out
+
+
+def test_a_claim_that_does_not_stand_is_exit_status_1(monkeypatch, capsys):
+    """As if the accountant said a tenth of what is spent."""
+    whole = PrivacyPlan.epsilon
+    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, **at: whole(plan, **at) / 10)
+    assert main(["audit", *SIZES[:-4], "--epsilon", "40", "--delta", "1e-4", *FEW, "--sampling", "shuffled"]) == 1
+    assert "FAILED  the claim stands" in capsys.readouterr().out
+
+
+def test_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["audit", *SIZES, *FEW, "--plot", str(tmp_path / "audit.png")]) == 0
+    assert (tmp_path / "audit.png").stat().st_size > 20_000
+    assert "wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give RUN, a folder of `dpoptim train`, or a plan: --steps, --batch-size, --num-examples"),
+        (SIZES[:-2], "--delta missing"),
+        (["nowhere"], "RUN nowhere is not there"),
+        (["nowhere", "--steps", "3"], "--steps is for a plan of its own, and nowhere has one"),
+        ([".", "--files-only"], "is no run directory"),
+        ([*SIZES, "--files-only"], "give its folder"),
+        ([".", "--files-only", "--plot", "a.png"], "plays none"),
+        ([*SIZES, "--noise", "pink"], "noise='pink' must be auto or one of"),
+        ([*SIZES, "--canaries", "3"], "canaries=3 must be"),
+        ([*SIZES, "--canaries", "1e12"], "to 1,000,000"),
+        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "--epsilon 1e+06 must lie above 0, and be 100 at most"),
+        ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", *arguments]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"plan": 3}', '{"steps": 3}'])
+def test_a_file_that_is_no_plan(tmp_path, capsys, text):
+    file = Path(tmp_path / "plan.json")
+    file.write_text(text)
+    assert main(["audit", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

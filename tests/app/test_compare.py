@@ -1,0 +1,309 @@
+"""Comparisons of two variants, two seeds and two settings: what is run, what it costs, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from dpoptim.app import read_log, read_recipe, set_up
+from dpoptim.app.comparison import compare as compare_module
+from dpoptim.app.comparison.compare import Interrupted, Watch, compare
+from dpoptim.app.comparison.tuning import trial_recipe
+from dpoptim.app.runs.progress import ProgressDisplay
+from dpoptim.app.runs.run_result import is_finished
+from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
+from dpoptim.privacy.composition import epsilon_of_runs
+from tests.app.comparisons import VARIANTS, request_for, write_rows
+
+DELTA = 1e-4
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder / "private.csv")
+    write_rows(folder / "public.csv", count=120, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(rows, tmp_path_factory):
+    """Tuned at an ε, with references; shared by the tests that only look."""
+    folder = tmp_path_factory.mktemp("tuned") / "out"
+    request = request_for(rows, references=True, tuning_steps=3)
+    return folder, request, compare(request, folder)
+
+
+def plans_under(folder: Path) -> dict[str, PrivacyPlan]:
+    return {
+        str(file.parent.relative_to(folder)): PrivacyPlan.from_dict(json.loads(file.read_text())["plan"])
+        for file in folder.rglob("plan.json")
+    }
+
+
+def last_loss(run: Path) -> float:
+    return [entry for entry in read_log(run / "log.jsonl") if entry["kind"] == "evaluation"][-1]["loss"]
+
+
+def private_plans(folder: Path) -> list[PrivacyPlan]:
+    return [plan for name, plan in plans_under(folder).items() if "non_private" not in name]
+
+
+def test_every_setting_and_every_seed_was_run_once(tuned):
+    folder, _, result = tuned
+    found = plans_under(folder)
+    assert sum(name.startswith("trials") for name in found) == 2 * 3
+    assert sum(name.startswith("runs") for name in found) == 2 * 3
+    assert [row["variant"] for row in result["variants"]] == list(VARIANTS)
+    assert [row["variant"] for row in result["references"]] == ["no_fine_tuning", "non_private"]
+    keys = {file.read_bytes() for file in folder.rglob("noise.key")}
+    assert len(keys) == len(found)
+
+
+def test_all_variants_have_one_budget(tuned):
+    folder, _, result = tuned
+    plans = {name: plan for name, plan in plans_under(folder).items() if "runs/" in name and "non_private" not in name}
+    assert len(plans) == 4
+    shared = {(plan.sampling, plan.noise, plan.batch_size, plan.steps, plan.delta) for plan in plans.values()}
+    assert len(shared) == 1
+    assert all(2.999 < plan.epsilon() <= 3.0 for plan in plans.values())
+    assert result["epsilon"]["one_run"] == pytest.approx(3.0, abs=1e-3)
+
+
+def test_trials_together_cost_their_budget(tuned):
+    folder, _, result = tuned
+    for variant in VARIANTS:
+        plans = list(plans_under(folder / "trials" / variant).values())
+        assert len(plans) == 2
+        assert all(plan.steps == 3 for plan in plans)
+        assert 0.999 < epsilon_of_runs(plans, delta=DELTA) <= 1.0
+        assert result["epsilon"]["tuning"][variant] == epsilon_of_runs(plans, delta=DELTA)
+        assert all(plan.epsilon(delta=DELTA) < 0.8 for plan in plans)
+
+
+def test_totals_are_the_accountants(tuned):
+    """Without amplification they have a closed form: squares of sensitivity over noise add up."""
+    folder, _, result = tuned
+
+    def closed(plans):
+        shifts = [plan.max_participations / plan.noise_multiplier**2 for plan in plans]
+        return gaussian_epsilon(math.fsum(shifts) ** -0.5, DELTA)
+
+    cost = result["epsilon"]
+    everything = private_plans(folder)
+    assert len(everything) == cost["runs_on_private_records"] == cost["runs_in_folder"] == 8
+    assert cost["everything"] == pytest.approx(closed(everything), rel=1e-9)
+    assert cost["folder"] == pytest.approx(cost["everything"], rel=1e-9)
+    assert cost["everything"] < cost["added"]["epsilon"]
+    assert cost["added"]["delta"] == pytest.approx(8 * DELTA)
+    for variant in VARIANTS:
+        trials = list(plans_under(folder / "trials" / variant).values())
+        run = next(iter(plans_under(folder / "runs" / variant).values()))
+        assert cost["one_run_with_tuning"][variant] == pytest.approx(closed([*trials, run]), rel=1e-9)
+        assert cost["one_run"] < cost["one_run_with_tuning"][variant] < cost["one_run"] + 1.0
+
+
+def test_the_best_trial_is_taken_and_runs_are_apart_from_it(tuned):
+    folder, _, result = tuned
+    for row in result["variants"]:
+        losses = {run: last_loss(run) for run in (folder / "trials" / row["variant"]).iterdir()}
+        best = min(losses, key=lambda run: losses[run])
+        assert best.name == f"learning_rate={row['setting']['learning_rate']}"
+        assert [Path(run).parent.name for run in row["runs"]] == [best.name] * 2
+        seeds = [read_recipe(Path(run) / "recipe.toml").seed for run in row["runs"]]
+        assert seeds == [0, 1]
+        assert read_recipe(best / "recipe.toml").seed not in seeds
+
+
+def test_scores_are_those_of_the_logs(tuned):
+    _, _, result = tuned
+    for row in (*result["variants"], result["references"][1]):
+        assert row["loss"]["values"] == [last_loss(Path(run)) for run in row["runs"]]
+        assert row["loss"]["mean"] == pytest.approx(sum(row["loss"]["values"]) / 2)
+    best = min(result["variants"], key=lambda row: row["loss"]["mean"])
+    other = next(row for row in result["variants"] if row is not best)
+    assert result["best"] == best["variant"]
+    assert best["difference_to_best"] is None
+    pairs = zip(other["loss"]["values"], best["loss"]["values"], strict=True)
+    assert other["difference_to_best"]["mean"] == pytest.approx(sum(a - b for a, b in pairs) / 2)
+
+
+def test_references(tuned):
+    folder, _, result = tuned
+    before, without = result["references"]
+    logs = [read_log(Path(run) / "log.jsonl") for run in result["variants"][1]["runs"]]
+    firsts = [next(entry for entry in log if entry["kind"] == "evaluation") for log in logs]
+    assert [entry["step"] for entry in firsts] == [0, 0]
+    assert before["loss"]["values"] == [entry["loss"] for entry in firsts]
+    assert (before["private"], before["epsilon"]) == (True, 0.0)
+    assert without["private"] is False
+    assert "NOT PRIVATE" in without["label"]
+    plan = next(iter(plans_under(folder / "runs" / "non_private").values()))
+    assert (plan.noise_multiplier, plan.clip_norm) == (0.0, 1e9)
+    assert result["epsilon"]["without"] == ["non_private: NOT PRIVATE"]
+
+
+def test_the_result_is_kept_without_secrets_or_checkpoints(tuned):
+    folder, _, result = tuned
+    stored = (folder / "comparison.json").read_text()
+    assert json.loads(stored)["epsilon"]["everything"] == result["epsilon"]["everything"]
+    for key in folder.rglob("noise.key"):
+        assert key.read_bytes().hex() not in stored
+        assert key.stat().st_mode & 0o077 == 0
+    assert not list(folder.rglob("step-*"))
+    assert len(list(folder.glob("runs/*/*/*/model"))) == 6
+
+
+def test_finished_runs_are_not_run_again(tuned, monkeypatch):
+    folder, request, result = tuned
+
+    def refuse(*values, **options):
+        raise AssertionError("a finished run was run again")
+
+    for name in ("train", "resume", "set_up"):
+        monkeypatch.setattr(compare_module, name, refuse)
+    assert compare(request, folder) == result
+
+
+class Counting(Watch):
+    """Notes what is begun; sends Ctrl-C in the chosen run."""
+
+    def __init__(self, interrupt: int | None = None) -> None:
+        self.begun: list[tuple[int, int, str]] = []
+        self._interrupt = interrupt
+
+    def begin(self, number, total, name, seconds_left):
+        assert (seconds_left is None) == (len(self.begun) == 0)
+        self.begun.append((number, total, name))
+
+    def progress(self):
+        return CtrlC() if len(self.begun) == self._interrupt else ProgressDisplay()
+
+
+class CtrlC(ProgressDisplay):
+    def step(self, *, step, epsilon, seconds):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_stops_and_the_same_call_goes_on(rows, tmp_path):
+    request = request_for(rows, grid={})
+    with pytest.raises(Interrupted, match="2 of 4") as stopped:
+        compare(request, tmp_path / "out", watch=Counting(interrupt=3))
+    assert stopped.value.signal == signal.SIGINT
+    finished = {run: (run / "log.jsonl").read_bytes() for run in sorted((tmp_path / "out" / "runs").glob("*/*/seed-0"))}
+    stopped_run = tmp_path / "out" / "runs" / VARIANTS[0] / "as-in-recipe" / "seed-1"
+    assert not is_finished(stopped_run)
+    key = (stopped_run / "noise.key").read_bytes()
+
+    watch = Counting()
+    result = compare(request, tmp_path / "out", watch=watch)
+    assert [number for number, _, _ in watch.begun] == [3, 4]
+    assert {run: (run / "log.jsonl").read_bytes() for run in finished} == finished
+    starts = [entry for entry in read_log(stopped_run / "log.jsonl") if entry["kind"] == "start"]
+    assert starts[-1]["resumed_from"] == 2
+    assert (stopped_run / "noise.key").read_bytes() == key
+    assert result["tuning"]["kind"] == "not tuned"
+    assert result["epsilon"]["one_run_with_tuning"][VARIANTS[0]] == pytest.approx(result["epsilon"]["one_run"])
+
+    # A third seed, and a third variant, add runs and change none; all that was ever started is counted.
+    more = request_for(rows, grid={}, seeds=(2,), variants=("dp_sgd",))
+    watch = Counting()
+    fewer = compare(more, tmp_path / "out", watch=watch)
+    assert [name for _, _, name in watch.begun] == ["dp_sgd at as-in-recipe, seed 2"]
+    cost = fewer["epsilon"]
+    assert (cost["runs_on_private_records"], cost["runs_in_folder"]) == (1, 5)
+    assert cost["folder"] > result["epsilon"]["everything"] > cost["everything"]
+    # One seed has no interval.
+    assert fewer["variants"][0]["loss"]["half_width"] is None
+
+
+def test_public_tuning_costs_nothing_and_has_the_noise_of_the_runs(rows, tmp_path):
+    public = str(rows / "public.csv")
+    request = request_for(rows, seeds=(0,), budget_for_tuning="public", tuning_data=public)
+    result = compare(request, tmp_path / "out")
+    plans = plans_under(tmp_path / "out")
+    trials = {name: plan for name, plan in plans.items() if name.startswith("trials")}
+    runs = {name: plan for name, plan in plans.items() if name.startswith("runs")}
+    assert len(trials) == 4
+    assert {plan.noise_multiplier for plan in trials.values()} == {plan.noise_multiplier for plan in runs.values()}
+    recipes = [read_recipe(tmp_path / "out" / name / "recipe.toml") for name in trials]
+    assert {recipe.data for recipe in recipes} == {public}
+    assert {plan.num_examples for plan in trials.values()} == {114}
+    cost = result["epsilon"]
+    assert cost["tuning"] == dict.fromkeys(VARIANTS, 0.0)
+    assert cost["everything"] == pytest.approx(epsilon_of_runs(list(runs.values()), delta=DELTA))
+    assert cost["runs_on_private_records"] == cost["runs_in_folder"] == 2
+    assert result["tuning"]["covered_by_epsilon_of_one_run"]
+
+
+def test_private_records_are_not_public(rows, tmp_path):
+    """As a link, as a copy in another order, and a few of them (held-out ones too) among others."""
+    header, *lines = (rows / "private.csv").read_text().splitlines()
+    (tmp_path / "link.csv").symlink_to(rows / "private.csv")
+    (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")
+    (tmp_path / "few.csv").write_text("\n".join([*(rows / "public.csv").read_text().splitlines(), lines[3]]) + "\n")
+    with pytest.raises(ValueError, match="is the private data itself"):
+        request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / "link.csv"))
+    for name, count in (("copy", 240), ("few", 1)):
+        request = request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / f"{name}.csv"))
+        with pytest.raises(ValueError, match=f"is declared public, and {count} of its"):
+            compare(request, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_path):
+    many = write_rows(tmp_path / "many.csv", count=600, seed=2)
+    request = request_for(rows, recipe={"delta": 0.005}, budget_for_tuning="public", tuning_data=many)
+    recipe = trial_recipe(request, request.recipe.replace(num_examples=180), VARIANTS[0], {"learning_rate": 0.03})
+    assert set_up(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
+
+
+def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):
+    """With secret sampling, where the totals are privacy loss distributions."""
+    request = request_for(
+        rows, recipe={"sampling": "poisson"}, variants=VARIANTS[:1], seeds=(0,), budget_for_tuning="none"
+    )
+    result = compare(request, tmp_path / "out")
+    assert "TUNING IS NOT COVERED" in result["tuning"]["note"]
+    assert not result["tuning"]["covered_by_epsilon_of_one_run"]
+    plans = private_plans(tmp_path / "out")
+    assert len(plans) == 3
+    assert len({plan.noise_multiplier for plan in plans}) == 1
+    three = plans[0].replace(steps=12).epsilon(delta=DELTA)
+    assert result["epsilon"]["everything"] == pytest.approx(three, rel=1e-9)
+    assert result["epsilon"]["one_run"] < three
+
+
+def test_a_folder_holds_one_comparison(tuned, rows, tmp_path):
+    folder, _, _ = tuned
+    with pytest.raises(ValueError, match=r"epsilon=3\.0, and now it is 2\.0; choose another folder"):
+        compare(request_for(rows, recipe={"epsilon": 2.0}, tuning_steps=3), folder)
+    with pytest.raises(ValueError, match=r"budget_for_tuning=1\.0, and now it is 'none'"):
+        compare(request_for(rows, budget_for_tuning="none", tuning_steps=3), folder)
+    grid = {"learning_rate": [1e-4, 1e-3, 0.03]}
+    with pytest.raises(ValueError, match="among another number of settings"):
+        compare(request_for(rows, grid=grid, tuning_steps=3), folder)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds no comparison"):
+        compare(request_for(rows), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": {"validation_fraction": 0.0}}, "nothing is held out"),
+        ({"recipe": {"data": "missing.csv"}}, "missing.csv"),
+        ({"recipe": {"batch_size": 10_000}}, "batch_size=10000"),
+        ({"recipe": {"delta": 0.1}}, "delta=0.1 is not below 1/180"),
+        ({"budget_for_tuning": "public", "tuning_data": "missing.csv"}, "missing.csv"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(rows, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        compare(request_for(rows, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

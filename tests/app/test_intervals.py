@@ -1,0 +1,82 @@
+"""Student's intervals: against scipy, by how often they cover, and where there is none."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpoptim.app.comparison.intervals import mean_interval, paired_difference
+
+VALUES = [2.31, 2.27, 2.40, 2.29, 2.35]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_interval_is_scipys(count, confidence):
+    values = VALUES[:count]
+    found = mean_interval(values, confidence=confidence)
+    low, high = stats.t.interval(confidence, count - 1, loc=np.mean(values), scale=stats.sem(values))
+    assert (found.low, found.high) == pytest.approx((low, high), rel=1e-12)
+    assert found.mean == pytest.approx(np.mean(values))
+
+
+def test_known_numbers_and_not_the_normal_quantile():
+    found = half_width([1.0, 2.0, 3.0])
+    assert found == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert found > 2 * 1.959964 / math.sqrt(3)  # the normal quantile would claim far too much
+    by_n = 4.302653 * math.sqrt(2 / 3) / math.sqrt(3)  # dividing by n in place of n - 1
+    assert found > 1.1 * by_n
+
+
+def half_width(values):
+    found = mean_interval(values).half_width
+    assert found is not None
+    return found
+
+
+def coverage(interval, *, draws=2000, count=3):
+    values = np.random.default_rng(5).normal(0.7, 2.0, (draws, count))
+    return np.mean([abs(np.mean(row) - 0.7) <= interval(row.tolist()) for row in values])
+
+
+def test_it_covers_as_often_as_it_says_and_wrong_widths_do_not():
+    slack = 4 * math.sqrt(0.95 * 0.05 / 2000)
+    assert coverage(half_width) == pytest.approx(0.95, abs=slack)
+    normal = coverage(lambda row: 1.959964 * np.std(row, ddof=1) / math.sqrt(3))
+    wide = coverage(lambda row: 1.5 * half_width(row))
+    assert abs(normal - 0.95) > slack
+    assert abs(wide - 0.95) > slack
+
+
+def test_pairs_take_off_what_they_share():
+    seeds = np.array([0.0, 5.0, -3.0, 8.0])
+    one, other = seeds + np.array([1.0, 1.1, 0.9, 1.0]), seeds + np.array([0.5, 0.5, 0.6, 0.5])
+    found = paired_difference(one.tolist(), other.tolist())
+    assert found is not None
+    expected = stats.ttest_rel(one, other).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert found.excludes_zero
+    assert not mean_interval(one.tolist()).excludes_zero
+    reverse = paired_difference(other.tolist(), one.tolist())
+    assert reverse is not None
+    assert reverse.excludes_zero
+    assert reverse.mean == pytest.approx(-found.mean)
+
+
+def test_where_there_is_no_interval():
+    single = mean_interval([3.0])
+    assert (single.mean, single.half_width, single.excludes_zero) == (3.0, None, False)
+    diverged = mean_interval([3.0, math.inf])
+    assert (diverged.mean, diverged.half_width) == (math.inf, None)
+    assert paired_difference([1.0, math.inf], [1.0, 1.0]) is None
+    same = mean_interval([2.0, 2.0])
+    assert (same.half_width, same.excludes_zero) == (0.0, True)
+    with pytest.raises(ValueError, match="values is empty"):
+        mean_interval([])
+    with pytest.raises(ValueError, match="same seeds"):
+        paired_difference([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="confidence"):
+        mean_interval([1.0, 2.0], confidence=1.0)

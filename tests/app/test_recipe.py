@@ -1,0 +1,255 @@
+"""Recipes: what they refuse, what they become when defaults are filled in, and that a file holds all of it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import torch
+
+from dpoptim.app import Recipe, read_recipe
+from dpoptim.app.recipes.defaults import notes_on, with_defaults
+from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import learning_rate_at, name_of_noise, noise_of, plan_of, sampling_of
+from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent
+from dpoptim.privacy import CyclicPoisson, Poisson, Shuffled
+
+LEAST = {"model": "mlp", "data": "rows.csv", "epsilon": 2.0}
+
+
+def made(**changes) -> Recipe:
+    return Recipe(**{**LEAST, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"epsilon": 0.0}, "epsilon=0.0"),
+        ({"epsilon": -1}, "epsilon=-1"),
+        ({"epsilon": float("nan")}, "epsilon=nan"),
+        ({"epsilon": float("inf")}, "epsilon=inf"),
+        ({"epsilon": None}, "epsilon is not given: say how private"),
+        ({"noise_multiplier": 1.0}, "give one of the two"),
+        ({"delta": 1.0}, "delta=1.0"),
+        ({"delta": 0}, "delta=0"),
+        ({"task": "translation"}, "task='translation'"),
+        ({"variant": "adam"}, "variant='adam'"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"steps": True}, "steps=True"),
+        ({"steps": 5, "epochs": 2}, "steps=5 and epochs=2"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        ({"validation_fraction": 0.1, "validation_data": "v.csv"}, "validation_data='v.csv'"),
+        ({"betas": [0.9]}, "betas=[0.9]"),
+        ({"betas": [0.9, 1.0]}, "betas[1]=1.0"),
+        ({"debug": "yes"}, "debug='yes'"),
+        ({"dtype": "fp16"}, "dtype='fp16'"),
+        ({"schedule": "cyclic"}, "schedule='cyclic'"),
+        ({"model": ""}, "model=''"),
+        ({"seed": -1}, "seed=-1"),
+        ({"adjacency": "add_remove"}, "num_examples is not given"),
+        ({"adjacency": "add_remove", "num_examples": 9, "validation_fraction": 0.1}, "validation_fraction=0.1"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(changes, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as refused:
+        made(**changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('model = "mlp"\ndata = "rows.csv"\nepsilon = 1\nbatchsize = 3\n')
+    with pytest.raises(ValueError, match="batchsize=3 is no setting of a recipe; did you mean batch_size"):
+        read_recipe(file)
+
+
+def test_files_that_are_no_recipe_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        read_recipe(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("model = ")
+    with pytest.raises(ValueError, match="no TOML file"):
+        read_recipe(broken)
+    with pytest.raises(ValueError, match="is a folder, and must be a TOML file; for records: --data"):
+        read_recipe(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match="for a model: --model"):
+        read_recipe(tmp_path)
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(ValueError, match="to go on with this run: --resume"):
+        read_recipe(tmp_path)
+    (tmp_path / "notes.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="if it holds records: dpoptim train --data"):
+        read_recipe(tmp_path / "notes.jsonl")
+    broken.write_text("epsilon = 1.0")
+    with pytest.raises(ValueError, match="model is not given"):
+        read_recipe(broken)
+
+
+def test_flags_go_over_the_file_and_take_the_place_of_their_rivals(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text('model = "mlp"\ndata = "rows.csv"\nnoise_multiplier = 1.0\nepochs = 3\nseed = 4\n')
+    recipe = read_recipe(file, epsilon=3.0, steps=7, learning_rate=None)
+    assert (recipe.epsilon, recipe.noise_multiplier, recipe.steps, recipe.epochs, recipe.seed) == (
+        3.0,
+        None,
+        7,
+        None,
+        4,
+    )
+
+
+@pytest.mark.parametrize("text", ["plain", 'with "quotes" and \\ and \n', "ünïcode \x7f \x01"])
+def test_toml_holds_every_value(text):
+    recipe = made(data=text, label_names=("a", text), betas=(0.5, 0.75), learning_rate=1e-05, debug=True)
+    assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+
+
+def test_settling_fills_every_size():
+    found = with_defaults(made(), task=Task.TABULAR_CLASSIFICATION, num_examples=1000, device=torch.device("cpu"))
+    assert (found.batch_size, found.steps, found.delta, found.clip_norm) == (64, 157, 1e-4, 0.1)
+    assert (found.evaluate_every, found.checkpoint_every, found.validation_fraction) == (16, 16, 0.05)
+    assert (found.dtype, found.micro_batch_size, found.micro_batch_tokens) == ("fp32", 1024, None)
+    text = with_defaults(made(), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    assert (text.micro_batch_size, text.micro_batch_tokens) == (None, 2**13)
+    two = with_defaults(made(epochs=2.0), task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    assert two.steps == 32, "rounded up"
+    own = made(batch_size=10, steps=3, delta=1e-9, learning_rate=0.0, evaluate_every=1)
+    again = with_defaults(own, task=Task.MASKED_LM, num_examples=1000, device=torch.device("cpu"))
+    assert (again.batch_size, again.steps, again.delta, again.learning_rate, again.evaluate_every) == (
+        10,
+        3,
+        1e-9,
+        0,
+        1,
+    )
+
+
+def test_settling_twice_changes_nothing():
+    once = with_defaults(made(), task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu"))
+    assert with_defaults(once, task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu")) == once
+
+
+def test_delta_is_below_a_tenth_of_a_record():
+    for count in (8, 9, 10, 11, 999, 1000, 1001, 123_456):
+        delta = with_defaults(made(), task=Task.MASKED_LM, num_examples=count, device=torch.device("cpu")).delta
+        assert delta is not None
+        assert 0.01 / count < delta * (1 + 1e-9)
+        assert delta <= 0.1 / count * (1 + 1e-9)
+
+
+def test_words_for_noise_and_sampling():
+    assert noise_of("independent") == Independent()
+    assert noise_of("banded-toeplitz:4") == BandedToeplitz(bands=4)
+    for name in ("independent", "square-root", "banded-toeplitz:4", "buffered-toeplitz:2", "banded-inverse:8"):
+        assert name_of_noise(noise_of(name)) == name
+    assert sampling_of("cyclic", BandedToeplitz(bands=4)) == CyclicPoisson(bands=4)
+    assert sampling_of("cyclic:6", BandedToeplitz(bands=4)) == CyclicPoisson(bands=6)
+    assert sampling_of("poisson", Independent()) == Poisson()
+    assert sampling_of("shuffled", BufferedToeplitz(buffers=2)) == Shuffled()
+    for bad in (
+        "banded",
+        "banded-toeplitz",
+        "banded-toeplitz:0",
+        "banded-toeplitz:x",
+        "independent:3",
+        "buffered-toeplitz:-1",
+    ):
+        with pytest.raises(ValueError, match="noise="):
+            noise_of(bad)
+    for bad in ("uniform", "cyclic:0", "poisson:3"):
+        with pytest.raises(ValueError, match="sampling="):
+            sampling_of(bad, Independent())
+
+
+def plan_for(**changes):
+    recipe = with_defaults(made(**changes), task=Task.MASKED_LM, num_examples=400, device=torch.device("cpu"))
+    return plan_of(recipe, parameters=1000)
+
+
+def test_plans_say_what_the_recipe_says():
+    plan = plan_for(noise="independent", batch_size=20, steps=30, delta=1e-6, adjacency="replace")
+    assert (plan.batch_size, plan.steps, plan.delta, plan.clip_norm) == (20, 30, 1e-6, 0.1)
+    assert plan.adjacency.value == "replace"
+    assert plan.epsilon() == pytest.approx(2.0, abs=1e-3)
+    assert plan.epsilon() <= 2.0
+    given = plan_for(epsilon=None, noise_multiplier=1.5, batch_size=20, steps=30)
+    assert given.noise_multiplier == 1.5
+    assert given.noise == Independent()
+
+
+def test_automatic_noise_keeps_to_what_is_proved():
+    plan = plan_for(epsilon=8.0, batch_size=20, steps=60)
+    assert isinstance(plan.sampling, (Poisson, CyclicPoisson))
+    assert plan.epsilon() <= 8.0
+    assert isinstance(plan_for(sampling="shuffled", batch_size=20, steps=30).sampling, Shuffled)
+    assert isinstance(plan_for(noise="buffered-toeplitz:2", batch_size=20, steps=30).sampling, Shuffled)
+    assert plan_for(noise="banded-toeplitz:4", batch_size=20, steps=30).sampling == CyclicPoisson(bands=4)
+
+
+def test_a_sampling_that_is_named_is_obeyed_or_refused():
+    sizes = {"epsilon": 8.0, "batch_size": 20, "steps": 60}
+    free = plan_for(**sizes)
+    assert isinstance(free.sampling, CyclicPoisson), "what auto takes here, so that poisson is something else"
+    plan = plan_for(sampling="poisson", **sizes)
+    assert (plan.sampling, plan.noise) == (Poisson(), Independent())
+    assert plan_for(sampling="cyclic", **sizes).sampling == free.sampling
+    four = plan_for(sampling="cyclic:4", **sizes)
+    assert (four.sampling, four.noise) == (CyclicPoisson(bands=4), BandedToeplitz(bands=4))
+    assert plan_for(sampling="cyclic:1", **sizes).sampling == CyclicPoisson(bands=1)
+    for noise in ("banded-toeplitz:4", "buffered-toeplitz:2"):
+        with pytest.raises(ValueError, match=f"noise='{noise}' with sampling='poisson' has no proof") as refused:
+            plan_for(sampling="poisson", noise=noise, batch_size=20, steps=30)
+        assert "\n" not in str(refused.value)
+        assert "CyclicPoisson" not in str(refused.value), "in the words of a recipe"
+
+
+def test_a_delta_that_protects_nobody_is_refused():
+    for delta in (1 / 400, 0.01, 0.5):
+        with pytest.raises(ValueError, match=r"is not below 1/400, .* such as 0.0001, or leave it out"):
+            plan_for(delta=delta, noise="independent", batch_size=20, steps=30)
+    assert plan_for(delta=0.0024, noise="independent", batch_size=20, steps=30).delta == 0.0024
+
+
+def test_too_few_records_are_refused():
+    few: dict[str, Any] = {"task": Task.MASKED_LM, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match=r"data='rows\.csv' leaves 7 training records; at least 8 are needed"):
+        with_defaults(made(), num_examples=7, **few)
+    assert with_defaults(made(), num_examples=8, **few).batch_size == 1
+
+
+def test_what_a_person_should_know_is_said():
+    assert notes_on(made(), num_examples=10_000, held_out=500) == []
+    (few,) = notes_on(made(), num_examples=50, held_out=2)
+    assert few.startswith("only 50 training records")
+    for changes, why in (
+        ({"validation_fraction": 0.0}, "validation_fraction is 0"),
+        ({"validation_fraction": 0.05}, "too few records"),
+        ({"adjacency": "add_remove", "num_examples": 1000}, "--validation-data"),
+    ):
+        (note,) = notes_on(made(**changes), num_examples=1000, held_out=0)
+        assert note.startswith("nothing is held out")
+        assert why in note
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="batch_size=500 is larger than the 400 training records"):
+        plan_for(batch_size=500, steps=10, noise="independent")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_learning_rates_rise_and_fall(schedule):
+    recipe = made(steps=100, learning_rate=2.0, warmup=0.1, schedule=schedule)
+    rates = [learning_rate_at(recipe, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * i for i in range(1, 11)])
+    assert rates[10] == 2.0
+    assert all(rate > 0 for rate in rates)
+    if schedule == "constant":
+        assert set(rates[10:]) == {2.0}
+    else:
+        assert rates[10:] == sorted(rates[10:], reverse=True)
+        assert rates[55] == pytest.approx(1.0)
+        assert rates[-1] < 0.05

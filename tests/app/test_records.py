@@ -1,0 +1,430 @@
+"""Every source gives every record, once and in order; every bad one gives one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dpoptim.app import Kind, Records, prepare, read_records
+from dpoptim.integrations.losses import Task
+
+TEXTS = ["first, with a comma", 'second "quoted"\nand two lines', "", "naïve – 日本語", "  "]
+LABELS = ["yes", "no", "no", "yes", "maybe"]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, columns: dict[str, list[Any]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def write(folder: Path, kind: str, columns: dict[str, list[Any]], name: str = "data") -> Path:
+    path = folder / f"{name}.{kind}"
+    if kind == "jsonl":
+        return write_jsonl(path, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), path)
+        return path
+    if kind == "saved":
+        datasets.Dataset.from_dict(columns).save_to_disk(str(path))
+        return path
+    return write_csv(path, columns, "\t" if kind == "tsv" else ",")
+
+
+def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved"])
+def test_tables_of_texts(kind, tmp_path):
+    path = write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "text": TEXTS, "label": LABELS})
+    records = read_records(path)
+    assert records.kind is Kind.TEXT
+    assert list(records.texts) == TEXTS
+    assert records.label_names == ("maybe", "no", "yes")
+    assert records.labels is not None
+    assert [records.label_names[i] for i in records.labels] == LABELS
+    assert records.empty == 2
+    assert records.source == str(path)
+    assert len(records) == records.length == 5
+    assert "5 text records" in records.summary()
+    assert "2 of them empty (kept)" in records.summary()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved"])
+def test_the_only_column_of_strings_holds_the_text(kind, tmp_path):
+    path = write(tmp_path, kind, {"number": [1, 2, 3, 4, 5], "words": TEXTS, "score": [0.5, 1.5, 2.0, 2.5, 3.0]})
+    records = read_records(path)
+    assert list(records.texts) == TEXTS
+    assert records.labels is None
+    assert records.label_names == ()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_columns_by_name(kind, tmp_path):
+    path = write(tmp_path, kind, {"text": LABELS, "body": TEXTS, "grade": [2, 10, 1, 2, 10]})
+    records = read_records(path, text_column="body", label_column="grade")
+    assert list(records.texts) == TEXTS
+    assert records.label_names == ("1", "2", "10")  # numbers by size
+    assert records.labels is not None
+    assert records.labels.tolist() == [1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_a_column_that_is_not_there(kind, tmp_path):
+    path = write(tmp_path, kind, {"a": TEXTS, "b": LABELS})
+    with pytest.raises(ValueError, match="text_column='body' is not a column; there are a, b") as error:
+        read_records(path, text_column="body")
+    one_line(error)
+    with pytest.raises(ValueError, match="label_column='kind' is not a column; there are a, b"):
+        read_records(path, text_column="a", label_column="kind")
+    with pytest.raises(ValueError, match=r"2 columns of strings; set text_column \(--text-column\) to one of a, b"):
+        read_records(path)
+    assert list(read_records(path, label_column="b").texts) == TEXTS
+
+
+def test_lines_of_a_text_file(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("one\n\n  two  \n\t\nthree", encoding="utf-8")
+    assert read_records(path).texts == ["one", "two", "three"]
+
+
+def test_a_folder_of_text_files(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, text in {"z.txt": "last\nof all", "a.txt": "first", "b/m.txt": ""}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    records = read_records(tmp_path)
+    assert records.texts == ["first", "", "last\nof all"]
+    assert records.empty == 1
+
+
+def test_null_texts_are_empty_records(tmp_path):
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "one"}, {"text": None}, {"other": 1}])
+    records = read_records(path)
+    assert records.texts == ["one", "", ""]
+    assert records.empty == 2
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_texts_that_are_missing_are_refused_in_one_line(kind, tmp_path):
+    records = read_records(write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "body": TEXTS}), text_column="body")
+    first = {"jsonl": "line 3", "csv": "line 5", "parquet": "row 3"}  # a text before it has two lines
+    where = rf"'.*data\.{kind}', {first[kind]}" if kind in first else "record 3"
+    with pytest.raises(ValueError, match=rf"2 of 5 records .* have no 'body' \(first: {where}\); remove them") as error:
+        records.refuse_empty()
+    one_line(error)
+    records.take([0, 1, 3]).refuse_empty()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_a_file_that_this_user_may_not_read(name, tmp_path, monkeypatch):
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).write_text("text\n")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=rf"data '.*{name}' cannot be read by this user") as error:
+        read_records(tmp_path / name)
+    one_line(error)
+
+
+def test_a_long_field_and_the_limit_of_csv(tmp_path):
+    before = csv.field_size_limit()
+    path = write_csv(tmp_path / "data.csv", {"text": ["x" * 200_000, "y"]})
+    assert len(read_records(path).texts[0]) == 200_000
+    assert csv.field_size_limit() == before
+
+
+def test_a_folder_of_tables_by_split(tmp_path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", "parquet", {"text": ["a", "b"]}, "train-00000-of-00002")
+    write(tmp_path / "data", "parquet", {"text": ["c"]}, "train-00001-of-00002")
+    write(tmp_path / "data", "parquet", {"text": ["d"]}, "test-00000-of-00001")
+    assert read_records(tmp_path).texts == ["a", "b", "c"]
+    assert read_records(tmp_path, split="test").texts == ["d"]
+    with pytest.raises(ValueError, match="split='validation' is in no name of"):
+        read_records(tmp_path, split="validation")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write(plain, "csv", {"text": ["1", "2"]}, "x")
+    write(plain, "csv", {"text": ["3"]}, "y")
+    assert read_records(plain).texts == ["1", "2", "3"]
+    write(plain, "csv", {"words": ["4"]}, "z")
+    with pytest.raises(ValueError, match=r"z\.csv has columns words and x\.csv has text"):
+        read_records(plain)
+
+
+def test_a_saved_dataset_by_split(tmp_path):
+    parts = {"train": {"text": ["a", "b"], "label": [1, 0]}, "test": {"text": ["c"], "label": [-1]}}
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict(part, features=features) for name, part in parts.items()}
+    ).save_to_disk(str(tmp_path / "saved"))
+    records = read_records(tmp_path / "saved")
+    assert records.texts == ["a", "b"]
+    assert records.labels is not None
+    assert records.labels.tolist() == [1, 0]
+    assert records.label_names == ("neg", "pos")
+    unlabelled = read_records(tmp_path / "saved", split="test")
+    assert (unlabelled.texts, unlabelled.labels) == (["c"], None)
+    with pytest.raises(ValueError, match="label_column='label' has 1 records without a label"):
+        read_records(tmp_path / "saved", split="test", label_column="label")
+    with pytest.raises(ValueError, match=r"split='dev' is not in .* which has train, test"):
+        read_records(tmp_path / "saved", split="dev")
+
+
+def test_declared_labels(tmp_path):
+    path = write(tmp_path, "csv", {"text": TEXTS, "label": LABELS})
+    records = read_records(path, label_names=["yes", "no", "maybe", "never"])
+    assert records.label_names == ("yes", "no", "maybe", "never")
+    assert records.labels is not None
+    assert records.labels.tolist() == [0, 1, 1, 0, 2]
+    with pytest.raises(
+        ValueError, match=r"has 1 labels \(first: '.*data\.csv', line 7\) that are not among the 2 declared"
+    ) as error:
+        read_records(path, label_names=["yes", "no"])
+    assert "maybe" not in str(error.value)  # what a record says is private
+    with pytest.raises(ValueError, match="has a name twice"):
+        read_records(path, label_names=["yes", "yes"])
+
+
+def test_a_guessed_label_column_that_holds_no_labels(tmp_path):
+    path = write(tmp_path, "csv", {"text": TEXTS, "label": ["a", "", "b", "a", "b"]})
+    assert read_records(path).labels is None
+    with pytest.raises(ValueError, match=r"has 1 records without a label \(first: '.*', line 3\); every record"):
+        read_records(path, label_column="label")
+    path = write(tmp_path, "jsonl", {"text": TEXTS, "label": [0.5, 1, 1, 0, 0]})
+    with pytest.raises(ValueError, match="must hold class names or whole numbers, and holds fractions"):
+        read_records(path, label_column="label")
+    path = write(tmp_path, "jsonl", {"text": TEXTS, "label": [[1], [2], [1], [0], [0]]})
+    with pytest.raises(ValueError, match="must hold class names or whole numbers, and holds list"):
+        read_records(path, label_column="label")
+
+
+# -- tables of numbers, and images ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_tables_of_numbers(kind, tmp_path):
+    path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 2.0]})
+    records = read_records(path, label_column="kind")
+    assert records.kind is Kind.TABULAR
+    assert records.feature_names == ("age", "dose")
+    np.testing.assert_array_equal(records.features, np.array([[30, 0.5], [50, -1], [70, 2]], np.float32))
+    assert records.labels is not None
+    assert records.labels.tolist() == [0, 1, 0]
+    taken = records.take([2, 0])
+    np.testing.assert_array_equal(taken.features, np.array([[70, 2], [30, 0.5]], np.float32))
+
+
+def test_tables_of_numbers_that_cannot_be_used(tmp_path):
+    path = write(tmp_path, "csv", {"age": ["30", "", "x"], "label": [0, 1, 0]})
+    with pytest.raises(ValueError, match=r"'age' has 2 values that are no finite numbers \(first: '.*', line 3\); "):
+        read_records(path, kind=Kind.TABULAR)
+    path = write(tmp_path, "csv", {"age": ["30", "1e39", "1"], "label": [0, 1, 0]})
+    with pytest.raises(ValueError, match="column 'age' has 1 values that are no finite numbers"):
+        read_records(path)
+    path = write(tmp_path, "csv", {"age": [1, 2], "dose": [1, 2]})
+    with pytest.raises(ValueError, match=r"which column is to be predicted\? Set label_column .* to one of age, dose"):
+        read_records(path)
+    path = write(tmp_path, "csv", {"label": [1, 2]})
+    with pytest.raises(ValueError, match="has no column beside the label"):
+        read_records(path, label_column="label")
+    with pytest.raises(ValueError, match="is a table; images are read from folders"):
+        read_records(path, kind=Kind.IMAGE)
+
+
+def test_a_folder_of_images(tmp_path):
+    for name, colour in {"dog/b.png": 10, "cat/a.jpg": 20, "dog/a.png": 30}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (5, 4), (colour, 0, 255)).save(tmp_path / name)
+    records = read_records(tmp_path)
+    assert records.kind is Kind.IMAGE
+    assert [path.name for path in records.images] == ["a.jpg", "a.png", "b.png"]
+    assert records.label_names == ("cat", "dog")
+    assert records.labels is not None
+    assert records.labels.tolist() == [0, 1, 1]
+    assert [path.name for path in records.take([2]).images] == ["b.png"]
+    with pytest.raises(ValueError, match=r"text_column='text' was given, and .* has no columns; leave it out"):
+        read_records(tmp_path, text_column="text")
+    (tmp_path / "note.txt").write_text("one")
+    with pytest.raises(ValueError, match=r"holds 1 \.txt files, 3 images in folders and 0 tables"):
+        read_records(tmp_path)
+    assert len(read_records(tmp_path, kind=Kind.IMAGE)) == 3
+
+
+def test_images_of_a_saved_dataset_are_opened_when_they_are_needed(tmp_path):
+    paths = []
+    for number in range(3):
+        paths.append(str(tmp_path / f"{number}.png"))
+        Image.new("RGB", (6, 6), (number * 100, 0, 0)).save(paths[-1])
+    columns = {"picture": paths, "label": [1, 0, 1]}
+    features = datasets.Features({"picture": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "saved"))
+    records = read_records(tmp_path / "saved")
+    assert records.kind is Kind.IMAGE
+    assert len(records) == 3
+    assert records.images[2].size == (6, 6)
+    assert records.label_names == ("x", "y")
+    prepared = prepare(task=Task.IMAGE_CLASSIFICATION, model="small-cnn", records=records.take([2, 0]), image_size=8)
+    values, label = prepared.dataset[0]
+    assert values.shape == (3, 8, 8)
+    np.testing.assert_allclose(values[:, 0, 0], [200 / 127.5 - 1, -1, -1], rtol=1e-5)
+    assert label == 1
+
+
+# -- one line for each bad source -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.jsonl", "", "has no records; there is nothing to train on"),
+        ("a.csv", "text,label\n", "has no records; there is nothing to train on"),
+        ("a.csv", "", "has no records; there is nothing to train on"),
+        ("a.txt", "\n \n", "has no records; there is nothing to train on"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", '["x"]\n', "line 1 is a JSON list; each line must be an object"),
+        ("a.jsonl", '{"text": 5}\n', "holds a int, not a string (first: 'FOLDER/a.jsonl', line 1); choose"),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": secret}\n', "line 3 is not JSON: Expecting value at column 10"),
+        ("a.jsonl", '{"text": "\\q"}\n', "line 1 is not JSON: Invalid \\escape at column 11"),
+        ("a.csv", 'text,label\n"x\ny",a\n\n"z\n', "line 5 has 1 fields and the header 2"),
+        ("a.csv", "text,label\nx,y\nz\n", "line 3 has 1 fields and the header 2"),
+        ("a.csv", "text,text\nx,y\n", "has the column 'text' more than once"),
+        ("a.parquet", "no parquet", "is no readable parquet file"),
+        ("a.docx", "x", "ends in '.docx'; give .jsonl, .csv, .tsv, .parquet or .txt, a folder, or a dataset's name"),
+    ],
+)
+def test_broken_files(name, content, line, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(line.replace("FOLDER", str(tmp_path)))) as error:
+        read_records(tmp_path / name)
+    one_line(error)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["/no/such.csv", "./here", "~/nothing", "missing.jsonl", "missing.txt"])
+def test_a_missing_source(source):
+    with pytest.raises(ValueError, match="does not exist; check the path"):
+        read_records(source)
+
+
+def test_a_source_without_a_name():
+    """An empty path would be the folder one happens to be in."""
+    for source in ("", " "):
+        with pytest.raises(ValueError, match="names nothing"):
+            read_records(source)
+
+
+def test_files_that_are_not_utf8(tmp_path):
+    for name in ("a.txt", "a.csv", "a.jsonl"):
+        (tmp_path / name).write_bytes(b'text\n{"text": "\xff\xfe"}\n')
+        with pytest.raises(ValueError, match=r"line 2 is not UTF-8; convert the file first|line 1 is not JSON"):
+            read_records(tmp_path / name)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"a\.txt', line 1 is not UTF-8; convert the file first"):
+        read_records(folder)
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match="is a folder without tables") as error:
+        read_records(tmp_path)
+    one_line(error)
+
+
+def test_a_dataset_that_the_hub_does_not_give(monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("cannot reach the hub\nwith much advice")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match="the Hugging Face hub does not give it") as error:
+        read_records("nobody/nothing")
+    assert "(cannot reach the hub); give a local file or folder" in one_line(error)
+
+
+def test_a_dataset_of_the_hub(monkeypatch):
+    asked: list[Any] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_records("somebody/glue:sst2", split="validation").texts == ["a", "b"]
+    assert asked == [(("somebody/glue", "sst2"), {"split": "validation"})]
+
+
+@pytest.mark.parametrize(
+    ("missing", "source", "line"),
+    [
+        ("pyarrow", "a.parquet", "reading a.parquet needs the package pyarrow; run: pip install pyarrow"),
+        ("datasets", "some/name", "needs the package datasets; run: pip install datasets"),
+    ],
+)
+def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    (tmp_path / "a.parquet").write_text("x")
+    with pytest.raises(ValueError, match="needs the package") as error:
+        read_records(tmp_path / source if source.endswith("parquet") else source)
+    assert line in one_line(error)
+
+
+def test_labels_must_be_one_a_record():
+    with pytest.raises(ValueError, match="labels has 1 entries for 2 records"):
+        Records(kind=Kind.TEXT, source="memory", texts=["a", "b"], labels=np.array([0]), label_names=("x",))
+
+
+def test_hidden_copies_are_no_records(tmp_path):
+    for name in ("table", "texts", "images"):
+        (tmp_path / name / ".ipynb_checkpoints").mkdir(parents=True)
+    (tmp_path / "table" / "train.csv").write_text("text,label\na,x\nb,y\n")
+    (tmp_path / "table" / ".ipynb_checkpoints" / "train-checkpoint.csv").write_text("text,label\na,x\nb,y\n")
+    assert read_records(tmp_path / "table").texts == ["a", "b"]
+    (tmp_path / "texts" / "a.txt").write_text("one")
+    (tmp_path / "texts" / ".ipynb_checkpoints" / "a-checkpoint.txt").write_text("one")
+    assert read_records(tmp_path / "texts").texts == ["one"]
+    for kind in ("cat", "dog", ".ipynb_checkpoints"):
+        (tmp_path / "images" / kind).mkdir(exist_ok=True)
+        for name in ("1.png", "._1.png"):
+            Image.new("RGB", (8, 8)).save(tmp_path / "images" / kind / name)
+    found = read_records(tmp_path / "images")
+    assert found.label_names == ("cat", "dog")
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "names", [["train.csv", "train.jsonl"], ["train-0.csv", "train_backup/a.csv"], ["train/a.csv", "train_old/a.csv"]]
+)
+def test_a_folder_that_may_hold_records_twice(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n' if name.endswith("jsonl") else "text\na\n")
+    with pytest.raises(ValueError, match="twice"):
+        read_records(tmp_path)

@@ -1,0 +1,503 @@
+"""The report: its numbers are the run's, private ones are marked, hostile text stays text, odd runs are read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpoptim.app.report.charts import axis, drawing, figures, layers, thin
+from dpoptim.app.report.figures import CURVES, Mark
+from dpoptim.app.report.numbers import all_numbers
+from dpoptim.app.report.page import guarantee_sentence, page
+from dpoptim.app.report.write import write_report
+from dpoptim.app.runs.logged_run import read_run, read_runs
+from dpoptim.privacy.format_epsilon import rounded_up
+from tests.app.page_reader import Element, parsed
+from tests.app.report_runs import (
+    HOSTILE,
+    RECIPE,
+    calibrated,
+    evaluation_record,
+    records,
+    start_record,
+    step_record,
+    write_run,
+)
+
+DEBUG_ONLY = {"training-loss", "clipped-fraction"}
+ALL_PLOTS = {curve.name for curve in CURVES} | {"scales", "scale-histogram"}
+
+
+WHERE = {  # each number's place in the log
+    "validation-loss": ("evaluation", "loss"),
+    "validation-accuracy": ("evaluation", "accuracy"),
+    "training-loss": ("step", "not_private", "loss"),
+    "clipped-fraction": ("step", "not_private", "clipped_fraction"),
+    "signal-over-clip": ("step", "released", "signal_over_clip"),
+    "noise-to-signal": ("step", "released", "noise_to_signal"),
+    "negative-fraction": ("step", "released", "negative_fraction"),
+    "seconds-per-step": ("step", "seconds"),
+    "examples-per-second": ("step", "examples_per_second"),
+    "epsilon": ("step", "epsilon"),
+}
+
+
+def page_of(*folders: Path) -> Element:
+    return parsed(page(read_runs(folders)))
+
+
+def plots(root: Element) -> set[str]:
+    return {str(svg.attributes["id"]).removeprefix("plot-") for svg in root.all("svg")}
+
+
+def finite(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def debugged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "debugged", records(debug=True))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "plain", records(shift=0.3))
+
+
+def test_every_number_of_a_short_run_is_in_its_table(debugged):
+    root = page_of(debugged)
+    assert plots(root) == ALL_PLOTS
+    assert WHERE.keys() == {curve.name for curve in CURVES}
+    for name, (kind, *path) in WHERE.items():
+        wanted: dict[str, Any] = {}
+        for record in records(debug=True):
+            if record["kind"] == kind:
+                value = record
+                for part in path:
+                    value = value[part]
+                wanted[f"{record['step']:,}"] = value
+        head, *rows = root.by_id(f"chart-{name}").rows()
+        assert head[0] == "step"
+        assert [row[0] for row in rows] == list(wanted), name
+        for step, text in rows:
+            assert finite(text) == pytest.approx(wanted[step], rel=1e-4 if name == "epsilon" else 6e-6)
+            if name == "epsilon":
+                assert Decimal(text) >= Decimal(wanted[step])
+    _, *rows = root.by_id("chart-scales").rows()
+    last = records(debug=True)[-3]
+    assert last["step"] == 40
+    assert [finite(text) for text in rows[-1][1:]] == pytest.approx(last["released"]["scale_quantiles"], rel=6e-4)
+    _, *rows = root.by_id("chart-scale-histogram").rows()
+    assert [finite(row[1]) for row in rows] == pytest.approx(last["released"]["scale_quantiles"], rel=6e-6)
+
+
+def test_a_curve_is_drawn_where_its_numbers_say():
+    """Pixels of the path, mapped back through the axes, are the series."""
+    series = [(1, 5.0), (10, 1.0), (20, 3.0)]
+    rows = thin([series], limit=10)
+    x, y = axis([1, 10, 20], zero=True), axis([5.0, 1.0, 3.0])
+    svg = parsed(drawing(layers(rows, 1), x=x, y=y, x_label="step", y_label="u", name="n", title="t")).all("svg")[0]
+    (line,) = [path for path in svg.all("path") if str(path.attributes["class"]).startswith("line")]
+    left, right = float(str(svg.attributes["data-left"])), float(str(svg.attributes["data-right"]))
+    points = [tuple(map(float, part.split())) for part in str(line.attributes["d"])[1:].split("L")]
+    grid = [p for p in svg.all("path") if p.attributes["class"] == "grid"]
+    bottom, top = (float(str(g.attributes["d"]).split()[1].split("H")[0]) for g in (grid[0], grid[-1]))
+    for (across, height), (step, value) in zip(points, series, strict=True):
+        assert x.low + (across - left) / (right - left) * (x.high - x.low) == pytest.approx(step, abs=0.01)
+        assert y.low + (bottom - height) / (bottom - top) * (y.high - y.low) == pytest.approx(value, abs=0.01)
+
+
+def test_titles_axes_and_captions_are_there(debugged):
+    for figure in page_of(debugged).all("figure"):
+        assert figure.all("h3")[0].text
+        assert figure.all("figcaption")[0].text
+        labels = [text.text for text in figure.all("text") if text.attributes.get("class") == "label"]
+        assert len(labels) == 2
+        assert all(labels)
+
+
+def test_what_is_not_private_is_marked_and_only_there_with_debug(debugged, plain):
+    with_debug, without = page_of(debugged), page_of(plain)
+    for name in DEBUG_ONLY:
+        assert "not private: for debugging" in with_debug.by_id(f"chart-{name}").text
+    assert plots(without) == ALL_PLOTS - DEBUG_ONLY
+    assert "not private: for debugging" not in without.text
+    assert "Clipped fraction: logged only with debug = true" in without.text
+    both = page_of(debugged, plain)
+    assert "plain: not logged" in both.by_id("chart-clipped-fraction").text
+    assert both.by_id("finals").rows()[0][-1] == "Training loss (not private: for debugging)"
+    for root in (with_debug, without, both):
+        for figure in root.all("figure"):
+            marks = [p.text for p in figure.all("p") if "chip" in str(p.attributes.get("class"))]
+            assert len(marks) == 1
+            assert marks[0] in {mark.value for mark in Mark}
+        assert "computed on data outside the guarantee" in root.by_id("chart-validation-loss").text
+    assert "not_private" not in json.dumps(all_numbers(read_runs([plain])))
+    assert all_numbers(read_runs([debugged]))["runs"][0]["final"]["not_private"]["nonfinite"] == 1
+
+
+def test_the_statement_is_whole(debugged):
+    (block,) = [e for e in page_of(debugged).all("div") if e.attributes.get("class") == "statement"]
+    words = " ".join(re.sub("<[^>]*>", " ", " ".join(p.text for p in block.all("p"))).split())
+    assert words == " ".join((debugged / "statement.txt").read_text().split())
+
+
+def test_the_guarantee_in_one_sentence(debugged, tmp_path):
+    sentence = guarantee_sentence(read_run(debugged))
+    assert sentence.startswith(
+        "ε = 8.0000 at δ = 1e-06, zero-out adjacency, Poisson sampling, accountant: privacy loss"
+    )
+    assert Decimal(calibrated(40).epsilon()) <= Decimal("8.0000")
+    half = write_run(tmp_path / "half", records(taken=28))
+    assert guarantee_sentence(read_run(half)).endswith("The run took 28 of the 40 steps, which cost ε = 6.6927.")
+    longer = write_run(tmp_path / "longer", records(steps=50))
+    assert "does not hold: 50 steps were taken" in guarantee_sentence(read_run(longer))
+    loud = write_run(tmp_path / "loud", records(), plan=calibrated(40).replace(noise_multiplier=0.0))
+    text = (loud / "plan.json").read_text()
+    (loud / "plan.json").write_text(text.replace("Infinity", "null"))
+    assert guarantee_sentence(read_run(loud)).startswith("Not private")
+    (found,) = json.loads(json.dumps(all_numbers([read_run(loud)]), allow_nan=False))["runs"]
+    assert found["final"]["private"] is False
+    assert found["final"]["epsilon"] is None
+    (loud / "plan.json").unlink()
+    assert guarantee_sentence(read_run(loud)).startswith("The guarantee is unknown")
+
+
+def test_the_guarantee_is_of_the_plan_whatever_the_statement_says(debugged, tmp_path):
+    before = read_run(debugged).guarantee
+    other = write_run(tmp_path / "other", records())
+    (other / "statement.txt").write_text("NOT PRIVATE: epsilon = inf\nAccountant: nobody\n")
+    assert read_run(other).guarantee == before
+    (other / "statement.txt").write_text("Differentially private: epsilon = 0.1 at delta = 1e-9\n")
+    assert read_run(other).guarantee == before
+
+
+def test_what_a_variant_has_none_of_does_not_apply(tmp_path):
+    log = records()
+    for record in log:
+        if "released" in record:
+            record["released"]["negative_fraction"] = None
+    text = page_of(write_run(tmp_path / "scaled", log)).text
+    assert "Negative second moments ν̂: does not apply to scale_then_privatize." in text
+    for record in log:
+        record.pop("released", None)
+    text = page_of(write_run(tmp_path / "bare", log)).text
+    assert "does not apply" not in text
+    assert "Negative ν̂: no released diagnostics were logged." in text
+
+
+def test_steps_behind_the_last_record_have_cost_epsilon_too(tmp_path):
+    """Logged at step 10 of 40, stopped at 17: ε is that of 17 steps or more, never that of 10."""
+    log = [record for record in records(taken=17) if record.get("step", 0) <= 10 or record["kind"] == "end"]
+    run = read_run(write_run(tmp_path / "run", log))
+    exact = calibrated(40).replace(steps=17).epsilon()
+    assert run.epsilon_spent is not None
+    assert exact <= run.epsilon_spent < calibrated(40).epsilon()
+
+
+@given(st.floats(min_value=0, max_value=1e9, allow_nan=False))
+def test_epsilon_is_never_rounded_down(epsilon):
+    shown = Decimal(rounded_up(epsilon))
+    assert Decimal(epsilon) <= shown
+    assert float(shown) <= epsilon * 1.01 + 1e-300
+
+
+def test_hostile_text_stays_text(tmp_path):
+    log = records(debug=True)
+    log[0] = start_record(40, versions={HOSTILE: HOSTILE}, device=HOSTILE, variant=HOSTILE, time=HOSTILE)
+    log[-1]["reason"] = HOSTILE
+    for record in log:
+        if record["kind"] == "step":
+            record["epsilon_note"] = HOSTILE
+    recipe = f'task = "<img src=x onerror=alert(1)>"\nmodel = {json.dumps(HOSTILE)}\n"{"<b>"}" = "</pre><script>"\n'
+    first = write_run(tmp_path / "<script>alert(2)<" / "first", log, recipe=recipe)
+    second = write_run(tmp_path / "<i onclick=x>" / "first", log, recipe=recipe + "debug = true\n")
+    (first / "statement.txt").write_text(f"{HOSTILE}: <script>\n  - </p><script>\n")
+    (first / "plan.json").write_text(
+        json.dumps({"plan": {"adjacency": HOSTILE, "sampling": HOSTILE}, "epsilon": 1.0, "delta": 1e-5})
+    )
+    for folders in ([first], [first, second]):
+        root = page_of(*folders)
+        assert {e.tag for e in root.everything()} <= {
+            *("root", "html", "head", "meta", "title", "style", "body", "main", "button", "h1", "h2", "h3", "p", "i"),
+            *("strong", "b", "details", "summary", "div", "dl", "dt", "dd", "small", "figure", "figcaption", "svg"),
+            *("path", "text", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "pre", "wbr", "script"),
+        }
+        assert len(root.all("script")) == 1
+        for element in root.everything():
+            for name in element.attributes:
+                assert not name.startswith("on")
+                assert name not in ("src", "href", "style", "action")
+        assert HOSTILE in root.text
+
+
+def test_half_a_surrogate_pair_and_control_letters_do_not_stop_it(tmp_path):
+    folder = write_run(tmp_path / "run", records())
+    log = (folder / "log.jsonl").read_text().replace('"device": "cpu"', '"device": "\\ud83d\\u0000\\u202e gpu"')
+    (folder / "log.jsonl").write_text(log)
+    text = write_report([read_run(folder)], tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "gpu" in text
+    assert not re.search("[\x00\u202e\ud83d]", text)
+
+
+def test_the_policy_allows_the_pages_own_script_and_style_alone(debugged):
+    root = page_of(debugged)
+    (policy,) = [m.attributes["content"] for m in root.all("meta") if "http-equiv" in m.attributes]
+    assert policy is not None
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    for tag, rule in (("script", "script-src"), ("style", "style-src")):
+        (element,) = root.all(tag)
+        digest = base64.b64encode(hashlib.sha256(element.text.encode()).digest()).decode()
+        assert rules[rule] == f"'sha256-{digest}'"
+    assert "://" not in page(read_runs([debugged]))
+
+
+def test_the_noise_key_is_not_shown(debugged):
+    (debugged / "noise.key").chmod(0o000)
+    assert "the-secret-noise-key" not in page(read_runs([debugged])) + json.dumps(all_numbers(read_runs([debugged])))
+
+
+def test_ten_thousand_steps_stay_small_and_spikes_visible(tmp_path):
+    log = records(steps=10_000, debug=True)
+    (spike,) = [record for record in log if record["kind"] == "step" and record["step"] == 5_003]
+    spike["not_private"]["loss"] = 99.5
+    folder = write_run(tmp_path / "long", log)
+    output = write_report(read_runs([folder]), tmp_path / "long.html")
+    assert output.stat().st_size < 1_500_000
+    figure = parsed(output.read_text()).by_id("chart-training-loss")
+    (row,) = [row for row in figure.rows() if "99.5" in row[1]]
+    assert re.fullmatch(r"[\d.]+ \([\d.]+–99\.5\)", row[1])
+    (band,) = [path for path in figure.all("path") if "band" in str(path.attributes["class"])]
+    heights = [float(pair.split()[1]) for pair in re.findall(r"[\d.]+ [\d.]+", str(band.attributes["d"]))]
+    assert min(heights) < 30  # near the top of a drawing whose plot begins at 25
+    assert sum(height < 60 for height in heights) == 1
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 500), st.floats(-1e6, 1e6)), max_size=60), min_size=1, max_size=3),
+    st.integers(1, 40),
+)
+def test_thinning_keeps_every_extreme(found, limit):
+    series = [sorted(dict(one).items()) for one in found]
+    rows = thin(series, limit=limit)
+    assert len(rows) <= limit
+    for place, one in enumerate(series):
+        points = [row.points[place] for row in rows]
+        there = [point for point in points if point is not None]
+        assert sum(point.count for point in there) == len(one)
+        assert all(point.low <= point.value <= point.high for point in there)
+        if one:
+            assert max(point.high for point in there) == max(value for _, value in one)
+            assert min(point.low for point in there) == min(value for _, value in one)
+    for before, after in itertools.pairwise(rows):
+        assert before.first <= before.last < after.first
+
+
+@given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=9), st.booleans(), st.booleans())
+def test_an_axis_holds_its_values(values, zero, log):
+    found = axis(values, zero=zero, log=log)
+    room = 1e-9 * max(1e-300, max(map(abs, values)))
+    assert found.low - room <= min(values)
+    assert max(values) <= found.high + room
+    assert found.ticks == sorted(set(found.ticks))
+    assert 2 <= len(found.ticks) <= 12
+    assert found.ticks[0] == found.low
+    assert found.ticks[-1] == found.high
+    assert all(0 <= found.share(value) <= 1 for value in values)
+
+
+def test_several_runs_share_charts_and_a_table(debugged, plain, tmp_path):
+    third = write_run(tmp_path / "plain", records(taken=20, shift=-0.2), recipe=RECIPE.replace("0.001", "0.5"))
+    runs = read_runs([debugged, plain, third])
+    names = [run.name for run in runs]
+    assert len(set(names)) == 3
+    assert names[2].endswith("/plain")
+    root = parsed(page(runs))
+    figure = root.by_id("chart-validation-loss")
+    assert [item.text for item in figure.all("li")] == names
+    lines = [path for path in figure.all("path") if str(path.attributes["class"]).startswith("line")]
+    assert [path.attributes["class"] for path in lines] == ["line c0", "line c1", "line c2"]
+    head, *rows = root.by_id("finals").rows()
+    for row, shift, step in zip(rows, (0.0, 0.3, -0.2), (40, 40, 20), strict=True):
+        cells = dict(zip(head, row, strict=True))
+        assert finite(cells["Validation loss"]) == pytest.approx(
+            evaluation_record(step, 40, shift=shift)["loss"], rel=6e-6
+        )
+        assert cells["Steps"] == str(step)
+    differences = root.by_id("differences").rows()
+    assert differences == [["Setting", *names], ["learning_rate", "0.001", "0.001", "0.5"]]
+    assert "cost more together" in root.text
+    many = parsed(page([runs[0]] * 11))
+    classes = {str(path.attributes["class"]) for path in many.by_id("plot-epsilon").all("path")}
+    assert {"line c7", "line c0 dashed1", "line c2 dashed1"} <= classes
+
+
+def test_a_crash_while_writing_leaves_a_report_that_says_so(tmp_path):
+    folder = write_run(tmp_path / "run", records(taken=12)[:-1])
+    log = folder / "log.jsonl"
+    whole = log.read_text()
+    log.write_text(whole + json.dumps(step_record(13, 40, debug=False))[:70])
+    run = read_run(folder)
+    assert run.last_step == 12
+    assert "was cut off while it was written" in run.notes[0]
+    root = page_of(folder)
+    assert "was cut off while it was written" in root.text
+    assert "has not finished (still running, or killed)" in root.text
+    log.write_text("rubbish\n" + whole)
+    assert "1 unreadable line(s) ignored: 1" in read_run(folder).notes[0]
+
+
+def test_a_resume_supersedes_what_lay_behind_it(tmp_path):
+    first, second = records(taken=20), records(shift=0.5)
+    log = [*first[:-1], start_record(40, resumed_from=12), *(r for r in second if r.get("step", 0) > 12)]
+    run = read_run(write_run(tmp_path / "run", log))
+    assert [row["step"] for row in run.steps] == list(range(1, 41))
+    assert run.resumes == 1
+    losses = dict(all_numbers([run])["runs"][0]["curves"]["validation-loss"]["values"])
+    assert losses[12] == pytest.approx(evaluation_record(12, 40)["loss"])
+    assert losses[16] == pytest.approx(evaluation_record(16, 40, shift=0.5)["loss"])
+    times = [record["seconds"] for record in run.steps]  # one end for two starts: from the steps
+    assert run.seconds == pytest.approx(sum(times))
+    short = read_run(write_run(tmp_path / "short", [*first[:-1], start_record(40, resumed_from=12), second[17]]))
+    assert [row["step"] for row in short.steps] == [*range(1, 13), second[17]["step"]]
+    assert short.last_step == second[17]["step"] < 20
+    assert "1 time(s), from step 12" in page_of(run.folder).by_id("course").text
+
+
+def test_runs_with_parts_missing_are_read(tmp_path):
+    bare = write_run(tmp_path / "bare", [start_record(40)])
+    for name in ("recipe.toml", "plan.json", "statement.txt"):
+        (bare / name).unlink()
+    root = page_of(bare)
+    assert plots(root) == set()
+    assert "no evaluation was logged" in root.text
+    assert "plan.json is missing" in root.text
+    one = write_run(tmp_path / "one", [step_record(1, 40, debug=False)])
+    assert plots(page_of(one)) == ALL_PLOTS - DEBUG_ONLY - {"validation-loss", "validation-accuracy"}
+
+
+def test_odd_values_are_left_out_not_drawn(tmp_path):
+    odd: list[dict[str, Any]] = [
+        {"kind": "step", "step": 1, "seconds": math.nan, "released": 3, "epsilon": "much", "not_private": None},
+        {
+            "kind": "step",
+            "step": 2,
+            "seconds": math.inf,
+            "released": {"scale_quantiles": [1, 2], "noise_to_signal": None},
+        },
+        {
+            "kind": "step",
+            "step": 3,
+            "seconds": 10**400,
+            "released": {"scale_quantiles": [1.0] * 7, "noise_to_signal": 4.0},
+        },
+        {"kind": "step", "step": "four", "seconds": 1.0},
+        {"kind": "step", "step": True, "seconds": 1.0},
+        {"kind": "step", "step": 5, "seconds": None},
+        {"kind": "step", "step": 6, "seconds": 0.5},
+        {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": [1]},
+        {"kind": "mystery"},
+    ]
+    folder = write_run(tmp_path / "odd", [start_record(40, versions=7), *odd])
+    (folder / "log.jsonl").open("a").write("[1, 2]\n3\n" + "[" * 100_000 + "\n")
+    (folder / "recipe.toml").write_text("= nonsense")
+    run = read_run(folder)
+    assert [row["step"] for row in run.steps] == [1, 2, 3, 5, 6]
+    assert "recipe.toml could not be read" in run.notes
+    curves = all_numbers([run])["runs"][0]["curves"]
+    assert curves["seconds-per-step"]["values"] == [[6, 0.5]]
+    assert "validation-loss" not in curves
+    root = page_of(folder)
+    assert "3 logged value(s) are no finite number" in root.by_id("chart-seconds-per-step").text
+    assert "1 logged step(s) have their gradient hidden" in root.by_id("chart-noise-to-signal").text
+    assert "nan" not in "".join(str(p.attributes["d"]) for p in root.all("path")).lower()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no run directory"), ("", "empty log"), ("\n\n", "empty log"), ("x", "empty log")]
+)
+def test_what_is_no_run_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "log.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_the_numbers_are_json_and_the_runs(debugged):
+    found = json.loads(json.dumps(all_numbers(read_runs([debugged])), allow_nan=False))
+    (run,) = found["runs"]
+    log = [json.loads(line) for line in (debugged / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in log if record["kind"] == "step"]
+    assert run["curves"]["epsilon"]["values"] == [[r["step"], r["epsilon"]] for r in steps]
+    assert run["scale_quantiles"] == [[r["step"], r["released"]["scale_quantiles"]] for r in steps]
+    assert run["curves"]["training-loss"]["mark"] == "not private: for debugging"
+    assert run["final"]["epsilon"] == calibrated(40).epsilon()
+    assert run["final"]["validation"]["loss"] == log[-2]["loss"]
+    assert run["final"]["validation"]["best_step"] == 40
+    assert run["recipe"]["learning_rate"] == 0.001
+
+
+def test_the_file_is_written_whole_or_not_at_all(debugged, tmp_path, monkeypatch):
+    runs = read_runs([debugged])
+    output = tmp_path / "report.html"
+    output.write_text("older")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"report.html cannot be written: No space left"):
+        write_report(runs, output)
+    assert output.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [output]
+    monkeypatch.undo()
+    write_report(runs, output)
+    assert output.read_text().startswith("<!DOCTYPE html>")
+    assert list(tmp_path.iterdir()) == [output]
+    with pytest.raises(ValueError, match=r"must end in \.html"):
+        write_report(runs, debugged / "noise.key")
+    with pytest.raises(ValueError, match="runs is empty"):
+        write_report([], output)
+
+
+def test_figures_read_well():
+    assert [figures(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
+        *("0.1", "1,234.5", "0", "∞", "−∞", "not a number")
+    ]
+
+
+def _contrast(one: str, other: str) -> float:
+    def light(colour: str) -> float:
+        digits = colour.lstrip("#")
+        digits = "".join(2 * d for d in digits) if len(digits) == 3 else digits
+        parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_letters_can_be_read_in_light_and_dark(debugged):
+    style = page_of(debugged).all("style")[0].text
+    themes = [dict(re.findall(r"--(\w+):(#\w+)", block)) for block in re.findall(r"color-scheme:[^}]*", style)]
+    assert len(themes) == 3
+    assert themes[1] == themes[2]
+    assert themes[0] != themes[1]
+    for theme in themes:
+        for letters in ("text", "soft", "warn"):
+            assert _contrast(theme[letters], theme["back"]) >= 4.5
+            assert _contrast(theme[letters], theme["card"]) >= 4.5
+        for place in range(8):
+            assert _contrast(theme[f"c{place}"], theme["card"]) >= 1.9, place
+        assert len({theme[f"c{place}"] for place in range(8)}) == 8

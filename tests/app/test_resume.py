@@ -1,0 +1,214 @@
+"""A run that stopped goes on as if it never had: parameters and log, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dpoptim.app import Recipe, resume, train
+from dpoptim.app.runs import run as run_module
+from dpoptim.app.runs.checkpoints import checkpoints, save_checkpoint
+from dpoptim.noise import NoiseKey
+from tests.app.runs import (
+    CrashAfter,
+    StopAfter,
+    log_of,
+    parameters_at,
+    rows_recipe,
+    same,
+    without_times,
+    write_bert,
+    write_texts,
+)
+
+
+class FixedKeys:
+    """Two runs with one key and one run_id, which only a test may have."""
+
+    def __init__(self, monkeypatch) -> None:
+        from dpoptim.noise import NoiseKey
+
+        monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
+        monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
+
+
+@pytest.fixture
+def one_key(monkeypatch) -> FixedKeys:
+    return FixedKeys(monkeypatch)
+
+
+VARIANTS = ["scale_then_privatize", "bias_correction", "independent_moments", "dp_sgd"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_interrupted_run_goes_on_bit_for_bit(variant, tmp_path, one_key):
+    sampling = "poisson" if variant == "scale_then_privatize" else "shuffled"
+    recipe = rows_recipe(tmp_path, variant=variant, sampling=sampling, debug=True)
+    whole = train(recipe, tmp_path / "whole")
+    stopped = train(recipe, tmp_path / "parts", progress=StopAfter(13))
+    assert (stopped["reason"], stopped["step"], stopped["signal"]) == ("interrupted", 13, signal.SIGINT)
+    assert not (tmp_path / "parts" / "model").exists()
+    finished = resume(tmp_path / "parts")
+    assert (whole["reason"], finished["reason"], finished["step"]) == ("finished", "finished", 20)
+    assert same(parameters_at(tmp_path / "whole", 20), parameters_at(tmp_path / "parts", 20))
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+    starts = [entry["resumed_from"] for entry in log_of(tmp_path / "parts") if entry["kind"] == "start"]
+    assert starts == [None, 13]
+
+
+def test_a_language_model_with_dropout_and_correlated_noise_goes_on_bit_for_bit(tmp_path, one_key):
+    recipe = Recipe(
+        model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
+        delta=1e-5, noise="banded-toeplitz:4", sampling="cyclic", batch_size=8, steps=8, log_every=2,
+        checkpoint_every=3, evaluate_every=4, micro_batch_tokens=128,
+    )  # fmt: skip
+    train(recipe, tmp_path / "whole")
+    train(recipe, tmp_path / "parts", progress=StopAfter(5))
+    resume(tmp_path / "parts")
+    assert same(parameters_at(tmp_path / "whole", 8), parameters_at(tmp_path / "parts", 8))
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+
+
+def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, monkeypatch):
+    recipe = rows_recipe(tmp_path)
+    train(recipe, tmp_path / "whole")
+
+    with pytest.raises(RuntimeError):
+        train(recipe, tmp_path / "parts", progress=CrashAfter(17))
+    end = log_of(tmp_path / "parts")[-1]
+    assert (end["kind"], end["reason"], end["step"]) == ("end", "error: RuntimeError", 17)
+    assert [path.name for path in checkpoints(tmp_path / "parts" / "checkpoints")] == ["step-000000", "step-000010"]
+    resume(tmp_path / "parts")
+    assert same(parameters_at(tmp_path / "whole", 20), parameters_at(tmp_path / "parts", 20))
+    assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
+    steps = [entry["step"] for entry in log_of(tmp_path / "parts") if entry["kind"] == "step"]
+    assert steps == [1, 5, 10, 15, 20], "a step that was repeated must be in the log once"
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    def full(folder, step, state, key):
+        if step == 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save_checkpoint(folder, step, state, key)
+
+    monkeypatch.setattr(run_module, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left on device; step 10 is saved, continue with") as failed:
+        train(rows_recipe(tmp_path), tmp_path / "run")
+    assert "\n" not in str(failed.value)
+    monkeypatch.setattr(run_module, "save_checkpoint", save_checkpoint)
+    assert resume(tmp_path / "run")["reason"] == "finished"
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
+    key = NoiseKey.generate()
+    save_checkpoint(tmp_path, 10, {"step": 10}, key)
+
+    def fail(state, path):
+        path.write_bytes(b"half of it")
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr("torch.save", fail)
+    with pytest.raises(OSError, match="is the disk full"):
+        save_checkpoint(tmp_path, 20, {"step": 20}, key)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_a_run_whose_first_checkpoint_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(state, path):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 640 vs 534")
+
+    recipe = rows_recipe(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    monkeypatch.setattr("torch.save", fail)
+    with pytest.raises(OSError, match=r"disk full\?\); nothing was released, and .*run is removed") as error:
+        train(recipe, tmp_path / "run")
+    assert "enforce" not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first = train(rows_recipe(tmp_path), tmp_path / "run")
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert resume(tmp_path / "run")["validation"] == first["validation"]
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_what_is_missing_is_told(tmp_path):
+    with pytest.raises(ValueError, match="no run directory"):
+        resume(tmp_path)
+    train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
+    key = tmp_path / "run" / "noise.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    secret = key.read_bytes()
+    key.unlink()
+    with pytest.raises(ValueError, match=r"noise\.key is missing"):
+        resume(tmp_path / "run")
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    with pytest.raises(ValueError, match="another noise key"):
+        resume(tmp_path / "run")
+    key.write_bytes(secret)
+    (tmp_path / "rows.csv").write_text("a,b,c,label\n1,2,3,yes\n1,2,4,no\n")
+    with pytest.raises(ValueError, match="training records"):
+        resume(tmp_path / "run")
+
+
+def test_the_key_is_in_its_own_file_alone(tmp_path):
+    train(rows_recipe(tmp_path), tmp_path / "run")
+    secret = (tmp_path / "run" / "noise.key").read_bytes()
+    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "noise.key"]
+    assert len(others) >= 7
+    for path in others:
+        content = path.read_bytes()
+        assert secret not in content
+        assert secret.hex().encode() not in content
+
+
+def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path, monkeypatch):
+    """It comes while the loop makes up its mind about the checkpoint."""
+
+    class Wish:
+        asked = 0
+
+        @property
+        def signal(self) -> signal.Signals | None:
+            self.asked += 1
+            return signal.SIGINT if self.asked >= 4 else None
+
+    monkeypatch.setattr("dpoptim.app.runs.run.stopping_between_steps", lambda: contextlib.nullcontext(Wish()))
+    summary = train(rows_recipe(tmp_path, checkpoint_every=100), tmp_path / "run")
+    assert summary["reason"] == "interrupted"
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{summary['step']:06d}"
+
+
+def test_ctrl_c_in_a_process(tmp_path):
+    """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that goes on."""
+    recipe = rows_recipe(tmp_path, steps=100_000, epsilon=None, noise_multiplier=1.0, evaluate_every=100_000)
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe.to_toml())
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "dpoptim", "train", str(file), "--run-dir", str(directory)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (directory / "checkpoints" / "step-000010").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"dpoptim train --resume {directory}" in told
+    assert "Traceback" not in told
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["reason"] == "interrupted"
+    last = checkpoints(directory / "checkpoints")[-1]
+    assert last.name == f"step-{summary['step']:06d}"

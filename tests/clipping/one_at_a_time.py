@@ -1,0 +1,79 @@
+"""The brute force that clipped sums are held against: one example at a time, ordinary autograd, an unpatched copy of
+the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpoptim.clipping import clipped_sum
+
+
+def gradients_one_at_a_time(
+    model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any, examples: int
+) -> list[dict[str, Tensor]]:
+    model = copy.deepcopy(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    result = []
+    for j in range(examples):
+        own = pytree.tree_map(lambda t, j=j: t[j : j + 1], batch)
+        model.zero_grad(set_to_none=True)
+        loss_fn(model, own).sum().backward()
+        result.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
+    return result
+
+
+def clipped_sum_one_at_a_time(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    examples: int,
+    clip_norm: float,
+    scale: Mapping[str, Tensor] | None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    gradients = gradients_one_at_a_time(model, loss_fn, batch, examples)
+    sums = {name: torch.zeros_like(g) for name, g in gradients[0].items()}
+    norms = []
+    for own in gradients:
+        squared = sum(((g if scale is None else g * scale[name]) ** 2).sum() for name, g in own.items())
+        norm = torch.as_tensor(squared).sqrt()
+        norms.append(norm)
+        weight = min(1.0, clip_norm / float(norm)) if norm > 0 else 1.0
+        for name, g in own.items():
+            sums[name] += weight * g
+    return sums, torch.stack(norms)
+
+
+def assert_exact(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    examples: int,
+    scale: Mapping[str, Tensor] | None = None,
+    *,
+    rtol: float = 1e-10,
+) -> None:
+    """Norms and sums of the engine are those of brute force, with a clip norm that about half of the examples pass."""
+    _, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, 1.0, scale)
+    clip_norm = float(norms.median())
+    expected, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, clip_norm, scale)
+    sums, found = clipped_sum(model, loss_fn, batch, clip_norm=clip_norm, scale=scale)
+    torch.testing.assert_close(found, norms, rtol=rtol, atol=rtol / 100)
+    assert sums.keys() == expected.keys()
+    for name, total in expected.items():
+        torch.testing.assert_close(sums[name], total, rtol=10 * rtol, atol=rtol / 10)
+
+
+def random_scale(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) * 2 + 0.05
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

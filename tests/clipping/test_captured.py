@@ -1,0 +1,775 @@
+"""Batches that run as one graph add what they would add in the ordinary way; tapes take the place of graphs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpoptim
+from dpoptim.clipping import captured
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.kernels.clip_weights import Weighed
+from dpoptim.kernels.flat import FlatTensors
+from dpoptim.optim import PrivateOptimizer
+from tests.clipping.captured_loops import (
+    VARIANTS,
+    WIDTH,
+    batches_of,
+    both_ways,
+    captured_run,
+    losses_of,
+    model_of,
+    plan_of,
+    seen_by,
+    warm,
+    with_a_graph,
+)
+from tests.clipping.tape import tape_graphs
+
+
+def trained(
+    variant: str, batches: list[tuple[Tensor, Tensor]], *, is_captured: bool, **options: Any
+) -> tuple[nn.Module, PrivateOptimizer]:
+    """The model after a step on each batch, with its optimizer; key and run are always the same."""
+    model = model_of()
+    key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    optimizer = VARIANTS[variant](model, plan_of(), lr=0.1, key=key, run_id="run", own_batches=True, **options)
+    losses = losses_of(model)
+    run = optimizer.captured(losses, together=8)
+    reduced = torch.mean if options.get("loss_reduction") == "mean" else torch.sum
+    for x, y in batches:
+        if is_captured:
+            with torch.no_grad():
+                found = losses(x, y)
+            torch.testing.assert_close(run(x, y), found)
+        else:
+            reduced(losses(x, y)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def hold_apart(monkeypatch: pytest.MonkeyPatch, is_apart: Callable[[Tensor], Tensor]) -> None:
+    """From now on a graph leaves rows out, by their norms, as ones to be looked at by themselves."""
+    clip_and_sum = ClippedSums.clip_and_sum_into
+
+    def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> Weighed:
+        found = clip_and_sum(self, into, batch, scale)
+        found.apart.copy_(is_apart(found.norms) & (found.weights > 0))
+        shares = torch.where(found.apart, found.weights, 0.0)
+        for name, own in batch.gradients.items():
+            for j, share in enumerate(shares):
+                into[name].sub_(share * own.example(j))
+        found.weights.sub_(shares)
+        found.counts[2] += found.apart.sum()
+        return found
+
+    monkeypatch.setattr(ClippedSums, "clip_and_sum_into", told)
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "trusted": lambda norms: norms > math.inf,
+    "some apart": lambda norms: norms > 0.4,
+    "all apart": lambda norms: norms > -1,
+    "the first": lambda norms: torch.arange(len(norms)) == 0,
+}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replays_add_what_the_ordinary_way_adds(monkeypatch, variant, reduction):
+    replays = tape_graphs(monkeypatch)
+    batches = batches_of((8, 4), (8, 4), (8, 2), (8, 4), (8, 2), (8, 4), (8, 2))
+    expected, ordinary = trained(variant, batches, is_captured=False, loss_reduction=reduction)
+    found, optimizer = trained(variant, batches, is_captured=True, loss_reduction=reduction)
+    # Sums of squares are not captured; of two ways in turns, each shape is met anew in each.
+    assert replays == {"squares": [], "in turns": [2, 1]}.get(variant, [3, 2])
+    assert_same(found, expected)
+    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+    assert 0 < ordinary.release.counts_not_private.clipped < 56
+
+
+def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    batches = batches_of((8, 4), (8, 4), (3, 4), (8, 4), (7, 4), (1, 4), (1, 4), (8, 4))
+    expected, ordinary = trained("flat", batches, is_captured=False)
+    found, optimizer = trained("flat", batches, is_captured=True)
+    assert replays == [7]
+    assert_same(found, expected)
+    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+    assert optimizer.release.counts_not_private.examples == sum(len(x) for x, _ in batches)
+
+
+def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
+    """And not with its copies, which fill the batch up."""
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    first, last = batches_of((4, 2), (2, 2))
+    warm(run, *first, optimizer)
+    last[0][0] = math.nan
+    run(*last)
+    assert optimizer.release._sums.engine.batch.add_ready is not None
+    optimizer.release._sums.engine.flush()
+    counts = optimizer.release.counts_not_private
+    assert (counts.examples, counts.nonfinite) == (10, 1)
+
+
+def test_norms_are_those_of_the_examples_alone(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    for x, y in batches_of((8, 4), (8, 4)):
+        run(x, y)
+        optimizer.step()
+    ((x, y),) = batches_of((5, 4))
+    run(x, y)
+    optimizer.release._sums.engine.flush()
+    (norms,) = optimizer.release._sums.norms
+    for j in range(5):
+        own = copy.deepcopy(model)
+        losses_of(own)(x[j : j + 1], y[j : j + 1]).sum().backward()
+        gradients = [p.grad for p in own.parameters() if p.grad is not None]
+        alone = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        assert float(norms[j]) == pytest.approx(alone, rel=1e-5)
+    assert norms.shape == (5,)
+
+
+def test_two_batches_make_one_step(monkeypatch):
+    """Each is taken in when the next one begins, before its rows are overwritten."""
+    replays = tape_graphs(monkeypatch)
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
+        for number, (x, y) in enumerate(batches_of(*[(4, 2)] * 8)):
+            differentiate(x, y)
+            if number % 2:
+                optimizer.step()
+        assert optimizer.release.counts_not_private.examples == 32
+
+    assert_same(*both_ways(loop))
+    assert replays == [7]
+
+
+@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
+def test_an_ordinary_batch_may_follow(monkeypatch, apart):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART[apart])
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
+        for x, y in batches_of(*[(4, 2)] * 4):
+            differentiate(x, y)
+            ordinary(x[:2], y[:2])
+            optimizer.step()
+        assert optimizer.release.counts_not_private.examples == 24
+
+    assert_same(*both_ways(loop))
+
+
+def test_examples_apart_are_looked_at_once(monkeypatch):
+    """They alone run again, in the ordinary way."""
+    replays = tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART["all apart"])
+    batches = batches_of((8, 4), (8, 4), (5, 4), (8, 4))
+    expected, ordinary = trained("scaled", batches, is_captured=False)
+    found, optimizer = trained("scaled", batches, is_captured=True)
+    assert sum(replays) == 3
+    assert_same(found, expected)
+    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+
+
+@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
+@pytest.mark.parametrize("sampling", [dpoptim.Poisson(), dpoptim.Shuffled()], ids=["poisson", "shuffled"])
+def test_a_loader_is_followed(monkeypatch, sampling, apart):
+    """Empty samples, parts of a step, and a step that the loop breaks off in its middle and draws again."""
+    replays = tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART[apart])
+    torch.manual_seed(2)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 3, WIDTH), torch.randn(16))
+    plan = plan_of(12, num_examples=16, batch_size=2 if sampling.is_random else 8, sampling=sampling)
+
+    def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
+        loader = dpoptim.private_loader(data, plan, key=optimizer.key, run_id="run", micro_batch_size=3)
+        broken_off = False
+        while loader.next_step < plan.steps:
+            for x, y in loader:
+                differentiate(x, y)
+                optimizer.step()
+                if not loader.step_ends and loader.next_step == 5 and not broken_off:
+                    broken_off = True
+                    break
+        assert optimizer.release.step == 12
+
+    assert_same(*both_ways(loop, together=3, plan=plan, own_batches=False))
+    assert sum(replays) > 3
+
+
+def test_other_conditions_make_another_graph(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    layers, dropout = model_of(), nn.Dropout(0.5)
+    model = nn.Sequential(layers, dropout)
+    optimizer = dpoptim.dp_sgd(model, plan_of(30), lr=0.1, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=4)
+    ((x, y),) = batches_of((4, 2))
+
+    def three_times() -> None:
+        for _ in range(3):
+            run(x, y)
+            optimizer.step()
+
+    three_times()
+    assert replays == [2]
+    model.eval()
+    three_times()
+    assert replays == [2, 2]
+    torch.testing.assert_close(run(x, y), losses_of(model)(x, y).detach())  # no dropout
+    first = next(layers.parameters())
+    first.data = first.data.clone() * 2
+    three_times()
+    assert replays == [2, 3, 2]
+    model.train()
+    three_times()
+    model.eval()
+    three_times()
+    assert replays == [2, 3, 5, 2]
+    torch.testing.assert_close(run(x, y), losses_of(model)(x, y).detach())
+
+
+def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
+    tape_graphs(monkeypatch)
+
+    def refuse(run, room):
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "_graph_of", refuse)
+    batches = batches_of(*[(8, 4)] * 5)
+    expected, ordinary = trained("scaled", batches, is_captured=False)
+    with pytest.warns(RuntimeWarning, match=r"could not be captured as a graph \(RuntimeError\)") as warned:
+        found, optimizer = trained("scaled", batches, is_captured=True)
+    assert len([w for w in warned if "captured" in str(w.message)]) == 1
+    assert_same(found, expected)
+    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+
+
+def test_more_shapes_than_graphs_run_as_they_are(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    monkeypatch.setattr(captured, "MOST_GRAPHS", 2)
+    batches = batches_of((8, 1), (8, 2), (8, 3), (8, 3), (8, 1), (8, 3))
+    expected, _ = trained("flat", batches, is_captured=False)
+    with pytest.warns(RuntimeWarning, match="more than 2 shapes"):
+        found, _ = trained("flat", batches, is_captured=True)
+    assert replays == [1]
+    assert_same(found, expected)
+
+
+def test_a_cpu_runs_without_graphs(monkeypatch):
+    monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
+    batches = batches_of((8, 4), (3, 4), (8, 4), (8, 4))
+    expected, _ = trained("scaled", batches, is_captured=False)
+    found, _ = trained("scaled", batches, is_captured=True)
+    assert_same(found, expected)
+
+
+def test_mistakes_are_told():
+    model = model_of()
+    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, own_batches=True)
+    ((x, y),) = batches_of((4, 2))
+    with pytest.raises(ValueError, match="losses must be a function"):
+        optimizer.captured(model(x))
+    with pytest.raises(ValueError, match="together=0 must be a whole number"):
+        optimizer.captured(losses_of(model), together=0)
+    run = optimizer.captured(losses_of(model))
+    with pytest.raises(ValueError, match="of the 2 that it was given one has another number"):
+        run(x, y[:3])
+    with pytest.raises(ValueError, match="examples as their first axis"):
+        run(x, torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"found no tensor among its arguments.*\*\*batch"):
+        run({"texts": ["a", "b"]})
+    with torch.no_grad(), pytest.raises(ValueError, match=r"inside no_grad\(\) or public_data\(\)"):
+        run(x, y)
+    with pytest.raises(ValueError, match="one loss an example, a vector as long as the batch, got a tensor of 0 axes"):
+        optimizer.captured(lambda x: model(x).sum())(x)
+    with pytest.raises(ValueError, match="got a tensor of 2 axes; take reduction='none'"):
+        optimizer.captured(lambda x: model(x).sum((1, 2))[:, None])(x)
+    optimizer.detach()
+    with pytest.raises(ValueError, match="capture anew"):
+        run(x, y)
+
+
+def test_losses_may_take_their_rows_in_another_order(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+
+    def turned(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x.flip(0), y.flip(0)).flip(0)
+
+    optimizer, run = captured_run(model, turned)
+    seen = seen_by(optimizer)
+    first, last = batches_of((4, 2), (1, 2))
+    warm(run, *first, optimizer)
+    for differentiate in (run, lambda x, y: turned(x, y).sum().backward()):
+        differentiate(*last)
+        optimizer.step()
+    assert replays == [2]
+    torch.testing.assert_close(seen[2], seen[3], rtol=1e-5, atol=1e-8)
+    assert float(seen[3].norm()) > 0.01
+
+
+@pytest.mark.parametrize("where", ["between", "warm-up", "sums"])
+def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, where):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((1, 2))
+    run(x, y)
+    optimizer.step()
+    engine = optimizer.release._sums.engine
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "sums":
+            patched.setattr(optimizer.release._sums, "clip_and_sum_into", interrupt)
+        else:
+            # Of three flushes, one when the call begins and one in each of two runs, the second or the third.
+            passed = [engine.flush] * (1 if where == "warm-up" else 2)
+            patched.setattr(engine, "flush", lambda: passed.pop()() if passed else interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(x, y)
+    seen = seen_by(optimizer)
+    optimizer.step()
+    assert float(seen[0].norm()) < 1e-6
+    assert optimizer.release.counts_not_private.examples == 1
+
+
+def test_a_call_that_fails_does_not_count(monkeypatch):
+    tape_graphs(monkeypatch)
+    _, optimizer, run, (x, y) = with_a_graph()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer.release._sums.engine.buffers, "begin", fail)
+        with pytest.raises(MemoryError):
+            run(x, y)
+    run(x[:2], y[:2])
+    run(x[2:], y[2:])
+    optimizer.step()
+    assert optimizer.release.counts_not_private.examples == 12
+
+
+def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
+    tape_graphs(monkeypatch)
+    _, optimizer, run, (x, y) = with_a_graph()
+    seen = seen_by(optimizer)
+    sums = optimizer.release._sums
+
+    def fail(*args: Any) -> None:
+        sums._sums.add_all(args[0])
+        raise MemoryError
+
+    run(x, y)
+    with monkeypatch.context() as patched:
+        patched.setattr(sums, "add_sums", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert float(seen[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
+@pytest.mark.parametrize("variant", ["flat", "scaled"])
+def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
+    """The host learns of examples apart when the loop has filled its buffers with the next part."""
+    replays = tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART[apart])
+    parts, norms = batches_of(*[(4, 3)] * 15), {}
+    found = []
+    for is_captured in (False, True):
+        model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = VARIANTS[variant](model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", own_batches=True)
+        losses = losses_of(model)
+        run, sums = optimizer.captured(losses, together=4), optimizer.release._sums
+        x, y = (torch.empty_like(tensor) for tensor in parts[0])
+        for number, part in enumerate(parts):
+            x.copy_(part[0])
+            y.copy_(part[1])
+            if is_captured:
+                run(x, y)
+            else:
+                losses(x, y).sum().backward()
+                sums.engine.flush()
+            if number % 3 == 2:
+                sums.engine.flush()
+                sums._settle()
+                norms[number, is_captured] = torch.cat(sums.norms).sort().values
+                assert sums.examples == 4 * (number + 1)
+                optimizer.step()
+        found.append((model, optimizer.release.counts_not_private))
+    for number in range(2, 15, 3):
+        torch.testing.assert_close(norms[number, True], norms[number, False], rtol=1e-4, atol=1e-6)
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert sum(replays) == 14
+
+
+def assert_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Any,
+    failing: Callable[..., None],
+    step: Callable[[], None],
+    seen: list[Tensor],
+) -> None:
+    """A step in which running again fails leaves nothing to those that follow."""
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "_run", failing)
+        with pytest.raises((MemoryError, KeyboardInterrupt)):
+            step()
+    for _ in range(2):
+        step()
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-8)
+    assert float(seen[1].norm()) > 1e-3
+
+
+def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART["all apart"])
+    model, optimizer, run, (x, y) = with_a_graph()
+    seen = seen_by(optimizer)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    def step() -> None:  # as large as the plan allows
+        losses_of(model)(x, y).sum().backward()
+        run(x, y)
+        optimizer.step()
+
+    assert_forgotten(monkeypatch, run, fail, step, seen)
+    optimizer.step()
+    assert float(seen[2].norm()) < 1e-6
+    assert optimizer.release.counts_not_private.examples == 32
+
+
+@pytest.mark.parametrize("by", ["the step", "the next batch"])
+def test_an_interrupt_of_what_runs_again_leaves_nothing(monkeypatch, by):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART["all apart"])
+    _, optimizer, run, (x, y) = with_a_graph(sampling=dpoptim.Poisson())
+    seen, ordinary = seen_by(optimizer), run._run
+
+    def interrupted(*args: Any) -> None:
+        ordinary(*args)
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        run(x, y)
+        if by == "the next batch":
+            run(x[:3], y[:3])
+        optimizer.step()
+
+    assert_forgotten(monkeypatch, run, interrupted, step, seen)
+
+
+def test_an_example_apart_changes_nothing_of_what_others_add(monkeypatch):
+    """One whose own gradient is 0: though there is dropout, and a value of the loop's that changes before it runs."""
+    tape_graphs(monkeypatch)
+    released, explained = [], []
+    for apart in ("trusted", "the first"):
+        with monkeypatch.context() as patched:
+            hold_apart(patched, APART[apart])
+            model, factor = nn.Sequential(model_of(), nn.Dropout(0.5)), torch.ones(())
+
+            def losses(
+                x: Tensor, y: Tensor, counts: Tensor, model: nn.Module = model, factor: Tensor = factor
+            ) -> Tensor:
+                assert len(x) in (3, 4)  # as the loop has them, or filled up: what is run again has no size of its own
+                return losses_of(model)(x, y) * counts * factor
+
+            optimizer, run = captured_run(model, losses, batch_size=12)
+            seen = seen_by(optimizer)
+            torch.manual_seed(3)
+            parts = batches_of(*[(3, 2)] * 9)
+            for number, (x, y) in enumerate(parts):
+                factor.fill_(1.0 + number % 3)
+                run(x, y, torch.tensor([0.0, 1.0, 1.0]))
+                if number % 3 == 2:
+                    optimizer.step()
+            released.append(torch.stack(seen))
+            explained.append(str(optimizer.explain()))
+    torch.testing.assert_close(released[0], released[1], rtol=1e-5, atol=1e-8)
+    assert float(released[0][0].norm()) > 1e-3
+    assert explained[0] == explained[1]
+
+
+def test_the_scale_that_clipped_a_batch_lives_until_it_is_taken_in(monkeypatch):
+    """Another in its place would look the same."""
+    tape_graphs(monkeypatch)
+    model, optimizer, run, (x, y) = with_a_graph()
+    for is_replayed in (False, True):  # with a scale
+        scale = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+        lives = [weakref.ref(value) for value in scale.values()]
+        optimizer.release.scale = scale
+        run(x, y)
+        del scale
+        optimizer.release.scale = None
+        assert [value() is not None for value in lives] == [is_replayed] * len(lives)
+        optimizer.step()
+        assert all(value() is None for value in lives)
+
+
+def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeypatch):
+    tape_graphs(monkeypatch)
+    hold_apart(monkeypatch, APART["all apart"])
+    model, optimizer, run, (x, y) = with_a_graph()
+    sums = optimizer.release._sums
+    run(x, y)
+    sums.engine.flush()
+    captured_run(model)
+    with pytest.raises(ValueError, match="a captured batch is taken in"):
+        sums._settle()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["another", "written to"])
+def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch, how):
+    """By whatever the noise will be divided."""
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    seen = seen_by(optimizer)
+    ((x, y),) = batches_of((4, 2))
+    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for number, differentiate in enumerate([run, run, run, lambda x, y: losses_of(model)(x, y).sum().backward()]):
+        optimizer.release.scale = {name: one.clone() for name, one in ones.items()}
+        differentiate(x, y)
+        if number >= 2:
+            if how == "another":
+                optimizer.release.scale = {name: 3 * one for name, one in ones.items()}
+            else:
+                for value in optimizer.release.scale.values():
+                    value.mul_(3)
+        optimizer.step()
+    torch.testing.assert_close(seen[2], seen[3], rtol=1e-5, atol=1e-8)
+    assert float(seen[2].norm()) < 0.9 * float(seen[1].norm())
+
+
+def test_a_clip_norm_and_a_precision_of_their_own_make_another_graph(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    seen = seen_by(optimizer)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    optimizer.release._sums.clip_norm = 0.01
+    warm(run, x, y, optimizer)
+    assert replays == [1, 1]
+    assert float(seen[3].norm()) < 0.1 * float(seen[1].norm())
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        warm(run, x, y, optimizer)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert replays == [1, 1, 1]
+
+
+class Heads(nn.Module):
+    """One head for single positions, another for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.several = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.one(x) if x.shape[1] == 1 else self.several(x)
+        return outputs
+
+
+def test_what_a_batch_does_not_use_stays_without_a_gradient(monkeypatch):
+    """Also where other batches of the same step use it, in a graph or without."""
+    replays = tape_graphs(monkeypatch)
+    warnings.simplefilter("ignore")  # that the second head was not tried
+    steps: list[list[tuple[int, bool]]] = [[(1, True)], [(2, True)]] * 3 + [[(1, True), (2, True)], [(2, True)]]
+    steps += [[(2, False), (1, True)], [(1, False), (2, True)], [(1, True)]]
+    found = []
+    for captures in (True, False):
+        model = Heads()
+        optimizer, run = captured_run(model)
+        seen = seen_by(optimizer)
+        for step in steps:
+            for positions, in_graph in step:
+                ((x, y),) = batches_of((4, positions))
+                if captures and in_graph:
+                    run(x, y)
+                else:
+                    losses_of(model)(x, y).sum().backward()
+            optimizer.step()
+        found.append(torch.stack(seen))
+    assert replays == [5, 5]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+
+
+def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
+    tape_graphs(monkeypatch)
+    model, optimizer, run, (x, y) = with_a_graph()
+    run(x, y)
+    with dpoptim.public_data(), pytest.raises(ValueError, match=r"not inside of public_data\(\)"):
+        optimizer.step()
+    earlier = losses_of(model)(x, y).sum()
+    run(x, y)
+    with pytest.raises(ValueError, match="or of another batch's backward"):
+        earlier.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parameters_and_buffers_must_not_change_before_the_step(monkeypatch):
+    tape_graphs(monkeypatch)
+    model, optimizer, run, (x, y) = with_a_graph()
+    run(x, y)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' changes when the model runs"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", ["frozen", "buffer", "dtype"])
+def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+    model.register_buffer("shift", torch.zeros(()))
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x.to(next(model.parameters()).dtype), y) + model.get_buffer("shift")
+
+    optimizer, run = captured_run(model, losses)
+    ((x, y),) = batches_of((4, 2))
+    warm(run, x, y, optimizer)
+    before = run(x, y)
+    optimizer.step()
+    if change == "frozen":
+        next(model.parameters()).requires_grad_(False)
+        with pytest.raises(ValueError, match="was frozen"):
+            run(x, y)
+        return
+    if change == "buffer":
+        model.register_buffer("shift", torch.ones(()))
+    else:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    warm(run, x, y, optimizer)
+    assert replays == [2, 1]
+    (total,) = run._room.sums.vectors
+    assert total.dtype == (torch.float64 if change == "dtype" else torch.float32)
+    expected = before + 1 if change == "buffer" else before.double()
+    torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
+    replays = tape_graphs(monkeypatch)
+    model = model_of()
+
+    def losses(x: Tensor, y: Tensor, *, twice: Any = None) -> Tensor:
+        return losses_of(model)(x, y) * (2.0 if twice is True else twice or 1.0)
+
+    optimizer, run = captured_run(model, losses, batch_size=16)
+    ((x, y),) = batches_of((4, 2))
+    once = losses(x, y).detach()
+    for twice, times in ((True, 2.0), (False, 1.0), (None, 1.0)):
+        for _ in range(3):
+            torch.testing.assert_close(run(x, y, twice=twice), times * once)
+            optimizer.step()
+    assert replays == [2] * 3
+    for _ in range(2):
+        run(x, y.long(), twice=None)
+    torch.testing.assert_close(run(x, y, twice=None), once)  # whose y is no whole number
+    optimizer.step()
+    before = list(replays)
+    with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None alone"):
+        run(x, y, twice=3.0)
+    for times in (4.0, 3.0, 3.0):  # which may be another one in each batch
+        torch.testing.assert_close(run(x, y, twice=times), times * once)
+        optimizer.step()
+    assert replays == before
+
+
+def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+    optimizer, run = captured_run(model)
+    one, other, many = batches_of((4, 2), (4, 2), (8, 1))
+    warm(run, *one, optimizer)
+    warm(run, *many, optimizer)
+    expected = []
+    for x, y in (one, other, many):
+        losses_of(model)(x, y).sum().backward()
+        optimizer.release._sums.engine.flush()
+        expected.append(optimizer.release._sums.norms[-1])
+        optimizer.step()
+    told = optimizer.explain()
+    losses = [run(x, y) for x, y in (many, one, other)]
+    torch.testing.assert_close(losses, [losses_of(model)(x, y).detach() for x, y in (many, one, other)])
+    optimizer.release._sums.engine.flush()
+    first, second, third = optimizer.release._sums.norms
+    torch.testing.assert_close([second, third, first], expected)
+    assert optimizer.explain() != told
+    run(*many)
+    assert optimizer.explain() == told
+
+
+def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
+    tape_graphs(monkeypatch)
+    model = model_of()
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return losses_of(model)(x[:2], y[:2]).repeat(2)
+
+    optimizer, run = captured_run(model, losses)
+    ((x, y),) = batches_of((4, 2))
+    with pytest.warns(RuntimeWarning, match=r"could not be captured as a graph \(ValueError\)"):
+        warm(run, x, y, optimizer)
+
+
+def test_an_autocast_around_it_is_not_captured(monkeypatch):
+    monkeypatch.setattr(captured, "gpu", SimpleNamespace(available=lambda device: True))
+    monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
+    model = model_of()
+    optimizer, run = captured_run(model)
+    ((x, y),) = batches_of((4, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        warm(run, x, y, optimizer)
+    here, there = torch.device("cpu"), torch.device("meta")
+    assert captured._can_capture([here])
+    assert not captured._can_capture([here, there])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not captured._can_capture([here])
+
+
+def test_transformers_builds_no_mask_where_none_was_given(monkeypatch):
+    """While a graph is captured; what it does with one that was given is its own."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    before = masking.is_tracing
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    assert masking.is_tracing(None)
+    with captured._no_mask_for_none():
+        assert not masking.is_tracing(None)
+        assert masking.is_tracing(torch.ones(1, 1))
+    assert masking.is_tracing is before

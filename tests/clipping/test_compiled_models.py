@@ -1,0 +1,188 @@
+"""torch.compile leaves what looks at calls and layers alone, and no check is weaker for a model that is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dpoptim
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.engine import Engine
+from dpoptim.clipping.probe import BatchAxisError
+
+B = 4
+WAYS = ["torch.compile", "model.compile", "a compiled loss", "a compiled part", "a part that compiles itself"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x)) * 2)
+
+
+class Asks(nn.Module):
+    """Looks positions up where it is compiled, and the same table with as many examples where it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.table = nn.Linear(4, 4), nn.Embedding(50, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return (self.body(x) * self.table(torch.arange(x.shape[1]))).sum(2)
+        return (self.body(x) * self.table(torch.zeros(len(x), dtype=torch.long))[:, None]).sum(2)
+
+
+@pytest.fixture(autouse=True)
+def compile_anew():
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*run dpoptim.check_examples_do_not_mix")
+        yield
+    torch.compiler.reset()
+
+
+def attached(model: nn.Module) -> ClippedSums:
+    sums = ClippedSums(model, clip_norm=1.0)
+    sums.engine.attach()
+    return sums
+
+
+def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") -> Callable[[Tensor], Tensor]:
+    """Losses of a batch, with something compiled."""
+    if way == "torch.compile":
+        run = cast(nn.Module, torch.compile(model, backend=backend))
+        return lambda x: run(x).square().sum(1)
+    if way == "model.compile":
+        model.compile(backend=backend)
+    elif way == "a part that compiles itself":
+        model.body.compile(backend=backend)
+    elif way == "a compiled part":
+        body = cast(nn.Module, torch.compile(model.body, backend=backend))
+        return lambda x: model.head(torch.relu(body(x)) * 2).square().sum(1)
+    elif way == "a compiled loss":
+        return torch.compile(lambda x: model(x).square().sum(1), backend=backend)
+    return lambda x: model(x).square().sum(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_of_ours_is_compiled(way, monkeypatch):
+    """What is compiled is told so when it asks; the sums are those of the model as it is."""
+    asked: list[bool] = []
+    for name in ("agree_on_batch", "use", "keep", "flush", "capturing"):
+        own = vars(Engine)[name]
+        function = own.fget if isinstance(own, property) else own
+
+        def asks(*args: Any, _own: Any = function, **kwargs: Any) -> Any:
+            asked.append(torch.compiler.is_compiling())
+            return _own(*args, **kwargs)
+
+        monkeypatch.setattr(Engine, name, property(asks) if isinstance(own, property) else asks)
+    model, batches = Net(), [torch.randn(B, 4) for _ in range(3)]
+    expected = attached(model)
+    for x in batches:
+        model(x).square().sum(1).sum().backward()
+    wanted = expected.take()[0]
+    sums, losses = attached(model), compiled(model, way)
+    asked.clear()
+    for x in batches:
+        losses(x).sum().backward()
+    for name, found in sums.take()[0].items():
+        torch.testing.assert_close(found, wanted[name])
+    assert len(asked) > 20
+    assert not any(asked)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_one_shape_compile_in_the_first(way):
+    graphs: list[int] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    model = Net()
+    plan = dpoptim.PrivacyPlan(num_examples=80, batch_size=B, steps=20, noise_multiplier=1.0)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    losses = compiled(model, way, backend=count)
+    losses(torch.randn(B, 4)).sum().backward()
+    optimizer.step()
+    met = len(graphs)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(19):
+            losses(torch.randn(B, 4)).sum().backward()
+            optimizer.step()
+    assert len(graphs) == met
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "model.compile", "a compiled loss"])
+@pytest.mark.parametrize("as_it_is_before", [False, True])
+def test_the_trial_goes_the_way_of_the_call(way, as_it_is_before):
+    model = Asks()
+    attached(model)
+    if as_it_is_before:
+        model(torch.randn(B, B, 4)).sum().backward()
+    losses = compiled(model, way)
+    with pytest.raises(BatchAxisError, match=r"layer 'table' got an input of shape \(4,\)"):
+        losses(torch.randn(B, B, 4))
+
+
+def test_a_model_is_tried_as_it_is_where_only_another_is_compiled():
+    model = Asks()
+    attached(model)
+    compiled(Net(), "torch.compile")(torch.randn(B, 4)).sum().backward()
+    assert model(torch.randn(B, B, 4)).shape == (B, B)
+
+
+def test_forward_is_not_compiled_by_itself():
+    model = Net()
+    attached(model)
+    with pytest.raises(ValueError, match=r"Net.forward was called by itself.*call the model"):
+        torch.compile(model.forward, backend="eager")(torch.randn(B, 4))
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
+@pytest.mark.parametrize("changed", ["a buffer", "a loss", "a parameter outside its layer"])
+def test_what_changes_later_is_refused(way, changed):
+    class Later(Net):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4))
+            self.on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on and changed == "a buffer":
+                self.seen.add_(x.sum(0))
+            if self.on and changed == "a parameter outside its layer":
+                return F.linear(self.body(x), self.head.weight)
+            y = super().forward(x)
+            return y.mean() if self.on and changed == "a loss" else y
+
+    model = Later()
+    sums, losses = attached(model), compiled(model, way)
+
+    def step() -> None:
+        losses(torch.randn(B, 4)).sum().backward()
+        sums.take()
+
+    step()
+    step()
+    model.on = True
+    told = {
+        "a buffer": "buffer 'seen' changes",
+        "a loss": "Later returned a scalar",
+        "a parameter outside its layer": "parameter 'head.weight' was used outside",
+    }
+    with pytest.raises(ValueError, match=told[changed]):
+        step()

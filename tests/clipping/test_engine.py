@@ -1,0 +1,510 @@
+"""What belongs to one batch, what is refused, and what happens to copies of an attached model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from functools import partial
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.clipping import check_examples_do_not_mix, clipped_sum, public_data
+from dpoptim.clipping import clipped_sums as clipping
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.engine import Engine
+from dpoptim.clipping.physical_batch import PhysicalBatch
+from tests.clipping.models import Checkpointed, Tied, case, squares
+
+
+def attached(model: nn.Module, **options) -> ClippedSums:
+    sums = ClippedSums(model, clip_norm=options.pop("clip_norm", 0.7), **options)
+    sums.engine.attach()
+    return sums
+
+
+def _prefixed(name: str, message: str) -> str:
+    return f"{name}: {message}"
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=tolerance, atol=tolerance, msg=partial(_prefixed, name))
+
+
+@pytest.fixture
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(12, 4, dtype=torch.float64)
+
+
+class TestWhatIsOneBatch:
+    @pytest.mark.parametrize("size", [1, 2, 5, 12])
+    def test_micro_batches_of_any_size_give_the_same_sum(self, mlp, x, size):
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        for part in x.split(size):
+            squares(mlp, part).sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_two_forwards_then_two_backwards_are_two_batches(self, mlp, x):
+        """Both have six examples: taken together, two examples would share one clipped norm."""
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        first, second = squares(mlp, x[:6]).sum(), squares(mlp, x[6:]).sum()
+        first.backward()
+        second.backward()
+        assert_same(sums.take()[0], expected)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_the_same_with_checkpoints(self, reentrant):
+        torch.manual_seed(0)
+        model, x = (
+            Checkpointed(reentrant).double(),
+            torch.randn(8, 3, 6, dtype=torch.float64, requires_grad=True),
+        )
+        expected, _ = clipped_sum(model, squares, x, clip_norm=0.7)
+        sums = attached(model)
+        first, second = squares(model, x[:4]).sum(), squares(model, x[4:]).sum()
+        first.backward()
+        second.backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_two_calls_in_one_backward_are_one_batch(self, mlp, x):
+        """A loss over pairs: both calls of the model belong to the same example."""
+
+        def pair_loss(model: nn.Module, pair: Tensor) -> Tensor:
+            return (model(pair[:, 0]) * model(pair[:, 1])).sum(1)
+
+        pairs = x.view(6, 2, 4)
+        norms = []
+        for pair in pairs:
+            copied = copy.deepcopy(mlp)
+            pair_loss(copied, pair[None]).sum().backward()
+            norms.append(sum(float(p.grad.square().sum()) for p in copied.parameters()) ** 0.5)
+        _, found = clipped_sum(mlp, pair_loss, pairs)
+        torch.testing.assert_close(found, torch.tensor(norms, dtype=torch.float64))
+
+    def test_two_backwards_of_one_call_are_one_batch(self, mlp, x):
+        expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
+        sums = attached(mlp)
+        output = mlp(x)
+        output[:, :1].square().sum().backward(retain_graph=True)
+        output[:, 1:].square().sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_layers_without_a_call_of_the_model(self, mlp, x):
+        """A container whose parts are called one by one, as research code does."""
+        expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
+        sums = attached(mlp)
+        for part in x.split(6):
+            mlp[2](mlp[1](mlp[0](part))).square().sum().backward()
+        assert_same(sums.take()[0], expected)
+
+    def test_mean_loss(self, mlp, x):
+        expected, norms = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp, mean_loss=True)
+        squares(mlp, x).mean().backward()
+        sums.engine.flush()
+        torch.testing.assert_close(torch.cat(sums.norms), norms)
+        assert_same(sums.take()[0], expected)
+
+    def test_evaluation_in_between_changes_nothing(self, mlp, x):
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        sums = attached(mlp)
+        squares(mlp, x[:6]).sum().backward()
+        with torch.no_grad():
+            mlp(x[:3])
+        mlp(x[:2])  # with gradients, but never differentiated
+        squares(mlp, x[6:]).sum().backward()
+        assert_same(sums.take()[0], expected)
+        assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
+
+
+class TestSquares:
+    @pytest.mark.parametrize("name", ["linear 3-D", "tied", "cnn", "bare parameters", "embedding", "layer norm"])
+    def test_sum_of_squares_of_clipped_gradients(self, name):
+        made = case(name)
+        sums = attached(made.model, squares=True, clip_norm=0.5)
+        made.loss_fn(made.model, made.batch).sum().backward()
+        total, squared = sums.take()
+        assert squared is not None
+        expected = {n: torch.zeros_like(t) for n, t in total.items()}
+        for j in range(len(made.batch)):
+            own, _ = clipped_sum(made.model, made.loss_fn, made.batch[j : j + 1], clip_norm=0.5)
+            expected = {n: expected[n] + own[n].square() for n in expected}
+        assert_same(squared, expected, 1e-10)
+
+
+class TestRefusals:
+    def test_batch_norm_in_training(self):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        with pytest.raises(ValueError, match=r"layer '1' \(BatchNorm2d\).*GroupNorm"):
+            attached(model)
+
+    def test_batch_norm_that_goes_back_to_training(self):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
+        attached(model)
+        model(torch.randn(2, 1, 5, 5))
+        model.train()
+        with pytest.raises(ValueError, match=r"BatchNorm2d.*mixes examples"):
+            model(torch.randn(2, 1, 5, 5))
+        with torch.no_grad(), pytest.raises(ValueError, match=r"BatchNorm2d.*mixes examples"):
+            model(torch.randn(2, 1, 5, 5))  # would take the private batch into its running mean
+
+    @pytest.mark.parametrize(
+        ("layer", "words"),
+        [
+            (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), "running statistics"),
+            (nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+            (nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+            (nn.EmbeddingBag(4, 3), "bags"),
+            (nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "parametrization"),
+        ],
+        ids=["instance norm", "max_norm", "frequency", "bag", "weight norm"],
+    )
+    def test_layers_that_mix(self, layer, words):
+        with pytest.raises(ValueError, match=words):
+            attached(nn.Sequential(layer))
+
+    def test_complex_parameters(self):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, dtype=torch.cfloat))
+        with pytest.raises(ValueError, match=r"layer '1' \(Linear\) has complex parameters"):
+            attached(model)
+
+    def test_loss_that_is_not_a_vector(self, mlp, x):
+        with pytest.raises(ValueError, match="one loss an example"):
+            clipped_sum(mlp, lambda m, x: m(x).sum(), x)
+        with pytest.raises(ValueError, match="one loss an example"):
+            clipped_sum(mlp, lambda m, x: m(x), x)
+
+    def test_loss_of_another_length(self, mlp, x):
+        with pytest.raises(ValueError, match="returned 36 losses for a batch of 12 examples"):
+            clipped_sum(mlp, lambda m, x: m(x).flatten(), x)
+
+    def test_batch_axis_that_disagrees(self):
+        class Flattens(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.enter = nn.Linear(4, 4)
+                self.leave = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.leave(self.enter(x).flatten(0, 1)).view_as(x)
+
+        with pytest.raises(ValueError, match=r"layer 'leave' got an input of shape \(15, 4\) while the batch has 5"):
+            clipped_sum(Flattens(), squares, torch.randn(5, 3, 4))
+
+    def test_axis_that_only_has_the_length_of_the_batch(self):
+        """A table looked up with [positions, positions] ids, with as many positions as examples: a silent leak
+        elsewhere.
+        """
+
+        class RelativePositions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.enter, self.table = nn.Linear(4, 4), nn.Embedding(9, 1)
+
+            def forward(self, x):
+                where = torch.arange(x.shape[1])
+                bias = self.table(where[:, None] - where[None] + 4)[..., 0]
+                return torch.softmax(bias, -1) @ self.enter(x)
+
+        model = RelativePositions()
+        with pytest.raises(ValueError, match=r"layer 'table' got an input of shape \(5, 5\) while the batch has 4"):
+            clipped_sum(model, squares, torch.randn(5, 5, 4))
+        with pytest.raises(ValueError, match=r"layer 'table' got an input of shape \(4, 4\) while the batch has 5"):
+            clipped_sum(model, squares, torch.randn(5, 4, 4))
+        model.table.requires_grad_(False)
+        clipped_sum(model, squares, torch.randn(5, 5, 4))
+
+    def test_the_probe_leaves_randomness_alone(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        x = torch.randn(6, 4)
+        torch.manual_seed(0)
+        expected = model(x).detach()
+        attached(model)
+        torch.manual_seed(0)
+        assert torch.equal(model(x).detach(), expected)
+
+    def test_scalar_loss_of_the_model(self):
+        made = case("BertForMaskedLM")
+        attached(made.model)
+        with pytest.raises(ValueError, match="without labels"):
+            made.model(input_ids=made.batch["input_ids"], labels=made.batch["labels"])
+
+    def test_weight_used_outside_its_layer(self):
+        class Functional(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(7, 4)
+
+            def forward(self, ids):
+                return F.linear(self.table(ids), self.table.weight)
+
+        model = Functional()
+        attached(model)
+        with pytest.raises(ValueError, match=r"'table.weight' was used outside the layer"):
+            squares(model, torch.randint(0, 7, (3, 5))).sum().backward()
+        assert model.table.weight.grad is None
+
+    def test_layer_replaced_later(self, mlp, x):
+        attached(mlp)
+        mlp[2] = nn.Linear(6, 3).double()
+        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+            squares(mlp, x).sum().backward()
+
+    def test_parameter_replaced_later(self, mlp, x):
+        attached(mlp)
+        mlp[0].weight = nn.Parameter(mlp[0].weight.detach().clone())
+        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+            squares(mlp, x).sum().backward()
+
+    def test_parameter_unfrozen_later(self, mlp, x):
+        mlp[0].requires_grad_(False)
+        attached(mlp)
+        mlp[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"used outside|unfrozen"):
+            squares(mlp, x).sum().backward()
+
+    def test_module_that_mixes_examples_by_itself(self):
+        class Centres(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gain = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return (x - x.mean(0)) * self.gain
+
+        with pytest.raises(ValueError, match=r"Centres.*mixes"):
+            clipped_sum(nn.Sequential(nn.Linear(4, 4), Centres()), squares, torch.randn(5, 4))
+
+    @pytest.mark.parametrize(
+        "kind", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 1)], ids=["linear", "norm", "conv"]
+    )
+    def test_gradient_of_a_gradient(self, kind):
+        """A penalty on gradients: what it would add to the layer's own gradient is not seen by its rule."""
+        attached(kind)
+        inputs = torch.randn(5, 4, 4, requires_grad=True)
+        for losses in (squares(kind, inputs), kind(inputs).flatten(1).sum(1)):  # the second's gradient is a constant
+            with pytest.raises(ValueError, match="gradients of gradients"):
+                torch.autograd.grad(losses.sum(), inputs, create_graph=True)
+
+    def test_nothing_to_train(self, mlp):
+        with pytest.raises(ValueError, match="requires_grad"):
+            attached(mlp.requires_grad_(False))
+
+    @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+    def test_clip_norm(self, mlp, x, clip_norm):
+        with pytest.raises(ValueError, match="clip_norm"):
+            clipped_sum(mlp, squares, x, clip_norm=clip_norm)
+
+    def test_scale_of_another_shape(self, mlp, x):
+        scale = {name: torch.ones_like(p) for name, p in mlp.named_parameters()}
+        with pytest.raises(ValueError, match=r"scale lacks parameter '2.bias'"):
+            clipped_sum(mlp, squares, x, scale={n: s for n, s in scale.items() if n != "2.bias"})
+        with pytest.raises(ValueError, match=r"scale\['2.bias'\]"):
+            clipped_sum(mlp, squares, x, scale={**scale, "2.bias": torch.ones(1)})
+
+
+_OWN = torch.Generator()
+
+
+class TestExamplesDoNotMix:
+    def test_passes(self, mlp, x):
+        check_examples_do_not_mix(mlp, squares, x)
+        made = case("BertForMaskedLM")
+        check_examples_do_not_mix(made.model, made.loss_fn, made.batch)
+
+    def test_positions_taken_for_examples(self, mlp):
+        """As many positions as examples: only the gradients show that the axes are swapped."""
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            return model(x.transpose(0, 1)).square().sum((0, 2))
+
+        with pytest.raises(ValueError, match="examples mix"):
+            check_examples_do_not_mix(mlp, loss_fn, torch.randn(5, 5, 4, dtype=torch.float64))
+
+    def test_layer_that_knows_its_batch_axis(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=False))
+        with pytest.raises(ValueError, match=r"layer '1' got an input of shape \(4, 5, 4\) while the batch has 4"):
+            clipped_sum(model, lambda m, x: m(x)[0].square().sum((0, 2)), torch.randn(5, 5, 4))
+
+    def test_loss_normalised_over_the_batch(self, mlp, x):
+        with pytest.raises(ValueError, match="examples mix"):
+            check_examples_do_not_mix(mlp, lambda m, x: m(x).square().sum(1) / m(x).square().sum(), x)
+
+    def test_inputs_mixed_before_any_layer(self, mlp, x):
+        """No layer lies before the mean, so only the loss of the example alone shows it."""
+        with pytest.raises(ValueError, match="examples mix: example 0 has another loss in its batch than alone"):
+            check_examples_do_not_mix(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
+
+    @pytest.mark.parametrize(
+        ("hook", "mixes"),
+        [
+            (lambda g: g / g.norm(), True),
+            (lambda g: g - g.mean(0), True),
+            (lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12), False),
+            (lambda g: g.clamp(-0.1, 0.1), False),
+            (lambda g: g * torch.rand((), generator=_OWN), False),  # another length each time
+        ],
+    )
+    def test_gradients_mixed_by_a_hook(self, x, hook, mixes):
+        class Hooked(nn.Sequential):
+            def forward(self, x: Tensor) -> Tensor:
+                hidden = self[1](self[0](x))
+                if hidden.requires_grad:
+                    hidden.register_hook(hook)
+                return self[2](hidden)
+
+        model = Hooked(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 2)).double()
+        before = torch.get_rng_state()
+        if mixes:
+            with pytest.raises(ValueError, match="examples mix"):
+                check_examples_do_not_mix(model, squares, x)
+        else:
+            check_examples_do_not_mix(model, squares, x)
+        assert (torch.get_rng_state() == before).all()
+
+
+def test_compiled_model_gives_the_same_sums(mlp, x):
+    expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+    compiled = cast(nn.Module, torch.compile(mlp, backend="aot_eager"))
+    sums = attached(mlp)
+    for part in x.split(6):
+        squares(compiled, part).sum().backward()
+    assert_same(sums.take()[0], expected)
+
+
+def test_an_error_in_the_middle_leaves_nothing_to_release(mlp, x, monkeypatch):
+    sums = attached(mlp)
+    squares(mlp, x).sum().backward()
+    whole = clipping._Accumulator.add_sum
+    calls = []
+
+    def fails_late(self, name, gradients, weights):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        whole(self, name, gradients, weights)
+
+    monkeypatch.setattr(clipping._Accumulator, "add_sum", fails_late)
+    with pytest.raises(MemoryError):
+        sums.take()
+    monkeypatch.undo()
+    assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
+
+
+class TestCopies:
+    def test_copies_and_pickles_run_without_the_engine(self, mlp, x):
+        attached(mlp)
+        twin = copy.deepcopy(mlp)
+        with torch.no_grad():
+            twin[0].weight.zero_()
+            twin[0].bias.zero_()
+        assert not torch.equal(twin(x), mlp(x))
+        twin(x).sum().backward()
+        assert twin[2].weight.grad is not None
+        file = io.BytesIO()
+        torch.save(mlp, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(x), mlp(x))
+
+    def test_state_dict_is_the_models_own(self):
+        model = Tied()
+        keys = list(model.state_dict())
+        attached(model)
+        assert list(model.state_dict()) == keys
+
+    def test_public_data_differentiates_as_usual(self, mlp, x):
+        sums = attached(mlp)
+        with public_data():
+            gradients = torch.autograd.grad(squares(mlp, x).sum(), list(mlp.parameters()))
+        reference = copy.deepcopy(mlp)
+        squares(reference, x).sum().backward()
+        for found, p in zip(gradients, reference.parameters(), strict=True):
+            torch.testing.assert_close(found, p.grad)
+        assert all(float(total.abs().sum()) == 0 for total in sums.take()[0].values())
+
+    def test_an_optimizers_sums_survive_a_look_at_clipped_sums(self, mlp, x):
+        sums = attached(mlp)
+        squares(mlp, x).sum().backward()
+        expected, _ = clipped_sum(mlp, squares, x, clip_norm=0.7)
+        assert sums.engine.attached
+        assert_same(sums.take()[0], expected)
+
+
+def test_an_engine_that_cannot_attach_leaves_the_one_that_watches():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    kept: list[PhysicalBatch] = []
+    watching = Engine(model, kept.append)
+    watching.attach()
+    model[1] = nn.BatchNorm1d(4)
+    with pytest.raises(ValueError, match="BatchNorm"):
+        Engine(model, kept.append).attach()
+    assert watching.attached
+    model[1] = nn.ReLU()
+    model(torch.randn(5, 3)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.LayerNorm(6), (4, 6)),
+        (nn.Linear(6, 3), (6,)),
+        (nn.Linear(6, 3), (2, 4, 6)),
+        (nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 2)), (2, 4)),
+        (nn.Embedding(9, 4), (5,)),
+    ],
+    ids=["norm", "linear", "linear 4-D", "conv", "embedding"],
+)
+def test_an_empty_batch(model, shape):
+    inputs = torch.zeros(0, *shape, dtype=torch.long if isinstance(model, nn.Embedding) else torch.float32)
+    sums, norms = clipped_sum(model, lambda m, x: m(x).flatten(1).sum(1), inputs, clip_norm=1.0)
+    assert norms.shape == (0,)
+    assert not any(total.any() for total in sums.values())
+
+
+def test_an_empty_batch_of_a_module_without_a_rule():
+    with pytest.raises(ValueError, match="empty batch; for an empty sample leave out forward and backward"):
+        clipped_sum(nn.PReLU(), lambda m, x: m(x).sum(1), torch.zeros(0, 4), clip_norm=1.0)
+
+
+def test_an_old_engine_that_is_detached_leaves_the_new_one():
+    model = nn.Linear(3, 2)
+    first, second = attached(model), attached(model)
+    first.engine.detach()
+    assert second.engine.attached
+    model(torch.randn(5, 3)).sum().backward()
+    assert second.take()[0]["weight"].any()
+    second.engine.detach()
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("module", "scale"), [("gemma", 3.0), ("gemma2", 3.0), ("gemma3", 3.0), ("bart", 3.0), ("mbart", 3.0)]
+)
+def test_tables_of_transformers_whose_rows_are_multiplied(module, scale):
+    """Every copy of that class does what our rule does."""
+    transformers = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    (kind,) = {value for name, value in vars(transformers).items() if name.endswith("ScaledWordEmbedding")}
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(7, 4, padding_idx=None, embed_scale=scale), nn.Linear(4, 2))
+    ids = torch.randint(0, 7, (5, 3))
+    losses = model(ids).square().sum((1, 2))
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    sums, _ = clipped_sum(model, lambda model, ids: model(ids).square().sum((1, 2)), ids, clip_norm=1e6)
+    for number, total in enumerate(sums.values()):
+        torch.testing.assert_close(total, torch.stack([each[number] for each in expected]).sum(0))

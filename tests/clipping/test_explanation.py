@@ -1,0 +1,88 @@
+"""What is chosen for which shapes, and that memory to spare changes speed alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dpoptim
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.norms import Way
+from tests.clipping.models import CASES, Case, case, squares
+from tests.clipping.one_at_a_time import random_scale
+
+
+def run(made, scale, spare_bytes):
+    sums = ClippedSums(made.model, clip_norm=0.8, spare_bytes=spare_bytes)
+    sums.scale = scale
+    sums.engine.attach()
+    try:
+        made.loss_fn(made.model, made.batch).sum().backward()
+        explanation = sums.explain()
+        return sums.take()[0], explanation
+    finally:
+        sums.engine.detach()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("name", CASES)
+def test_memory_to_spare_changes_no_sum(name, scaled):
+    made = case(name)
+    scale = random_scale(made.model) if scaled else None
+    lean, _ = run(made, scale, 0)
+    formed, explanation = run(made, scale, 1 << 40)
+    for n, total in lean.items():
+        torch.testing.assert_close(formed[n], total, rtol=1e-9, atol=1e-11)
+    assert not sum(parameter.extra_bytes for parameter in explanation.parameters)
+
+
+def ways(positions, width, scaled, spare_bytes=0):
+    model = nn.Linear(width, width, bias=False).double()
+    made = type(case("conv2d"))(
+        model, lambda m, x: m(x).square().sum((1, 2)), torch.randn(3, positions, width).double()
+    )
+    (found,) = run(made, {"weight": torch.ones(width, width).double()} if scaled else None, spare_bytes)[1].parameters
+    return found
+
+
+def test_choice_by_shape():
+    assert ways(64, 16, scaled=False).way is Way.FORMED  # smaller than its factors
+    assert ways(4, 16, scaled=False).way is Way.GRAM
+    assert ways(4, 16, scaled=True).way is Way.BLOCKS
+    assert ways(1, 16, scaled=True).way is Way.ONE_POSITION
+
+
+def test_choice_by_memory():
+    lean = ways(4, 16, scaled=True)
+    assert lean.held_bytes == 3 * 4 * (16 + 16) * 8
+    assert lean.extra_bytes == 3 * (16 * 16 - 4 * (16 + 16)) * 8
+    assert ways(4, 16, scaled=True, spare_bytes=lean.extra_bytes - 1).way is Way.BLOCKS
+    rich = ways(4, 16, scaled=True, spare_bytes=lean.extra_bytes)
+    assert rich.way is Way.FORMED
+    assert rich.held_bytes == lean.held_bytes + lean.extra_bytes
+
+
+def test_memory_is_spent_once_a_batch():
+    """Two layers, and memory for one of them."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).double()
+    made = Case(model, squares, torch.randn(3, 4, 16).double())
+    found = run(made, None, ways(4, 16, scaled=False).extra_bytes)[1].parameters
+    assert sorted(parameter.way.name for parameter in found) == ["FORMED", "GRAM"]
+
+
+def test_the_optimizer_explains_itself():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=10, noise_multiplier=1.0)
+    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, own_batches=True, clipping_memory=0)
+    with pytest.raises(ValueError, match="after the first step"):
+        optimizer.explain()
+    for examples in (5, 3):
+        model(torch.randn(examples, 4)).square().sum().backward()
+        optimizer.step()
+        text = optimizer.explain()
+        assert f"a physical batch of {examples} examples" in text
+        assert "2 x *.weight [8, 8]: one position an example" in text
+        assert "clipping_memory=" in text
+    with pytest.raises(ValueError, match="clipping_memory"):
+        dpoptim.scale_then_privatize(model, plan, 1e-2, clipping_memory=-1)

@@ -1,0 +1,163 @@
+"""Numbers at the edge of float32, and positions that cancel: one example never adds more than the clip norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.gradient_factors import Dense, Outer, Rows
+from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.physical_batch import PhysicalBatch
+
+
+class Parameters(nn.Module):
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def summed(model, gradients, examples=1, **options):
+    """Clip norm 1: (the sums, the accumulated squares, what was counted)."""
+    sums = ClippedSums(model, clip_norm=1.0, **options)
+    with torch.no_grad():
+        sums._add(PhysicalBatch(gradients=gradients, examples=examples))
+    total, squares = sums.take()
+    return total, squares, sums.counts
+
+
+def norm(total):
+    return math.sqrt(sum(float(value.double().square().sum()) for value in total.values()))
+
+
+def of_outer(left, right, *more):
+    gradients = ExampleGradients(torch.Size([left.shape[2], right.shape[2]]))
+    gradients.add(Outer(left, right))
+    for form in more:
+        gradients.add(form)
+    return gradients
+
+
+def cancelling(seed, rows, cols, positions=9, size=3e3):
+    """Factors of positions whose products sum to nearly nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(1, positions, rows, generator=generator) * size
+    left[:, -1] = -left[:, :-1].sum(1)
+    right = torch.randn(1, 1, cols, generator=generator).expand(1, positions, cols) * size
+    return left, right.contiguous()
+
+
+@pytest.mark.parametrize("share", [0.51, 0.75, 1.5, 2.51, 1e3])
+def test_a_weight_that_float32_cannot_hold_leaves_the_example_out(share):
+    """Norms near 1e44: the weight is `share` times the smallest number there is, and would be rounded up."""
+    size = math.sqrt(1 / (share * 2.0**-149))
+    total, _, counts = summed(
+        Parameters(w=(1, 1)), {"w": of_outer(torch.full((1, 1, 1), size), torch.full((1, 1, 1), size))}
+    )
+    assert norm(total) <= 1 + 1e-6
+    assert counts.nonfinite == 1
+
+
+def test_squares_are_of_weighted_gradients():
+    """g² overflows where (c·g)² does not."""
+    left, right = torch.full((2, 1, 3), 1e11), torch.full((2, 1, 4), 1e11)
+    total, squares, counts = summed(Parameters(w=(3, 4)), {"w": of_outer(left, right)}, 2, squares=True)
+    assert counts.nonfinite == 0
+    assert norm(total) == pytest.approx(2)
+    assert float(squares["w"].sum()) == pytest.approx(2)
+
+
+def test_parts_that_overflow_leave_the_example_out():
+    left, right = torch.zeros(2, 2, 16), torch.zeros(2, 2, 16)
+    left[0, 0, 0], right[0, 0, 0] = 1e22, 1e22
+    left[0, 1, 0], right[0, 1, 0], right[0, 1, 1] = -1e22, 1e22, 5e21
+    left[1], right[1] = 0.1, 0.1
+    total, _, counts = summed(Parameters(w=(16, 16)), {"w": of_outer(left, right)}, 2)
+    assert total["w"].isfinite().all()
+    other = left[1].T @ right[1]
+    torch.testing.assert_close(total["w"], other / max(1, norm({"w": other})))
+    assert counts.nonfinite == 1
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("formed", [False, True], ids=["positions", "formed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
+    """‖D‖² + 2⟨D, E⟩ + ‖E‖² loses twice the digits that D + E does."""
+    for seed, size in enumerate([3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-11] * 4):
+        generator = torch.Generator().manual_seed(seed)
+        left, right = (torch.zeros(1, 1, 50, dtype=dtype), torch.randn(1, 1, 16, generator=generator).to(dtype))
+        left[0, 0, 7] = 1
+        left += size * torch.randn(1, 1, 50, generator=generator).to(dtype)
+        value = -right + size * torch.randn(1, 1, 16, generator=generator).to(dtype)
+        gradients = ExampleGradients(torch.Size([50, 16]), dtype)
+        gradients.add(Dense(left.mT @ right) if formed else Outer(left, right))
+        gradients.add(Rows(torch.full((1, 1), 7), value))
+        model = Parameters(w=(50, 16)).to(dtype)
+        sums = ClippedSums(model, clip_norm=1e-12)
+        scale = torch.rand(50, 16, generator=generator).to(dtype) / 2 + 0.5
+        sums.scale = {"w": scale} if scaled else None
+        with torch.no_grad():
+            sums._add(PhysicalBatch(gradients={"w": gradients}, examples=1))
+        total = sums.take()[0]["w"].double()
+        assert float((total * scale if scaled else total).norm()) <= 1e-12 * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["alone", "with a position of inf times 0", "tied", "beside float64"])
+def test_positions_that_cancel(kind):
+    """Rounding is then larger than the gradient: it is measured and summed as one and the same vector."""
+    for seed in range(60):
+        rows, cols = (40, 5) if kind == "tied" else (3, 5)
+        left, right = cancelling(seed, rows, cols)
+        if kind == "with a position of inf times 0":
+            left = torch.cat([left, torch.full((1, 1, rows), 3e38)], 1)
+            right = torch.cat([right, torch.zeros(1, 1, cols)], 1)
+        model: nn.Module = Parameters(w=(rows, cols))
+        gradients = {"w": of_outer(left, right)}
+        if kind == "tied":
+            looked_up = Rows(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1, cols), 1e-3))
+            gradients = {"w": of_outer(left, right, looked_up)}
+        if kind == "beside float64":
+            model = nn.Module()
+            model.a, model.w = nn.Parameter(torch.zeros(1).double()), nn.Parameter(torch.zeros(rows, cols))
+            other = ExampleGradients(torch.Size([1]), torch.float64)
+            other.add(Dense(torch.zeros(1, 1).double()))
+            gradients = {"a": other, **gradients}
+        assert norm(summed(model, gradients)[0]) <= 1 + 1e-3
+
+
+def test_the_order_of_sums_does_not_depend_on_the_run():
+    """Bit for bit, whatever the order of hashes."""
+    gradients = {}
+    for i in range(12):
+        generator = torch.Generator().manual_seed(i)
+        gradients[f"w{i}"] = of_outer(
+            torch.randn(4, 3, 9, generator=generator), torch.randn(4, 3, 9, generator=generator)
+        )
+    model = Parameters(**dict.fromkeys(gradients, (9, 9)))
+    sums = ClippedSums(model, clip_norm=1.0)
+    expected = sum((own.squared_norms() for own in gradients.values()), torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(sums._measured(gradients, None)[0], expected)
+
+
+@pytest.mark.parametrize("mean_loss", [False, True], ids=["sum", "mean"])
+def test_an_example_by_itself_counts_once_and_as_much_as_the_others(mean_loss):
+    """Three examples, of which the first one's positions cancel."""
+    left, right = cancelling(0, 3, 5)
+    left, right = (torch.cat([each, *[torch.rand_like(each)] * 2]) for each in (left, right))
+    factor = 3 if mean_loss else 1
+    sums = ClippedSums(Parameters(w=(3, 5)), clip_norm=1e-3, mean_loss=mean_loss)
+    with torch.no_grad():
+        sums._add(PhysicalBatch(gradients={"w": of_outer(left / factor, right)}, examples=3))
+    grads = left.double().mT @ right.double()
+    grads[0] = (left[0] / factor).T @ right[0] * factor  # of which little but rounding is left
+    lengths = grads.flatten(1).norm(dim=1)
+    assert float(lengths[0]) > 1e-3
+    assert (sums.counts.clipped, sums.counts.nonfinite) == (3, 0)
+    total = sums.take()[0]
+    others = (grads[1:] / lengths[1:, None, None] * 1e-3).sum(0).float()
+    assert norm({"w": total["w"] - others}) == pytest.approx(1e-3, rel=1e-3)

@@ -1,0 +1,123 @@
+"""The same on a CUDA device: clipped sums, noise, whole steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import dpoptim
+from dpoptim.clipping import clipped_sum
+from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.kernels import choose as gpu
+from dpoptim.kernels import norms as kernels
+from dpoptim.kernels.norms import row_weighted_sum
+from tests.clipping.models import CASES, case
+from tests.clipping.one_at_a_time import random_scale
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+_ROUNDED_WITHIN = ("GemmaForCausalLM",)
+"""Models that round to float32 within themselves (its norms do), whatever the type of their parameters."""
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("name", [n for n in CASES if "attention" not in n and n != "shared positions"])
+def test_clipped_sums_are_those_of_the_cpu(name, scaled):
+    made = case(name)
+    scale = random_scale(made.model) if scaled else None
+    expected, norms = clipped_sum(made.model, made.loss_fn, made.batch, clip_norm=0.8, scale=scale)
+    model = made.model.cuda()
+    batch = pytree.tree_map(lambda t: t.cuda(), made.batch)
+    scale = None if scale is None else {n: s.cuda() for n, s in scale.items()}
+    with torch.device("cuda"):
+        sums, found = clipped_sum(model, made.loss_fn, batch, clip_norm=0.8, scale=scale)
+    rounding = 1e-6 if name in _ROUNDED_WITHIN else 1e-9
+    torch.testing.assert_close(found.cpu(), norms, rtol=rounding, atol=rounding / 100)
+    for n, total in expected.items():
+        torch.testing.assert_close(sums[n].cpu(), total, rtol=10 * rounding, atol=rounding / 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tied", "cnn", "bare parameters", "embedding", "layer norm", "BertForMaskedLM"])
+def test_sums_of_squares_are_those_of_the_cpu(name, dtype):
+    found = []
+    for device in ("cpu", "cuda"):
+        made = case(name, dtype)
+        model, batch = made.model.to(device), pytree.tree_map(lambda t, d=device: t.to(d), made.batch)
+        sums = ClippedSums(model, clip_norm=0.8, squares=True)
+        sums.engine.attach()
+        with torch.device(device):
+            made.loss_fn(model, batch).sum().backward()
+        squares = sums.take()[1]
+        assert squares is not None
+        found.append(torch.cat([squares[n].flatten().cpu().double() for n in sorted(squares)]))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert float((found[0] - found[1]).norm() / found[0].norm()) <= tolerance
+
+
+@pytest.mark.parametrize(
+    "noise", [dpoptim.Independent(), dpoptim.BandedToeplitz(bands=4)], ids=["independent", "banded"]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_steps_are_those_of_the_cpu(noise, dtype):
+    key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
+    plan = dpoptim.PrivacyPlan(
+        num_examples=50, batch_size=5, steps=10, clip_norm=0.8, noise_multiplier=1.0, noise=noise
+    )
+    paths = []
+    for device in ("cpu", "cuda"):
+        made = case("mlp with in-place activations", dtype)
+        model, batch = made.model.to(device), made.batch.to(device)
+        with torch.device(device):
+            optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key, run_id="", own_batches=True)
+            for _ in range(10):
+                made.loss_fn(model, batch).sum().backward()
+                optimizer.step()
+        paths.append(torch.cat([p.detach().flatten().cpu().double() for p in model.parameters()]))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
+    assert float((paths[0] - paths[1]).norm() / paths[0].norm()) <= tolerance
+
+
+def test_bf16_autocast_on_bert():
+    made = case("BertForMaskedLM", torch.float32)
+    expected, norms = clipped_sum(made.model, made.loss_fn, made.batch, clip_norm=0.8)
+    model = made.model.cuda()
+    batch = pytree.tree_map(lambda t: t.cuda(), made.batch)
+
+    def loss_fn(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return made.loss_fn(model, batch)
+
+    sums, found = clipped_sum(model, loss_fn, batch, clip_norm=0.8)
+    torch.testing.assert_close(found.cpu(), norms, rtol=0.05, atol=0)
+    off = sum(float((sums[n].cpu() - total).square().sum()) for n, total in expected.items()) ** 0.5
+    assert off <= 0.1 * sum(float(total.square().sum()) for total in expected.values()) ** 0.5
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 90, 3000])
+def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
+    """torch's own adds by atomics where ids repeat often: then a step could not be repeated bit for bit."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, rows, (64, 256), device="cuda", generator=generator)
+    values = torch.randn(64, 256, 128, device="cuda", generator=generator)
+    weights = torch.rand(64, device="cuda", generator=generator)
+    asked = torch.are_deterministic_algorithms_enabled()
+    found = [row_weighted_sum(ids, values, weights, rows) for _ in range(10)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    exact = row_weighted_sum(ids.cpu(), values.double().cpu(), weights.double().cpu(), rows)
+    torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.are_deterministic_algorithms_enabled() == asked
+
+
+def test_kernels_run_on_the_current_device_alone(monkeypatch):
+    there = torch.ones(2, device="cuda")
+    assert kernels.on_gpu(there, None) is kernels.wide_on_gpu(there) is kernels._kernels()
+    assert gpu.available("cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    assert kernels.on_gpu(there) is kernels.wide_on_gpu(there) is None
+    assert not gpu.available("cuda:0")

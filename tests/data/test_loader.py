@@ -1,0 +1,305 @@
+"""The loader: what it yields, the tickets it issues, and how a run is taken up again."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from dpoptim.data import batch_handshake as tickets
+from dpoptim.data import private_loader
+from dpoptim.data.batch_handshake import bind, take
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+
+KEY = NoiseKey.from_bytes(bytes(range(32)))
+RUN: Any = {"key": KEY, "run_id": "the run"}
+DRAWS = KEY.for_run("loader the run")
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def make_plan(count=20, size=5, steps=8, **changes):
+    return PrivacyPlan(num_examples=count, batch_size=size, steps=steps, **changes)
+
+
+def drawn(plan, step, count=None):
+    return plan.sampling.indices(
+        DRAWS, step, num_examples=plan.num_examples, batch_size=plan.batch_size, dataset_size=count
+    ).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
+def test_yields_the_planned_examples_with_a_ticket_each(sampling, workers):
+    plan = make_plan(sampling=sampling)
+    loader = private_loader(Numbers(20), plan, **RUN, num_workers=workers)
+    assert len(loader) == loader.steps == 8
+    for step, batch in enumerate(loader):
+        ticket = take(plan)
+        assert ticket is not None
+        assert take(plan) is None
+        assert (ticket.step, ticket.opens_batch, ticket.closes_batch) == (step, True, True)
+        expected = drawn(plan, step)
+        assert ticket.is_placeholder == (not expected)
+        assert batch.tolist() == (expected or [0])
+        assert ticket.physical_examples == len(batch)
+    assert step == 7
+
+
+def test_collates_tuples_and_takes_a_collate_function():
+    data = TensorDataset(torch.arange(20).float().unsqueeze(1), torch.arange(20))
+    plan = make_plan()
+    features, labels = next(iter(private_loader(data, plan, **RUN)))
+    assert features.shape == (5, 1)
+    assert labels.tolist() == drawn(plan, 0)
+    doubled = next(iter(private_loader(Numbers(20), plan, **RUN, collate_fn=lambda rows: [2 * i for i in rows])))
+    assert doubled == [2 * i for i in drawn(plan, 0)]
+
+
+def test_empty_samples_yield_a_placeholder_and_say_so():
+    plan = make_plan(count=50, size=1, steps=60, sampling=Poisson())
+    empty = 0
+    for step, batch in enumerate(private_loader(Numbers(50), plan, **RUN)):
+        ticket = take(plan)
+        assert ticket is not None
+        assert ticket.is_placeholder == (not drawn(plan, step))
+        if ticket.is_placeholder:
+            empty += 1
+            assert batch.tolist() == [0]
+            assert ticket.opens_batch
+            assert ticket.closes_batch
+    assert empty > 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
+def test_micro_batches_make_up_the_logical_batch(sampling, workers):
+    plan = make_plan(count=30, size=7, steps=6, sampling=sampling)
+    loader = private_loader(Numbers(30), plan, **RUN, micro_batch_size=3, num_workers=workers)
+    parts: dict[int, list[int]] = {}
+    closed, fresh = [], True
+    for batch in loader:
+        ticket = take(plan)
+        assert ticket is not None
+        assert ticket.opens_batch == fresh
+        fresh = ticket.closes_batch
+        assert 1 <= len(batch) == ticket.physical_examples <= 3
+        if not ticket.is_placeholder:
+            parts.setdefault(ticket.step, []).extend(batch.tolist())
+        if ticket.closes_batch:
+            closed.append(ticket.step)
+    assert closed == list(range(6))
+    assert all(parts.get(step, []) == drawn(plan, step) for step in range(6))
+
+
+def test_length_where_it_is_known():
+    shuffled = private_loader(Numbers(20), make_plan(), micro_batch_size=2)
+    assert len(shuffled) == 8 * 3 == len(list(shuffled))
+    with pytest.raises(TypeError, match="steps"):
+        len(private_loader(Numbers(20), make_plan(sampling=Poisson()), micro_batch_size=2))
+
+
+def test_tickets_come_first_in_first_out_for_loaders_that_look_ahead():
+    plan = make_plan()
+    iterator = iter(private_loader(Numbers(20), plan, **RUN))
+    current, seen = next(iterator), []
+    for ahead in iterator:
+        ticket = take(plan)
+        assert ticket is not None
+        assert current.tolist() == drawn(plan, ticket.step)
+        seen.append(ticket.step)
+        current = ahead
+    assert seen == list(range(7))
+
+
+def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
+    plan, twin = make_plan(), make_plan()
+    assert plan == twin
+    loader = private_loader(Numbers(20), plan, **RUN)
+    iterator = iter(loader)
+    next(iterator)
+    assert take(twin) is None
+    next(iterator)
+    optimizer = Numbers(1)
+    bind(plan, optimizer)
+    assert take(plan) is None
+    next(iterator)
+    identity = id(plan)
+    assert identity in tickets._channels
+    del plan, loader, iterator
+    gc.collect()
+    assert identity not in tickets._channels
+
+
+def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
+    plan = make_plan()
+    loader = private_loader(Numbers(20), plan, **RUN)
+    iterator = iter(loader)
+    next(iterator)
+    del iterator, loader
+    gc.collect()
+    assert take(plan) is None
+
+    loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
+    old = iter(loader)
+    next(old)  # the first third of step 0, then given up
+    batch = next(iter(loader))
+    ticket = take(plan)
+    assert ticket is not None
+    assert (ticket.step, ticket.opens_batch) == (0, True)
+    assert batch.tolist() == drawn(plan, 0)[:2]
+    assert take(plan) is None
+    with pytest.raises(RuntimeError, match="abandoned"):
+        next(old)
+
+
+def test_a_loop_left_early_goes_on_and_does_not_draw_a_step_twice():
+    plan = make_plan()
+    loader = private_loader(Numbers(20), plan, **RUN)
+    for step, _ in enumerate(loader):
+        if step == 2:
+            break
+    assert loader.next_step == 3
+    assert len(loader) == 5
+    rest = [batch.tolist() for batch in loader]
+    assert rest == [drawn(plan, step) for step in range(3, 8)]
+    with pytest.raises(ValueError, match="all 8 steps"):
+        iter(loader)
+
+
+def test_resuming_from_a_state_gives_the_rest_of_the_run():
+    plan = make_plan(sampling=Poisson())
+    whole = [batch.tolist() for batch in private_loader(Numbers(20), plan, **RUN)]
+    loader = private_loader(Numbers(20), plan, **RUN)
+    iterator = iter(loader)
+    begun = [next(iterator).tolist() for _ in range(3)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert KEY.fingerprint() in state.values()
+
+    resumed = private_loader(Numbers(20), plan, **RUN)
+    resumed.load_state_dict(state)
+    assert begun + [batch.tolist() for batch in resumed] == whole
+    later = private_loader(Numbers(20), plan, **RUN, start_step=6)
+    assert [batch.tolist() for batch in later] == whole[6:]
+
+    sibling = private_loader(Numbers(20), plan, key=KEY)  # a run of its own
+    assert [batch.tolist() for batch in sibling] != whole
+    sibling = private_loader(Numbers(20), plan, key=KEY)
+    sibling.load_state_dict(state)
+    assert [batch.tolist() for batch in sibling] == whole[3:]
+    with pytest.raises(ValueError, match="needs the run's own key and run_id"):
+        private_loader(Numbers(20), plan, key=KEY, start_step=6)
+
+    other = private_loader(Numbers(20), plan)
+    assert other.key != KEY
+    with pytest.raises(ValueError, match="key"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="next_step"):
+        resumed.load_state_dict({**state, "next_step": 9})
+    with pytest.raises(ValueError, match="dataset of another size"):
+        resumed.load_state_dict({**state, "dataset": "0" * 16})
+
+
+def test_a_state_saved_amid_micro_batches_draws_the_whole_step_again():
+    plan = make_plan()
+    loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
+    iterator = iter(loader)
+    for _ in range(4):  # three parts of step 0, one of step 1
+        next(iterator)
+    assert loader.state_dict()["next_step"] == 1
+
+
+def test_number_of_examples_is_checked_where_it_is_public():
+    for adjacency in (Adjacency.ZERO_OUT, Adjacency.REPLACE):
+        with pytest.raises(ValueError, match="num_examples=20"):
+            private_loader(Numbers(19), make_plan(adjacency=adjacency, sampling=Poisson()))
+    plan = make_plan(adjacency=Adjacency.ADD_REMOVE, sampling=Poisson(), steps=40)
+    loader = private_loader(Numbers(60), plan, **RUN)
+    batches = [batch.tolist() for batch in loader]
+    expected = [drawn(plan, step, 60) or [0] for step in range(40)]
+    assert batches == expected
+    assert np.mean([len(b) for b in batches]) == pytest.approx(15, rel=0.15)  # the plan's rate on 60 examples
+
+
+def divided(rows: dict[str, list[int]]) -> dict[str, list[float]]:
+    return {"x": [number / max(rows["x"]) for number in rows["x"]]}
+
+
+def arrow(count: int) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": list(range(1, count + 1))})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_transform_cannot_mix_examples(is_part, workers):
+    data: Any = arrow(20).with_transform(divided)
+    assert data.__getitems__([1, 3]) != [data[1], data[3]], "it would mix them"
+    loader = private_loader(Subset(data, range(20)) if is_part else data, make_plan(), **RUN, num_workers=workers)
+    for batch in loader:
+        assert batch["x"].tolist() == [1.0] * 5
+
+
+class Together(Numbers):
+    """A dataset that makes the batch itself."""
+
+    def __getitems__(self, places: list[int]) -> Any:
+        return torch.tensor(places), torch.tensor(places) / 2
+
+
+def test_a_dataset_may_make_its_batches_itself():
+    plan = make_plan()
+    for step, (numbers, halves) in enumerate(private_loader(Together(20), plan, **RUN, collate_fn=lambda batch: batch)):
+        assert numbers.tolist() == drawn(plan, step)
+        assert halves.tolist() == [number / 2 for number in numbers.tolist()]
+
+
+def test_rows_without_a_transform_are_read_together(monkeypatch):
+    data, plan, reads = arrow(20), make_plan(), []
+    together = type(data).__getitems__
+
+    def noted(self: Any, places: list[int]) -> Any:
+        reads.append(places)
+        return together(self, places)
+
+    monkeypatch.setattr(type(data), "__getitems__", noted)
+    for kind in (None, "torch"):
+        loader = private_loader(data.with_format(kind), plan, **RUN)
+        assert [number - 1 for number in next(iter(loader))["x"].tolist()] == drawn(plan, 0) == reads[-1]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(20))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"dataset": Stream()}, "map-style"),
+        ({"dataset": []}, "empty"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": True}, "micro_batch_size"),
+        ({"start_step": 9}, "start_step"),
+        ({"start_step": -1}, "start_step"),
+        ({"key": b"secret"}, "key"),
+    ],
+)
+def test_bad_arguments_are_named(changes, match):
+    arguments = {"dataset": Numbers(20), "plan": make_plan(), **changes}
+    with pytest.raises(ValueError, match=match):
+        private_loader(**arguments)

@@ -1,0 +1,216 @@
+"""`python -m experiments` from the command line, at the scale of seconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from experiments import result_files, theory
+from experiments.__main__ import main
+from experiments.experiment import Experiment, NotHere
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One smoke run of every experiment, as far as the test of the tables needs."""
+    out = tmp_path_factory.mktemp("results")
+    assert main(["theory", "--scale", "smoke", "--out", str(out)]) == 0
+    assert main(["logistic", "--scale", "smoke", "--out", str(out)]) == 0
+    assert main(["quadratic", "--scale", "smoke", "--only", "spread=1.0", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
+def test_makes_lines_tables_and_pictures(made, name):
+    lines = result_files.read(made / f"{name}.jsonl").lines
+    assert {line["experiment"] for line in lines} == {name}
+    assert {line["scale"] for line in lines} == {"smoke"}
+    text = (made / f"{name}.md").read_text()
+    assert "| --" not in text.split("\n")[0]
+    links = [part.split(")")[0] for part in text.split("](")[1:]]
+    assert links, "no picture"
+    for link in links:
+        assert (made / link).read_bytes().startswith(b"\x89PNG"), link
+
+
+def test_what_is_not_private_says_so_and_the_rest_has_an_epsilon(made):
+    for name in ("logistic", "quadratic"):
+        for line in result_files.read(made / f"{name}.jsonl").lines:
+            free = "NOT private" in line["note"]
+            assert free == (line["epsilon"] is None), line["cell"]
+            assert free or (line["epsilon"] > 0 and line["adjacency"] == "zero_out" and line["plan"])
+
+
+def test_running_again_computes_nothing_and_says_so(made, tmp_path, capsys):
+    shutil.copytree(made, tmp_path / "r")
+    before = (tmp_path / "r" / "theory.jsonl").read_bytes()
+    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r"), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert (told["new"], told["passed_over"]) == (0, None)
+    assert told["cells"] == len(before.splitlines())
+    assert (tmp_path / "r" / "theory.jsonl").read_bytes() == before
+
+
+def test_goes_on_with_a_file_that_was_cut(made, tmp_path, capsys):
+    path = tmp_path / "theory.jsonl"
+    whole = (made / "theory.jsonl").read_bytes()
+    path.write_bytes(whole[:-30])
+    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "1 of them new" in captured.out
+    assert "cut short" in captured.err
+    results = [[line["result"] for line in result_files.read(p).lines] for p in (path, made / "theory.jsonl")]
+    assert results[0] == results[1], "the same cell gives the same numbers"
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(request, voice):
+        raise KeyboardInterrupt
+
+    broken = Experiment(name="theory", run=interrupted, markdown=lambda lines: "", pictures=lambda lines: {})
+    monkeypatch.setattr(theory, "EXPERIMENT", broken)
+    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path)]) == 130
+    assert "goes on" in capsys.readouterr().err
+
+
+def test_render_runs_nothing_and_fills_a_page(made, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
+    before = (made / "theory.jsonl").read_bytes()
+    assert main(["theory", "--render", "--out", str(made), "--docs", str(page)]) == 0
+    assert (made / "theory.jsonl").read_bytes() == before
+    assert "images/results-theory-agreement.png" in page.read_text()
+    assert (tmp_path / "images" / "results-theory-agreement.png").exists()
+    assert "| dense | 1.689404 |" in page.read_text()
+
+
+def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
+    def missing(request, voice):
+        raise NotHere("no data in nowhere; give --data")
+
+    one = Experiment(name="theory", run=missing, markdown=lambda lines: "", pictures=lambda lines: {})
+    monkeypatch.setattr(theory, "EXPERIMENT", one)
+    shutil.copytree(made, tmp_path / "r")
+    names = ["logistic", "theory", "--scale", "smoke", "--out", str(tmp_path / "r")]
+    assert main(names) == 0
+    captured = capsys.readouterr()
+    assert "theory: passed over: no data" in captured.out
+    assert "logistic: 10 cells" in captured.out
+    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r")]) == 2
+    assert "no data in nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["theory", "--only", "quantity"], "NAME=VALUE"),
+        (["theory", "--only", "quantity=none of them"], "leaves no cell of theory; quantity is dimension limit,"),
+        (["theory", "--device", "gpu"], "must be cpu, cuda or cuda:N"),
+        (["theory", "--seeds", "0"], "seeds=0 must be more than 0"),
+        (["theory", "--time-limit", "-5"], "time_limit=-5.0 must be more than 0"),
+        (["tinybert", "--only", "column=bnded"], "columns are banded, banded_10"),
+        (["tinybert", "--only", "row=post_processing", "--only", "column=none"], "leaves no cell"),
+        (["tinybert", "--only", "colum=banded"], "have no colum; they have batch_size"),
+        (["tinybert", "--only", "row=post_processing", "--only", "seed=9"], "leaves no cell to run, and none that was"),
+        (["figures", "--only", "row=post_processing"], "leaves no cell to run, and none that was"),
+        (["theory", "--render"], "holds no result; run `python -m experiments theory"),
+        (["theory", "--docs", "no such page.md"], "is not a file"),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
+    assert main([*arguments, "--scale", "smoke", "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("logistic", "noise", "dense"),
+        ("logistic", "noise", "none"),
+        ("quadratic", "variant", "adam"),
+        ("quadratic", "variant", "dp_sgd"),
+        ("theory", "quantity", "epsilon"),
+        ("theory", "quantity", "window"),
+        ("theory", "case", "IME"),
+    ],
+)
+def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
+    lines = result_files.read(made / f"{name}.jsonl").lines
+    kept = [line for line in lines if line["cell"].get(setting) == value]
+    assert kept
+    for line in kept:
+        result_files.append(tmp_path / f"{name}.jsonl", line)
+    assert main([name, "--render", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / f"{name}.md").read_text()
+    assert "|" in text
+    assert ("--only variant=ground_truth" in text) == (value == "dense"), "losses stand beside the ground truth's"
+    for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+        assert (tmp_path / link).exists(), "a picture that was not drawn is not linked"
+
+
+def test_two_that_share_a_file_begin_it_afresh_once(tmp_path, capsys):
+    row = ["--only", "column=independent_low", "--only", "row=scale_then_privatize"]
+    arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--again"]
+    for _ in range(2):
+        assert main(arguments) == 0
+        purposes = [line["cell"]["purpose"] for line in result_files.read(tmp_path / "tinybert.jsonl").lines]
+        assert purposes == ["no fine-tuning", "final", "clip norms", "clip norms"]
+    assert (tmp_path / "tinybert.jsonl.old").exists()
+
+
+def test_where_nothing_was_found_to_run_the_exit_code_says_so(tmp_path, capsys):
+    assert main(["logistic", "theory", "--only", "nosie=dense", "--out", str(tmp_path)]) == 2
+    assert "noise is none, independent, dense" in capsys.readouterr().out
+
+
+def test_a_scale_that_is_asked_for_is_the_one_that_is_shown(made, tmp_path, capsys):
+    assert main(["theory", "--render", "--scale", "paper", "--out", str(made)]) == 2
+    assert "holds no result of scale paper, only of smoke" in capsys.readouterr().err
+
+
+def test_a_line_of_no_known_scale_is_refused(made, tmp_path, capsys):
+    text = (made / "theory.jsonl").read_text().replace('"scale": "smoke"', '"scale": "tiny"', 1)
+    (tmp_path / "theory.jsonl").write_text(text)
+    assert main(["theory", "--render", "--out", str(tmp_path)]) == 2
+    assert "a line is of scale 'tiny'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_run(tmp_path, capsys):
+    page, out = tmp_path / "page.md", tmp_path / "out"
+    page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
+    both = ["theory", "quadratic", "--scale", "smoke"]
+    assert main([*both, "--out", str(out), "--docs", str(page)]) == 2
+    assert "<!-- begin quadratic -->" in capsys.readouterr().err
+    assert main([*both, "--out", str(page)]) == 2
+    assert "is a file; it must be a folder" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_is_left_when_time_is_over_is_told(tmp_path, capsys):
+    arguments = ["theory", "--scale", "smoke", "--time-limit", "1e-9", "--out", str(tmp_path)]
+    assert main([*arguments, "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert told["left"] > 20
+    assert told["cells"] == 0
+
+
+def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
+    def missing(what="pictures need"):
+        raise ValueError("pictures need matplotlib; install it")
+
+    monkeypatch.setattr("dpoptim.app.plot_style.check_matplotlib", missing)
+    shutil.copy(made / "theory.jsonl", tmp_path)
+    assert main(["theory", "--render", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "theory.md").exists()
+    assert not (tmp_path / "images").exists()
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_help_names_every_experiment(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for name in ("logistic", "quadratic", "theory", "all"):
+        assert f"\n  {name} " in text

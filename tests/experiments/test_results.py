@@ -1,0 +1,150 @@
+"""Every table of docs/results.md is what the committed results give: no number there is typed by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpoptim.privacy import PrivacyPlan
+from experiments import result_files
+from experiments.experiment import SCALES
+from experiments.experiments import NAMES, experiment
+from experiments.rendering import lines_of, section
+from experiments.result_files import cell_key
+from experiments.tinybert import report
+from experiments.tinybert.privacy import described, guarantee, plan_of
+from experiments.tinybert.schedule import SETTINGS
+from experiments.tinybert.scores import scores
+from experiments.tinybert.table_of_cells import ROWS
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
+COMMITTED = [name for name in NAMES if (RESULTS / f"{experiment(name).file}.jsonl").exists()]
+FILES = sorted({experiment(name).file for name in COMMITTED})
+
+
+def between_marks(name: str) -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    return text.split(f"<!-- begin {name} -->\n")[1].split(f"\n<!-- end {name} -->")[0]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_page_holds_what_the_results_give(name):
+    one = experiment(name)
+    assert between_marks(name) == section(one, lines_of(one, RESULTS))
+
+
+def test_the_readme_shows_the_table_of_the_results():
+    one = experiment("tinybert")
+    assert one.table is not None
+    begin, end = "<!-- begin tinybert table -->\n", "\n<!-- end tinybert table -->"
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(begin)[1].split(end)[0]
+    assert shown == one.table(lines_of(one, RESULTS))
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
+def test_a_changed_result_would_be_seen(name):
+    """All numbers of any one line, doubled, change the page: every line of these is in it."""
+    one, changed = experiment(name), 0
+    lines = lines_of(one, RESULTS)
+    expected = section(one, lines)
+    for index, line in enumerate(lines):
+        doubled = line | {"result": _doubled(line["result"])}
+        changed += section(one, [*lines[:index], doubled, *lines[index + 1 :]]) != expected
+    assert changed == len(lines)
+
+
+def _doubled(value):
+    if isinstance(value, dict):
+        return {key: _doubled(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_doubled(part) for part in value]
+    return 2 * value if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_committed_results_are_whole_and_say_where_they_come_from(name):
+    found = result_files.read(RESULTS / f"{name}.jsonl")
+    assert found.note is None
+    assert (RESULTS / f"{name}.jsonl").stat().st_size < 800_000
+    for line in found.lines:
+        assert line["experiment"] == name
+        assert line["scale"] in SCALES
+        assert set(line["setting"]) >= {"commit", "machine", "versions", "made", "seconds"}
+
+
+def test_no_cell_is_there_twice():
+    for name in FILES:
+        lines = result_files.read(RESULTS / f"{name}.jsonl").lines
+        keys = [(line["scale"], cell_key(line["cell"])) for line in lines]
+        assert len(set(keys)) == len(keys), name
+
+
+def test_every_guarantee_of_tinybert_is_that_of_its_cell():
+    """Plan, ε and what is not private, worked out again from each cell's settings."""
+    known: dict[str, tuple[Any, ...]] = {}
+    lines = [line for line in lines_of(experiment("tinybert"), RESULTS) if line["plan"] is not None]
+    assert len(lines) > 400
+    for line in lines:
+        cell = line["cell"]
+        key = str([cell.get(name) for name in ("row", "column", "steps", "batch_size", "num_examples", "clip_norm")])
+        if key not in known:
+            plan = plan_of(cell)
+            known[key] = (described(plan), *guarantee(cell, plan))
+        plan_again, epsilon, note = known[key]
+        sigma = pytest.approx(plan_again["noise_multiplier"], rel=1e-6)
+        assert line["plan"] == plan_again | {"noise_multiplier": sigma}, cell
+        assert line["epsilon"] == (None if epsilon is None else pytest.approx(epsilon, rel=1e-6)), cell
+        assert (line["note"], line["adjacency"]) == (note, None if note else "zero_out"), cell
+        assert cell["num_examples"] == 817_503
+
+
+@pytest.mark.parametrize("name", ["logistic", "quadratic"])
+def test_every_epsilon_of_the_small_experiments_is_that_of_its_plan(name):
+    private = [line for line in lines_of(experiment(name), RESULTS) if line["epsilon"] is not None]
+    assert len(private) >= 12
+    plans = {str(line["plan"]): PrivacyPlan.from_dict(line["plan"]) for line in private}
+    epsilons = {text: plan.epsilon(delta=1e-5) for text, plan in plans.items()}
+    for line in private:
+        plan, cell = plans[str(line["plan"])], line["cell"]
+        asked = {"batch_size": cell["batch_size"], "steps": cell["steps"], "noise_multiplier": cell["noise_multiplier"]}
+        assert asked == {key: line["plan"][key] for key in asked}
+        assert plan.num_examples == plan.batch_size * plan.steps, "one pass"
+        assert line["epsilon"] == pytest.approx(epsilons[str(line["plan"])], rel=1e-6)
+        assert (line["adjacency"], plan.adjacency.value) == ("zero_out", "zero_out")
+
+
+def test_a_changed_run_of_tinybert_would_be_seen():
+    """The test loss of any final run is in the tables."""
+
+    def tables(lines):
+        return report.main_table(lines) + report._beyond(lines, scores(lines))
+
+    lines, unseen = lines_of(experiment("tinybert"), RESULTS), []
+    expected = tables(lines)
+    for index, line in enumerate(lines):
+        if line["cell"]["purpose"] == "final":
+            other = line | {"result": line["result"] | {"test": {"tokens": line["result"]["test"]["tokens"] + 0.05}}}
+            if tables([*lines[:index], other, *lines[index + 1 :]]) == expected:
+                unseen.append(line["cell"])
+    assert unseen == []
+
+
+def test_the_first_three_are_committed():
+    assert {"logistic", "quadratic", "theory"} <= set(COMMITTED)
+
+
+def test_every_picture_of_the_page_is_there_and_each_has_a_text():
+    links = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", PAGE.read_text(encoding="utf-8"))
+    assert len(links) >= 5
+    for text, link in links:
+        assert text
+        assert (PAGE.parent / link).read_bytes().startswith(b"\x89PNG"), link
+
+
+def test_cells_of_tinybert_have_the_settings_that_can_be_asked_for():
+    cells = [line["cell"] for line in result_files.read(RESULTS / "tinybert.jsonl").lines]
+    assert {name for cell in cells for name in cell} == SETTINGS | {knob.name for each in ROWS for knob in each.knobs}

@@ -1,0 +1,56 @@
+"""The kernels of the optimizer against their formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.interpreter import DEVICE, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+BETAS, EPS, LR, DECAY = (0.8, 0.95), 1e-3, 1e-2, 0.1
+
+
+def made(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_steps_of_adam(dtype, decoupled):
+    """Parameters with what rounding took from them follow a run in float64; moments too."""
+    from dpoptim.kernels import adam_triton as triton_adam
+
+    shapes = [(7, 301), (3,), (1024,), (8, 16)]
+    parameters = [made(*shape, seed=n).to(DEVICE, dtype) for n, shape in enumerate(shapes)]
+    numel = sum(parameter.numel() for parameter in parameters)
+    first, second, rounding = (torch.zeros(numel, device=DEVICE) for _ in range(3))
+    value = torch.cat([parameter.double().flatten() for parameter in parameters])
+    mu, nu = torch.zeros_like(value), torch.zeros_like(value)
+    for step in (1, 2, 3):
+        gradient = made(numel, seed=10 + step).to(DEVICE)
+        triton_adam.adam_step_(
+            parameters, gradient, first, second, rounding if dtype != torch.float32 else None, betas=BETAS, step=step,
+            eps=EPS, lr=LR, added_decay=0.0 if decoupled else DECAY, kept=1 - LR * DECAY if decoupled else 1.0,
+        )  # fmt: skip
+        g = gradient.double() + (0.0 if decoupled else DECAY) * value
+        mu = BETAS[0] * mu + (1 - BETAS[0]) * g
+        nu = BETAS[1] * nu + (1 - BETAS[1]) * g.square()
+        denominator = (nu / (1 - BETAS[1] ** step)).sqrt() + EPS
+        kept = 1 - LR * DECAY if decoupled else 1.0
+        value = kept * value - LR * (mu / (1 - BETAS[0] ** step)) / denominator
+    found = torch.cat([parameter.double().flatten() for parameter in parameters]) + rounding.double()
+    torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first.double(), mu, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second.double(), nu, rtol=1e-5, atol=1e-6)
+    if dtype != torch.float32:
+        assert float(rounding.abs().max()) > 0
+
+
+def test_inverse_root():
+    from dpoptim.kernels import adam_triton as triton_adam
+
+    moment = made(3001).to(DEVICE)
+    found = triton_adam.inverse_root(moment, share=2.0, start=0.1, top=3.0, eps=0.01)
+    expected = 3.0 / ((2.0 * moment.double() + 0.1).clamp(min=0).sqrt() + 0.01)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,231 @@
+"""Graphs of the kernels: on a GPU as they are, and by Triton's interpreter with tapes in the place of graphs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpoptim
+from dpoptim.clipping import linear_cross_entropy
+from tests.clipping.captured_loops import VARIANTS, batches_of, losses_of, model_of, plan_of, seen_by
+from tests.clipping.tape import tape_graphs
+from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
+
+pytestmark = [pytest.mark.gpu, needs_triton]
+
+DTYPES = [torch.float32] if IS_INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def tapes_or_graphs(monkeypatch):
+    if IS_INTERPRETED:
+        tape_graphs(monkeypatch)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+class Bert(nn.Module):
+    """One with its head for masked tokens, whose table is tied to it."""
+
+    def __init__(self) -> None:
+        from transformers import BertConfig, BertForMaskedLM
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.bert = BertForMaskedLM(config)
+
+    def forward(self, ids: Tensor, attends: Tensor, labels: Tensor) -> Tensor:
+        head = self.bert.cls.predictions
+        hidden = self.bert.bert(ids, attention_mask=attends[:, None, None]).last_hidden_state
+        return linear_cross_entropy(head.decoder, head.transform(hidden), labels).sum(1)
+
+
+def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of several lengths, with repeated tokens, and some places that are predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 20, (count, width), generator=generator)
+    attends = torch.arange(width) < torch.randint(1, width + 1, (count, 1), generator=generator)
+    chosen = attends & (torch.rand(count, width, generator=generator) < 0.4)
+    return ids.to(DEVICE), attends.to(DEVICE), torch.where(chosen, ids, -100).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", ["flat", "scaled", "in turns", "squares"])
+def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
+    """Full batches and others, of three widths, with memory that is taken and given back in between."""
+    sizes = [(4, 8), (4, 8), (4, 5), (3, 8), (4, 5), (4, 11), (2, 5), (4, 11), (4, 8), (1, 8), (4, 5)]
+    sizes = [(4, 8), (3, 8)] if IS_INTERPRETED else sizes * 3
+    found = []
+    for is_captured in (False, True):
+        model = Bert().to(DEVICE, dtype)
+        plan, key = plan_of(len(sizes), batch_size=4, noise_multiplier=0.01), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = VARIANTS[variant](model, plan, lr=1e-3, key=key, run_id="run", own_batches=True)
+        run, released = optimizer.captured(model, together=4), seen_by(optimizer)
+        for seed, (count, width) in enumerate(sizes):
+            batch = texts(count, width, seed)
+            if is_captured:
+                run(*batch)
+                if DEVICE == "cuda":
+                    torch.full((1 << 22,), float("nan"), device=DEVICE)  # where something was that is needed no more
+                    torch.cuda.empty_cache()
+            else:
+                model(*batch).sum().backward()
+            optimizer.step()
+        graphs = [graph for graph in run._graphs.values() if graph is not None]
+        assert bool(graphs) == (is_captured and variant != "squares")
+        assert None not in run._graphs.values()
+        found.append((released, optimizer.release.counts_not_private))
+    rounding = 1e-4 if dtype == torch.float32 else 0.05
+    for step, (ordinary, own) in enumerate(zip(found[0][0], found[1][0], strict=True)):
+        assert float((own - ordinary).norm() / ordinary.norm()) <= rounding, step
+    if dtype == torch.float32:
+        assert found[0][1] == found[1][1]
+
+
+def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
+    """Those of an earlier batch were not finite."""
+    model = model_of().to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    seen = seen_by(optimizer)
+    (first, second, third, last) = batches_of((8, 4), (8, 4), (8, 4), (5, 4))
+    third[0][5:] = float("nan")
+    for x, y in (first, second, third, last):
+        run(x.to(DEVICE), y.to(DEVICE))
+        optimizer.step()
+    assert all(run._graphs.values())
+    assert optimizer.release.counts_not_private.nonfinite == 3
+    assert optimizer.release.counts_not_private.examples == 29
+    x, y = last
+    losses_of(model)(x.to(DEVICE), y.to(DEVICE)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(seen[3], seen[4], rtol=1e-5, atol=1e-7)
+    assert float(seen[3].norm()) > 0
+
+
+def test_dropout_is_drawn_anew_at_every_replay():
+    model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    ((x, y),) = batches_of((8, 4))
+    found = []
+    for _ in range(5):
+        found.append(run(x.to(DEVICE), y.to(DEVICE)).cpu())
+        optimizer.step()
+    assert all(run._graphs.values())
+    assert len({tuple(losses.tolist()) for losses in found}) == 5
+    torch.manual_seed(3)
+    first = run(x.to(DEVICE), y.to(DEVICE)).cpu()
+    torch.manual_seed(3)
+    assert torch.equal(run(x.to(DEVICE), y.to(DEVICE)).cpu(), first)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="tapes take what a graph does not")
+def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
+    """A loss that waits for the device; what torch leaves of a capture that failed must not stand in the way."""
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
+        plan, key = plan_of(noise_multiplier=1e-9), dpoptim.NoiseKey.from_bytes(bytes(32))
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, key=key, run_id="run", own_batches=True)
+
+        def losses(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            each = losses_of(model)(x, y)
+            assert float(each.detach().sum()) > 0
+            return each
+
+        run = optimizer.captured(losses, together=8)
+        seen = seen_by(optimizer)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(5):
+                torch.manual_seed(step)
+                x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
+                if is_captured:
+                    run(x, y)
+                else:
+                    losses(x, y).sum().backward()
+                optimizer.step()
+        told = [w for w in warned if "could not be captured" in str(w.message)]
+        assert len(told) == is_captured
+        found.append(torch.stack(seen))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes a minute for it")
+def test_a_graph_outlives_the_tables_of_others():
+    """Kernels' tables are cached, and more shapes come between than the caches hold."""
+    model = model_of().to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    run = optimizer.captured(losses_of(model), together=8)
+    seen = seen_by(optimizer)
+    x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
+    for _ in range(3):
+        run(x, y)
+        optimizer.step()
+    assert all(run._graphs.values())
+    for count in range(1, 301):
+        losses_of(model)(
+            x[:1].repeat(count % 40 + 1, 1 + count // 40, 1), y[:1].repeat(count % 40 + 1)
+        ).sum().backward()
+        optimizer.release._sums.engine.flush()
+        optimizer.release._sums.clear_sums()
+        optimizer.release._at_last_release = optimizer.release._sums.examples
+        torch.cuda.empty_cache()
+        torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
+    run(x, y)
+    optimizer.step()
+    torch.testing.assert_close(seen[-1], seen[2], rtol=1e-6, atol=1e-8)
+
+
+def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tensor]]:
+    """What keeps the device busy for long after a call has returned; and what is released."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(DEVICE)
+    optimizer = dpoptim.dp_sgd(
+        model, plan_of(10, num_examples=4096, batch_size=batch_size, noise_multiplier=1e-9), lr=0.0, own_batches=True
+    )
+    run = optimizer.captured(lambda x: model(x).square().mean((1, 2)), together=256)
+    return optimizer, run, seen_by(optimizer)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="a CPU copies at once")
+def test_a_loop_may_fill_its_pinned_buffer_again_at_once():
+    optimizer, run, seen = wide_run(1024)
+    parts = [torch.randn(256, 32, 2048) for _ in range(4)]
+    buffer = torch.empty_like(parts[0]).pin_memory()
+    for waits in (True, True, True, False):
+        for part in parts:
+            buffer.copy_(part)
+            run(buffer)
+            if waits:
+                torch.cuda.synchronize()
+        optimizer.step()
+    assert all(run._graphs.values())
+    torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="a CPU has one stream")
+def test_batches_may_run_on_another_stream_than_the_step():
+    optimizer, run, seen = wide_run(512)
+    parts = [torch.randn(256, 32, 2048, device=DEVICE) for _ in range(2)]
+    torch.cuda.synchronize()
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    for stream in (own, own, own, other):
+        for part in parts:
+            with torch.cuda.stream(stream):
+                run(part)
+        optimizer.step()
+    assert all(run._graphs.values())
+    torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)

@@ -1,0 +1,205 @@
+"""Scaled norms by a loop in C against float64, one example at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpoptim.clipping.gradient_factors import Outer, Rows
+from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.kernels import norms as kernels
+from dpoptim.kernels import norms_c as compiled_outer
+
+pytestmark = pytest.mark.skipif(compiled_outer._loops() is None, reason="needs a compiler")
+SIZES = [(3, 2, 8, 8), (3, 5, 1000, 37), (2, 19, 523, 128), (1, 3, 7, 5), (4, 2, 1, 64), (2, 130, 65, 40)]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING_SQUARES", 0)
+
+
+def drawn(examples, positions, rows, cols):
+    generator = torch.Generator().manual_seed(rows)
+    shapes = (examples, positions, rows), (examples, positions, cols), (rows, cols)
+    left, right, scale = (torch.randn(shape, generator=generator) for shape in shapes)
+    return left, right, scale.abs() + 0.01
+
+
+def found_by_loop(left, right, scale):
+    found = compiled_outer.outer_squares(left, right, scale)
+    assert found is not None
+    return found
+
+
+def exactly(left, right, scale):
+    factors = zip(left.double(), right.double(), strict=True)
+    return torch.stack([((a.T @ b) * scale.double()).square().sum() for a, b in factors])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_norms(sizes):
+    left, right, scale = drawn(*sizes)
+    found = found_by_loop(left, right, scale)
+    torch.testing.assert_close(found, exactly(left, right, scale), rtol=1e-5, atol=0)
+
+
+def test_wide_rows_of_equal_numbers_lose_nothing():
+    """Sums of a quarter of a million equal squares, which one float32 would round down."""
+    left, right = torch.ones(1, 1, 8), torch.full((1, 1, 250_002), 0.83)
+    found = found_by_loop(left, right, torch.ones(8, 250_002))
+    torch.testing.assert_close(found, 8 * right.double().square().sum((1, 2)), rtol=3e-6, atol=0)
+
+
+def test_shapes_that_do_not_belong_together():
+    left, right, scale = drawn(3, 5, 100, 37)
+    with pytest.raises(ValueError, match="do not belong together"):
+        compiled_outer.outer_squares(left, right[:, :4], scale)
+    with pytest.raises(ValueError, match="do not belong together"):
+        compiled_outer.outer_squares(left, right, scale[:50])
+
+
+@pytest.mark.parametrize("change", [("sum *= scale", "sum *= 0.999f * scale"), ("+= a * a", "+= 0.999f * a * a")])
+def test_loops_that_are_wrong_are_not_used(monkeypatch, change):
+    wrong = compiled_outer._SOURCE.replace(*change)
+    assert wrong != compiled_outer._SOURCE
+    monkeypatch.setattr(compiled_outer, "_SOURCE", wrong)
+    assert compiled_outer._loops.__wrapped__() is None
+
+
+def test_factors_with_padding_and_other_strides():
+    left, right, scale = drawn(3, 5, 100, 37)
+    padded = torch.full((3, 5, 128), torch.nan)
+    padded[..., :100] = left
+    found = found_by_loop(padded[..., :100], right.mT.contiguous().mT, scale.T.contiguous().T)
+    assert torch.equal(found, found_by_loop(left, right, scale))
+
+
+def test_the_number_of_threads_changes_nothing():
+    left, right, scale = drawn(3, 4, 3000, 24)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(found_by_loop(left, right, scale))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_an_example_that_is_not_finite_stays_alone(bad):
+    left, right, scale = drawn(3, 5, 100, 37)
+    expected = found_by_loop(left, right, scale)
+    left[1, 2, 50] = bad
+    found = found_by_loop(left, right, scale)
+    assert not found[1].isfinite()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_other_dtypes_and_little_work_are_left_to_others(monkeypatch):
+    left, right, scale = drawn(3, 5, 100, 37)
+    assert compiled_outer.outer_squares(left.double(), right.double(), scale.double()) is None
+    assert compiled_outer.outer_squares(left.bfloat16(), right.bfloat16(), scale) is None
+    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING", left.numel() * 37 + 1)
+    assert compiled_outer.outer_squares(left, right, scale) is None
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_of_a_tied_table(looked_up, monkeypatch):
+    """The norm of the sum of both uses, as without the loop and as in float64."""
+    left, right, scale = drawn(3, 6, 50, 21)
+    ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
+    own = ExampleGradients(torch.Size([50, 21]))
+    own.add(Outer(left, right))
+    tables = left.double().mT @ right.double()
+    if looked_up:
+        own.add(Rows(ids, values))
+        for j in range(3):
+            tables[j].index_add_(0, ids[j], values[j].double())
+    expected = (tables * scale).square().sum((1, 2))
+    asked = []
+    loop = compiled_outer.outer_squares
+
+    def counted(*given):
+        asked.append(1)
+        return loop(*given)
+
+    monkeypatch.setattr(compiled_outer, "outer_squares", counted)
+    torch.testing.assert_close(own.squared_norms(scale), expected, rtol=1e-5, atol=0)
+    assert asked
+    monkeypatch.setattr(compiled_outer, "outer_squares", lambda *given: None)
+    torch.testing.assert_close(own.squared_norms(scale), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_squares_of_many(threads):
+    generator, shapes = torch.Generator().manual_seed(0), [(4, 3), (), (5000,), (64, 64), (1, 17), (0, 3)]
+    grads = [torch.randn(3, *shape, generator=generator) for shape in shapes]
+    scales = [torch.rand(shape, generator=generator) + 0.1 for shape in shapes]
+    grads[3] = grads[3].mT  # as products of matrices may lie
+    expected = sum(
+        (grad.double() * scale.double()).square().flatten(1).sum(1) if grad.ndim > 1 else (grad * scale).double() ** 2
+        for grad, scale in zip(grads, scales, strict=True)
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = compiled_outer.many_squares(grads, scales)
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert torch.equal(kernels.many_squares(grads, scales), found)
+    grads[0][1] = torch.nan
+    again = kernels.many_squares(grads, scales)
+    assert again[1].isnan()
+    assert torch.equal(again[[0, 2]], found[[0, 2]])
+
+
+@pytest.mark.parametrize("width", [3, kernels.DOT_ELEMENTS + 7])
+def test_quadratic_forms(width):
+    generator = torch.Generator().manual_seed(width)
+    matrices = torch.randn(3, 4, 4, generator=generator, dtype=torch.float64)
+    factors = torch.randn(3, 4, width + 2, generator=generator, dtype=torch.float64)[..., :width]
+    expected = ((matrices @ factors) * factors).sum((1, 2))
+    torch.testing.assert_close(kernels.quadratic_forms(matrices, factors), expected, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 4, 128), (5, 7, 1000), (3, 20, 515), (2, 130, 65)])
+def test_quadratic_forms_by_loop(sizes):
+    examples, positions, width = sizes
+    generator = torch.Generator().manual_seed(width)
+    matrices = torch.randn(examples, positions, positions, generator=generator)  # not symmetric
+    factors = torch.randn(examples, positions, width + 2, generator=generator)[..., :width]
+    found = compiled_outer.quadratic_forms(matrices, factors)
+    assert found is not None
+    assert torch.equal(kernels.quadratic_forms(matrices, factors), found)
+    wide = factors.double()
+    terms = (matrices.double() @ wide) * wide
+    size = terms.abs().sum((1, 2))  # terms of both signs cancel
+    assert bool(((found - terms.sum((1, 2))).abs() <= 1e-6 * size).all())
+    factors[0, 0, 0] = torch.nan
+    again = compiled_outer.quadratic_forms(matrices, factors)
+    assert again is not None
+    assert again[0].isnan()
+    assert torch.equal(again[1:], found[1:])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(compiled_outer.quadratic_forms(matrices, factors)[1:], found[1:])  # type: ignore[index]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sums_made_in_place():
+    left, right, _ = drawn(3, 5, 10, 4)
+    weights, total = torch.tensor([0.5, 0.0, 2.0]), torch.full((10, 4), torch.nan)
+    kernels.outer_weighted_sum(left, right, weights, out=total)
+    assert torch.equal(total, kernels.outer_weighted_sum(left, right, weights))
+    ids = torch.tensor([[1, 1], [2, 3], [9, 1]])
+    values = torch.randn(3, 2, 4)
+    expected = total + kernels.row_weighted_sum(ids, values, weights, 10)
+    torch.testing.assert_close(kernels.row_weighted_sum(ids, values, weights, 10, into=total), expected)

@@ -1,0 +1,46 @@
+"""Models in float32 and bfloat16 against the same weights in float64: every layer, flat and scaled.
+
+The bound of bfloat16 is that of its forward and backward, which see 8 bits; norms and sums are in float32. On a CUDA
+device these cases run through the kernels, and convolutions without TF32, which has 10 bits and would pass for float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from dpoptim.clipping import clipped_sum
+from tests.clipping.models import CASES, case
+from tests.clipping.one_at_a_time import random_scale
+
+ON_GPU = [name for name in CASES if "attention" not in name and name != "shared positions"]
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+needs_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def moved(batch, device, dtype):
+    return pytree.tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype), batch)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [(name, "cpu") for name in CASES] + [pytest.param(name, "cuda", marks=needs_cuda) for name in ON_GPU],
+)
+def test_clipped_sums_are_those_of_float64(name, dtype, scaled, device, monkeypatch):
+    made = case(name, dtype)
+    scale = random_scale(made.model) if scaled else None
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.device(device):
+        model, batch = made.model.to(device), moved(made.batch, device, dtype)
+        given = None if scale is None else {n: s.to(device) for n, s in scale.items()}
+        found, norms = clipped_sum(model, made.loss_fn, batch, clip_norm=0.8, scale=given)
+    exact, batch = model.to("cpu", torch.float64), moved(made.batch, "cpu", torch.float64)
+    wide = None if scale is None else {n: s.double() for n, s in scale.items()}
+    expected, true_norms = clipped_sum(exact, made.loss_fn, batch, clip_norm=0.8, scale=wide)
+    torch.testing.assert_close(norms.cpu().double(), true_norms, rtol=BOUNDS[dtype], atol=0)
+    off = sum(float((found[n].cpu().double() - total).square().sum()) for n, total in expected.items())
+    assert off <= BOUNDS[dtype] ** 2 * sum(float(total.square().sum()) for total in expected.values())
+    assert all(total.dtype == torch.float32 for total in found.values())

@@ -1,0 +1,325 @@
+"""Triton's kernels against the plain functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from dpoptim.kernels import clip_weights as per_example
+from dpoptim.kernels import normalization as normalisation
+from dpoptim.kernels import norms as kernels
+from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
+from tests.kernels.test_norms import check_first_left_out, check_square_sums, check_weighted_sums, close, made
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
+SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
+CLASSES = [None, 2047, 2048, 30_001, 50_257]
+EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
+if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise than GPUs do
+    DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 33, 6, 130)]
+    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [8]
+CASES = list(itertools.product(SHAPES, (False, True), DTYPES))
+if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both dtypes
+    CASES = [case for case in CASES if (case[0] == SHAPES[0]) != (case[1] == (case[2] == torch.float16))]
+
+
+def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
+    """A layer that normalises, and its gradient, against themselves in double; what is rounded to 16 bits by less."""
+    norm, gradient = getattr(normalisation, kind), getattr(normalisation, f"{kind}_gradient")
+    rounding = {torch.float32: bound, torch.bfloat16: 5e-3, torch.float16: 1e-3}[inputs.dtype]
+    found = norm(inputs, weight, bias, *settings)
+    exact = norm(inputs.double(), weight.double(), bias.double(), *settings)
+    given = (grad, inputs, weight, *found[1:])
+    back, expected = gradient(*given), gradient(*(tensor.double() for tensor in given))
+    for ours, theirs in ((found, exact), (back, expected)):
+        for a, b, most in zip(ours, theirs, (rounding, bound, bound), strict=True):
+            close(a, b, most)
+    for a, b in zip(back, gradient(*given), strict=True):
+        assert torch.equal(a, b)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "scaled", "dtype"), CASES)
+class TestKernels:
+    """Kernels and plain functions from the same numbers of a narrow dtype: both accumulate in float32 or more."""
+
+    def test_outer(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        left = made(examples, positions, rows + 3, dtype=dtype, device=DEVICE)[..., :rows]  # at a stride
+        right = made(examples, positions, cols, seed=1, dtype=dtype, device=DEVICE)
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
+        weights = made(examples, seed=3, dtype=torch.float32, device=DEVICE)
+        exact = left.double().mT @ right.double()
+        factor = 1.0 if scale is None else scale.double()
+        total = torch.einsum("j,jrc->rc", weights.double(), exact)
+        for _ in range(2):
+            close(kernels.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
+            close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
+        again = kernels.outer_squares(left, right, scale)
+        assert torch.equal(again, kernels.outer_squares(left, right, scale))
+        without_first = weights.clone()
+        without_first[0] = 0
+        left[0] = torch.nan
+        total = torch.einsum("j,jrc->rc", weights[1:].double(), exact[1:])
+        close(kernels.outer_weighted_sum(left, right, without_first), total, 3e-6)
+
+    def test_many(self, shape, scaled, dtype):
+        examples, _, rows, cols = shape
+        apart = made(examples, rows + 1, cols, dtype=dtype, device=DEVICE)[:, :rows]  # examples at a stride
+        vectors = [made(examples, 8 * n, seed=n, dtype=dtype, device=DEVICE) for n in (1, 130, LONG)]
+        grads = [apart, *vectors, made(examples, cols, seed=1, device=DEVICE, dtype=torch.float32)]
+        grads.append(made(examples, 0, device=DEVICE, dtype=dtype))
+        scales = [made(*grad.shape[1:], seed=3, dtype=torch.float32, device=DEVICE).abs() for grad in grads]
+        scales[1] = torch.cat([scales[1][:1], scales[1]])[1:]  # beginning where loads of 16 bytes cannot
+        each = sum(
+            (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
+            for g, s in zip(grads, scales, strict=True)
+        )
+        found = kernels.many_squares(grads, scales if scaled else None)
+        close(found, each, 1e-6)
+        assert torch.equal(found, kernels.many_squares(grads, scales if scaled else None))
+        check_weighted_sums(grads, made(examples, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
+
+    def test_rows(self, shape, scaled, dtype):
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        values = made(examples, positions, cols, dtype=dtype, device=DEVICE)
+        scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
+        wide = None if scale is None else scale.double()
+        exact = kernels.row_squares(ids, values.double(), wide, rows)
+        for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
+            close(found, expected, 1e-6)
+        weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
+        total = kernels.row_weighted_sum(ids, values, weights, rows)
+        close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
+        check_first_left_out(ids, values, weights, rows)
+        by_position = made(examples, positions, seed=8, dtype=dtype, device=DEVICE)
+        close(
+            kernels.position_sums(values, by_position),
+            kernels.position_sums(values.double(), by_position.double()),
+            1e-6,
+        )
+        left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device=DEVICE)
+        right = made(examples, positions + 1, cols, seed=6, dtype=dtype, device=DEVICE)
+        if not scaled:
+            check_square_sums(left, right, ids, values, weights, rows, 1e-5)
+        else:  # one dtype is wider
+            check_square_sums(left, right, ids, values.float() * 1.001, weights, rows, 1e-5)
+        found = kernels.outer_row_products(left, right, ids, values, scale)
+        close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
+
+    def test_strides(self, shape, scaled, dtype):
+        """The same numbers laid out otherwise: ids of time-major batches, say."""
+        examples, positions, rows, cols = shape
+        ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        given = ids, *(
+            made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE)
+            for n, width in enumerate((cols, rows, cols))
+        ), made(rows, cols, seed=5, dtype=torch.float32, device=DEVICE).abs()  # fmt: skip
+        weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
+        results = []
+        for turn in (False, True):
+            i, values, left, right, scale = (each.mT.contiguous().mT if turn else each for each in given)
+            by = scale if scaled else None
+            results.append([
+                *kernels.row_squares(i, values, by, rows),
+                kernels.row_weighted_sum(i, values, weights, rows),
+                kernels.row_square_sum(i, values, weights, rows),
+                kernels.outer_squares(left, right, by),
+                kernels.outer_weighted_sum(left, right, weights),
+                kernels.outer_square_sum(left, right, weights, i, values),
+                kernels.outer_row_products(left, right, i, values, by),
+                kernels.many_squares([values], [made(positions, cols, device=DEVICE).float()] if scaled else None),
+                kernels.position_sums(values, right[..., 0]),
+            ])  # fmt: skip
+        for straight, turned in zip(*results, strict=True):
+            assert torch.equal(straight, turned)
+
+    def test_nothing(self, shape, scaled, dtype):
+        """No examples, or examples without positions."""
+        _, _, rows, cols = shape
+        for examples, positions in ((0, 3), (2, 0)):
+            ids = torch.zeros(examples, positions, dtype=torch.long, device=DEVICE)
+            values, right = (made(examples, positions, cols, dtype=dtype, device=DEVICE) for _ in range(2))
+            left = made(examples, positions, rows, dtype=dtype, device=DEVICE)
+            scale = made(rows, cols, dtype=torch.float32, device=DEVICE) if scaled else None
+            weights = torch.ones(examples, device=DEVICE)
+            for found, size in (
+                *((found, (examples,)) for found in kernels.row_squares(ids, values, scale, rows)),
+                (kernels.outer_squares(left, right, scale), (examples,)),
+                (kernels.outer_row_products(left, right, ids, values, scale), (examples,)),
+                (kernels.row_weighted_sum(ids, values, weights, rows), (rows, cols)),
+                (kernels.outer_weighted_sum(left, right, weights), (rows, cols)),
+                (kernels.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
+                (kernels.position_sums(values, values[..., 0]), (examples, cols)),
+            ):
+                assert found.shape == size
+                assert not found.any()
+        none, into = torch.zeros(0, 2, dtype=dtype, device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
+        kernels.many_weighted_sums([none], torch.zeros(0, device=DEVICE), [into], add=False)
+        assert into.tolist() == [0.0, 0.0]
+        assert kernels.many_squares([none], None).shape == (0,)
+
+    def test_layer_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, bias = (made(width, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        check_normalised("layer_norm", grad, inputs, weight, bias, (1e-5,), 2e-6)
+
+    def test_group_norm(self, shape, scaled, dtype):
+        examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
+        channels = groups * each
+        inputs, grad = (made(examples, channels, places, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, bias = (made(channels, seed=n, dtype=dtype, device=DEVICE) for n in (2, 3))
+        if scaled:  # at a stride, and far from 0
+            grad, inputs = grad.mT.contiguous().mT, (inputs + 3).mT.contiguous().mT
+        check_normalised("group_norm", grad, inputs, weight, bias, (groups, 1e-5), 1e-5)
+
+    @pytest.mark.parametrize("classes", CLASSES)
+    def test_softmax_gradient(self, shape, scaled, dtype, classes):
+        rows, classes, padding = shape[0] * shape[1], classes or 10 * shape[2] + 1, 67 if scaled else 0
+        logits = made(rows, classes + padding, dtype=dtype, device=DEVICE)
+        labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        exact = logits.double()
+        found, expected = (kernels.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+        close(found[0], expected[0], 1e-6)
+        close(found[1], expected[1], 1e-5)
+        close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
+        assert not logits[:, classes:].any()
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_over_many_examples(dtype):
+    grads = [made(777, 40, dtype=dtype, device=DEVICE), made(777, 3, 5, seed=1, dtype=dtype, device=DEVICE)]
+    check_weighted_sums(grads, made(777, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_a_label_that_is_no_class_leaves_its_example_out():
+    logits = made(3, 20, dtype=torch.float32, device=DEVICE)
+    losses, lengths = kernels.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
+    assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]
+    assert logits[:, :17].isnan().all(1).tolist() == [False, True, False]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["padding", "one", "aligned", "tail", "few"])
+def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch):
+    """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
+    from dpoptim.kernels import rows_triton as triton_rows
+
+    monkeypatch.setattr(triton_rows, "_TOGETHER", 4)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    ids = torch.randint(0, 500, (EXAMPLES, LOOK_UPS), device=DEVICE, generator=generator)
+    if kind == "padding":
+        ids[:, LOOK_UPS // 3 :] = 7
+    elif kind == "one":
+        ids[:] = 499
+    elif kind == "tail":
+        ids[ids == 499] = 0
+        ids[-1, -50:] = 499
+    elif kind == "aligned":
+        ids = (torch.arange(EXAMPLES * LOOK_UPS, device=DEVICE) // 64).view(EXAMPLES, LOOK_UPS)
+    else:
+        ids = ids[:3, :30]
+    values = torch.randn(*ids.shape, width, device=DEVICE, generator=generator)
+    weights = torch.rand(len(ids), device=DEVICE, generator=generator)
+    weights[0], values[0] = 0, torch.nan  # the first: the last look-ups must count
+    begun = torch.randn(500, width, device=DEVICE, generator=generator)
+    exact = kernels.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
+    again = kernels.row_weighted_sum(ids, values, weights, 500, into=begun.clone())
+    found = kernels.row_weighted_sum(ids, values, weights, 500, into=begun)
+    assert found is begun
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
+
+
+@pytest.fixture
+def plainly(monkeypatch):
+    """Calls a function where no kernels are."""
+
+    def call(function, *args, **settings):
+        with monkeypatch.context() as without:
+            without.setattr(kernels, "_kernels", lambda: None)
+            return function(*args, **settings)
+
+    return call
+
+
+ODD = [0.0, 1e-320, 1e-90, 1.0, 1e76, 1e80, 1e308, math.inf, math.nan]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("examples", [0, 1, 1024, 2500])
+@pytest.mark.parametrize("clip_norm", [1e-45, 0.1, 1.0, 1e30, math.inf])
+@pytest.mark.parametrize(("factor", "dtype"), [(1, torch.float32), (7, torch.float32), (100_003, torch.float64)])
+def test_weights(examples, clip_norm, factor, dtype, plainly):
+    """For norms of all sizes and near the clip norm, with bounds that are met, missed and not numbers."""
+    last_bits = 2.5 * torch.finfo(dtype).eps  # five roundings are not shared: PyTorch takes a reciprocal and multiplies
+    generator = torch.Generator().manual_seed(examples)
+    near = torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64) * 4)
+    squared = torch.cat([torch.tensor(ODD, dtype=torch.float64), near])[len(ODD) if examples == 1 else 0 :][:examples]
+    least = squared.sqrt() * torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64))
+    least[::5] = torch.nan
+    least[1::5] = squared[1::5].sqrt()
+    squared, least = (torch.stack([each, -each], 1).to(DEVICE)[:, 0] for each in (squared, least))  # at a stride
+    for bounds in (None, least):
+        settings = {"clip_norm": clip_norm, "factor": factor, "dtype": dtype}
+        found = per_example.weighed(squared, bounds, **settings)
+        expected = plainly(per_example.weighed, squared, bounds, **settings)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs, rtol=last_bits, atol=0, equal_nan=True)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_gram", [False, True])
+@pytest.mark.parametrize("examples", [0, 3, 700])
+def test_sums_of_parts(is_gram, examples, plainly):
+    generator = torch.Generator().manual_seed(examples)
+    given = torch.exp(torch.randn(5, examples, generator=generator, dtype=torch.float64) * 3)
+    given[2] *= torch.randn(examples, generator=generator)
+    if examples > 100:
+        for row, number in enumerate((math.inf, math.nan, -math.inf, math.nan, math.inf)):
+            given[row, row::17] = number
+        given[2, 9::17] = math.nan
+    given = given.mT.contiguous().mT.to(DEVICE)  # at a stride
+    for trust in (1e3, 1e11):
+        found = per_example.sum_of_parts(*given, trust=trust, is_gram=is_gram)
+        expected = plainly(per_example.sum_of_parts, *given, trust=trust, is_gram=is_gram)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-12, equal_nan=True)
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (1, 1, 1), (3, 33, 128), (2, 16, 700)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_of_lengths(shape, dtype, scaled, plainly):
+    vectors = made(*shape, dtype=dtype, device=DEVICE)
+    known = made(*shape[:2], seed=1, dtype=torch.float32, device=DEVICE).abs()
+    factor = torch.tensor(3.7, device=DEVICE) if scaled else None
+    if shape[1] > 1 and len(vectors) > 1:
+        vectors[0, 1, 2] = torch.nan
+        vectors[1] = 0
+        vectors[1, 0, 1] = -1e-30 if dtype == torch.float32 else -1e-7  # whose square may vanish
+    if scaled:  # at a stride
+        vectors, known = vectors.mT.contiguous().mT, known.mT.contiguous().mT
+    found = per_example.length_products(vectors, vectors, left_lengths=known, factor=factor)
+    expected = plainly(per_example.length_products, vectors, vectors, left_lengths=known, factor=factor)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)

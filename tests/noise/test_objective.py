@@ -1,0 +1,122 @@
+"""What searches minimise, against strategies' own figures and finite differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpoptim.noise import DecayedSums, PrefixSums, Workload, inverse_series
+from dpoptim.noise.search.objective import Goal, Objective, _comb, participation_energy
+from tests.noise.explicit import patterns, scaled_error, toeplitz_strategies, workloads
+
+
+@st.composite
+def goals(draw: st.DrawFn) -> Goal:
+    steps, max_participations, min_separation = draw(patterns(9))
+    workload = draw(workloads(steps))
+    last_is_largest = workload.is_toeplitz and not (isinstance(workload, DecayedSums) and workload.debiased)
+    return Goal(
+        steps=steps,
+        max_participations=max_participations,
+        min_separation=min_separation,
+        workload=workload,
+        objective=draw(st.sampled_from(["mean", "max"])) if last_is_largest else "mean",
+    )
+
+
+def falling_coefs(steps: int, seed: int) -> np.ndarray:
+    return np.cumprod(np.concatenate([[1.0], np.random.default_rng(seed).uniform(0, 1, size=steps - 1)]))
+
+
+def directional(value: object, at: np.ndarray, direction: np.ndarray) -> float:
+    """The derivative along a direction, by central differences of fourth order."""
+    assert callable(value)
+    step = 1e-3
+    near, far = (value(at + h * direction) - value(at - h * direction) for h in (step, 2 * step))
+    return float((8 * near - far) / (12 * step))
+
+
+@given(goal=goals(), seed=st.integers(0, 2**16))
+@settings(max_examples=150, deadline=None)
+def test_gradients_are_finite_differences(goal: Goal, seed: int) -> None:
+    coefs = falling_coefs(goal.steps, seed)
+    noising = inverse_series(coefs, goal.steps)
+    direction = np.random.default_rng(seed + 1).uniform(-1, 1, size=goal.steps)
+    direction /= np.abs(direction).sum()  # so that the coefficients stay far from a singular matrix
+
+    value, slope = goal.by_strategy(coefs, noising)
+    difference = directional(lambda c: goal.by_strategy(c, inverse_series(c, goal.steps))[0], coefs, direction)
+    assert difference == pytest.approx(slope @ direction, rel=1e-6, abs=1e-7)
+
+    same, slope = goal.by_noising(coefs, noising)
+    difference = directional(lambda d: goal.by_noising(inverse_series(d, goal.steps), d)[0], noising, direction)
+    assert difference == pytest.approx(slope @ direction, rel=1e-5, abs=1e-6)
+    assert same == value
+
+
+@given(data=st.data(), goal=goals())
+@settings(max_examples=100, deadline=None)
+def test_value_is_the_strategy_s_own(data: st.DataObject, goal: Goal) -> None:
+    strategy = data.draw(toeplitz_strategies(goal.steps))
+    coefs, noising = strategy.strategy_matrix()[:, 0], strategy.noising_coefs
+    expected = 2 * np.log(
+        scaled_error(
+            strategy,
+            goal.max_participations,
+            goal.min_separation,
+            workload=goal.workload,
+            objective=goal.objective,
+        )
+    )
+    for found in (goal.by_strategy(coefs, noising)[0], goal.by_noising(coefs, noising)[0]):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(pattern=patterns(13), seed=st.integers(0, 2**16))
+@settings(max_examples=100, deadline=None)
+def test_energy_is_that_of_the_summed_columns(pattern: tuple[int, int, int], seed: int) -> None:
+    steps, max_participations, min_separation = pattern
+    coefs, direction = np.random.default_rng(seed).normal(size=(2, steps))
+
+    def energy(coefs: np.ndarray) -> float:
+        shifts = range(0, max_participations * min_separation, min_separation)
+        return float(np.linalg.norm(sum(np.eye(steps, k=-shift) @ coefs for shift in shifts)) ** 2)
+
+    found, slope = participation_energy(coefs, max_participations, min_separation)
+    assert found == pytest.approx(energy(coefs), rel=1e-11)
+    difference = (energy(coefs + direction) - energy(coefs - direction)) / 2
+    assert slope @ direction == pytest.approx(difference, rel=1e-9, abs=1e-9)
+
+
+def test_comb_is_its_sum() -> None:
+    series = np.random.default_rng(0).normal(size=13)
+    for count, lag in ((1, 1), (2, 5), (13, 1), (3, 4), (2, 12), (9, 7)):
+        sums = [sum(series[t - i * lag] for i in range(count) if t >= i * lag) for t in range(13)]
+        np.testing.assert_allclose(_comb(series, count, lag), sums, atol=1e-13)
+
+
+def test_goals_are_values() -> None:
+    """Equal goals have one entry among the kept searches, and others have another."""
+    assert Goal(steps=4) == Goal(steps=4, workload=PrefixSums())
+    assert hash(Goal(steps=4)) == hash(Goal(steps=4, workload=PrefixSums()))
+    objectives: tuple[Objective, ...] = ("mean", "max")
+    kinds: tuple[Workload, ...] = (PrefixSums(), PrefixSums(momentum=0.5), DecayedSums(beta=0.5, debiased=False))
+    made = {repr(Goal(steps=4, workload=kind, objective=objective)) for kind in kinds for objective in objectives}
+    assert len(made) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": 5, "max_participations": 0}, "max_participations=0"),
+        ({"steps": 5, "min_separation": 0}, "min_separation=0"),
+        ({"steps": 5, "max_participations": 3, "min_separation": 3}, "max_participations=3 at min_separation=3"),
+        ({"steps": 5, "objective": "median"}, "objective='median'"),
+    ],
+)
+def test_bad_goals_are_named(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        Goal(**arguments)  # type: ignore[arg-type]
