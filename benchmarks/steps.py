@@ -82,7 +82,7 @@ def steps_of(case: Case, way: str) -> Step:
     size = len(batch[0])
     plan = dpoptim.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
     make = dpoptim.scale_then_privatize if way in ("scaled", "captured") else dpoptim.post_processing
-    optimizer = make(model, plan, lr=1e-4, own_batches=True)
+    optimizer = make(model, plan, lr=1e-4, external_batches=True)
     loss = case.peer_loss if twin else case.loss
 
     def ordinary(*given: Tensor) -> object:

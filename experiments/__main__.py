@@ -142,7 +142,7 @@ def run(options: Namespace) -> int:
 def _one(experiment: Experiment, request: Request, options: Namespace, voice: Voice, *, alone: bool) -> dict[str, Any]:
     """Run one experiment and render it; what came of it, for people and programs."""
     from experiments import rendering, result_files
-    from experiments.experiment import NotHere
+    from experiments.experiment import MissingInput
 
     started, path = time.perf_counter(), request.file(experiment.file)
     told: dict[str, Any] = {"name": experiment.name, "file": str(path), "cells": 0, "new": 0, "left": 0, "files": []}
@@ -153,7 +153,7 @@ def _one(experiment: Experiment, request: Request, options: Namespace, voice: Vo
             told["left"] = experiment.run(request, voice)
         else:
             rendering.lines_of(experiment, request.out, options.scale)
-    except NotHere as error:
+    except MissingInput as error:
         if alone:
             raise
         return told | {"passed_over": f"{experiment.name}: passed over: {error}", "refused": True}

@@ -18,7 +18,7 @@ SCALES = ("smoke", "small", "paper")
 """Seconds, for tests; minutes on two cores; the paper's size."""
 
 
-class NotHere(ValueError):
+class MissingInput(ValueError):
     """What an experiment needs and does not find (data, a model): a run of all passes over it."""
 
 
@@ -106,7 +106,7 @@ class Outcome:
 class Experiment:
     """A named experiment.
 
-    run: does the cells that are missing, and returns how many are left; raises `NotHere` where it cannot.
+    run: does the cells that are missing, and returns how many are left; raises `MissingInput` where it cannot.
     markdown: the section of tables for the lines of ONE scale; its pictures are linked as images/NAME-PICTURE.png.
     pictures: what to draw for them, each a function that returns a matplotlib figure, by PICTURE.
     results: the experiment whose file of results it reads and adds to, where it has none of its own.
@@ -171,7 +171,7 @@ def run_cells(
     all_cells = [dict(cell) for cell in cells]
     wanted = [cell for cell in all_cells if request.wants(cell)]
     if not wanted and request.only:
-        raise NotHere(f"only={','.join(request.only)} leaves no cell of {name}; {_settings_in_words(all_cells)}")
+        raise MissingInput(f"only={','.join(request.only)} leaves no cell of {name}; {_settings_in_words(all_cells)}")
     missing = [cell for cell in wanted if result_files.cell_key(cell) not in there]
     voice.begin(name, total=len(wanted), done=len(wanted) - len(missing))
     for count, cell in enumerate(missing):

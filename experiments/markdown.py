@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from dpoptim.app.comparison.intervals import Interval
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from experiments.result_files import Line
 
 
@@ -66,7 +66,7 @@ def epsilon_shown(epsilon: float | None) -> str:
     >>> epsilon_shown(261.23821), epsilon_shown(None)
     ('261.2383', '–')
     """
-    return "–" if epsilon is None else rounded_up(epsilon)
+    return "–" if epsilon is None else format_epsilon(epsilon)
 
 
 def percent(value: float) -> str:

@@ -7,14 +7,14 @@ from pathlib import Path
 from dpoptim.app import plot_style as style
 from dpoptim.app.support.files import write_text
 from experiments import result_files
-from experiments.experiment import SCALES, Experiment, NotHere
+from experiments.experiment import SCALES, Experiment, MissingInput
 from experiments.result_files import Line
 
 
 def lines_of(experiment: Experiment, out: Path, scale: str | None = None) -> list[Line]:
     """The lines of one scale, by default the largest in the file; of cells that are there twice, the last line.
 
-    Edge cases: NotHere where there is none; ValueError where a line is of no known scale.
+    Edge cases: MissingInput where there is none; ValueError where a line is of no known scale.
     """
     path = out / f"{experiment.file}.jsonl"
     lines = result_files.read(path).lines
@@ -25,7 +25,7 @@ def lines_of(experiment: Experiment, out: Path, scale: str | None = None) -> lis
     found = {result_files.cell_key(line["cell"]): line for line in lines if line["scale"] == scale}
     if not found:
         others = f" of scale {scale}, only of {', '.join(sorted(scales))}" if scales else ""
-        raise NotHere(f"{path} holds no result{others}; run `python -m experiments {experiment.name} --out {out}`")
+        raise MissingInput(f"{path} holds no result{others}; run `python -m experiments {experiment.name} --out {out}`")
     return list(found.values())
 
 

@@ -86,12 +86,12 @@ def test_no_import_cycle():
 RELEASED_VALUES = {
     "dpoptim.clipping",
     "dpoptim.clipping.Captured",  # returns losses, which the loop already has
-    "dpoptim.clipping.PrivateRelease",
+    "dpoptim.clipping.PrivateMechanism",
     "dpoptim.clipping.Released",
 }
 FOR_USERS = {  # losses, checks and public data
     "dpoptim.clipping.PublicGradients",
-    "dpoptim.clipping.check_examples_do_not_mix",
+    "dpoptim.clipping.check_example_independence",
     "dpoptim.clipping.linear_cross_entropy",
     "dpoptim.clipping.public_data",
 }

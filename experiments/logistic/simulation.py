@@ -16,7 +16,7 @@ from torch import Tensor
 from dpoptim import optim
 from dpoptim.clipping import Released
 from dpoptim.noise import NormalSource, Strategy
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.privacy import Gradient, IndependentMoments, PrivacyPlan
 from experiments.logistic.problem import Datasets, Problem
 
@@ -46,7 +46,7 @@ def plan_of(problem: Problem, variant: str, noise: str) -> PrivacyPlan | None:
     if variant in ("ground_truth", "non_private"):
         return None
     plan = problem.plan(noise)
-    return plan.releasing(Gradient() if variant.startswith("post_processing") else IndependentMoments())
+    return plan.with_release(Gradient() if variant.startswith("post_processing") else IndependentMoments())
 
 
 def levels(problem: Problem, variant: str, noise: str) -> Levels:
@@ -64,7 +64,7 @@ def levels(problem: Problem, variant: str, noise: str) -> Levels:
         return Levels(gradient_sum=0.0, square=0.0)
     gradient_sum, square = plan.noise_stddevs()
     if variant == "independent_moments_for_free":
-        gradient_sum = plan.releasing(Gradient()).noise_stddevs().gradient_sum
+        gradient_sum = plan.with_release(Gradient()).noise_stddevs().gradient_sum
     return Levels(gradient_sum=gradient_sum, square=square or 0.0)
 
 
@@ -106,7 +106,7 @@ def walk(
         average = _clipped_sum(theta.view(problem.draws, -1), data.signed[t - 1], clip_norm) / problem.batch_size
         noisy_grad = average + _spread_out(rows[t - 1], shape)
         square = average.clamp(-clip_norm, clip_norm) ** 2 + _spread_out(square_rows[t - 1], shape)
-        bundle = Bundle([TENSOR], [theta], state, {}, group, t)
+        bundle = ParameterBundle([TENSOR], [theta], state, {}, group, t)
         released = Released(t - 1, {TENSOR: noisy_grad}, {TENSOR: square}, noise_variance=0.0)
         denominator = moment.denominator(bundle, rule, noisy_grad, released)
         theta = theta - step_sizes * rule.direction(noisy_grad, denominator, bundle)

@@ -106,7 +106,7 @@ def plan_of(problem: Quadratic, variant: str) -> PrivacyPlan:
     """What the variant guarantees: the simulation's plan with the variant's release."""
     if variant == "adam":
         problem = dataclasses.replace(problem, clip_norm=math.inf, noise_multiplier=0.0)
-    return problem.plan().releasing(_RELEASES.get(variant, Gradient()))
+    return problem.plan().with_release(_RELEASES.get(variant, Gradient()))
 
 
 def preconditioner(path: Path, nu_hat: Series, plan: PrivacyPlan) -> Series:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpoptim import optim
 from dpoptim.clipping import Released
 from dpoptim.noise import Independent, NoiseKey, NormalSource, Strategy, StrategySpec
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
     Gradient,
@@ -175,7 +175,7 @@ def simulate(
     seen: dict[str, list[Tensor]] = {name: [] for name in ("loss", "nu", "negative", "square", "update")}
     seen["loss"].append((theta.view(shape) ** 2 @ curvatures) / 2)
     for t in range(1, problem.steps + 1):
-        before, after = (Bundle([TENSOR], [theta], state, {}, rule.defaults(), step) for step in (t - 1, t))
+        before, after = (ParameterBundle([TENSOR], [theta], state, {}, rule.defaults(), step) for step in (t - 1, t))
         scale = geometry.scale(before, rule)
         scale = torch.ones_like(theta) if scale is None else scale
         clipped = _clipped(problem, theta.view(shape), scale.view(shape), plan.clip_norm, t)
@@ -222,7 +222,7 @@ def _slots(
         release, moment = NoiselessSquare(), optim.OfReleasedSquare()
     elif variant == "bias_correction":
         moment = optim.NoiseCorrected()
-    plan = problem.plan(noise).releasing(release)
+    plan = problem.plan(noise).with_release(release)
     if variant == "dp_sgd":
         return plan, optim.SGD(momentum=problem.betas[0]), optim.Flat(), optim.NoSecondMoment()
     eps = optim.Adam.eps if problem.eps is None else problem.eps

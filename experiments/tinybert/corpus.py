@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpoptim.app import Kind, load_tokenizer, read_records
-from experiments.experiment import NotHere
+from experiments.experiment import MissingInput
 from experiments.tinybert.texts import Marks
 
 HELD_OUT = 20_000
@@ -41,7 +41,7 @@ class Corpus:
 def read_corpus(data: str, model: str | Path, *, longest: int, cache: Path, files: int | None = None) -> Corpus:
     """The corpus that `data` names: a folder of packed ids, the arXiv metadata file, or any source of texts.
 
-    `files` takes only so many of the packed train files. NotHere where a part is missing, ValueError where it cannot
+    `files` takes only so many of the packed train files. MissingInput where a part is missing, ValueError where it cannot
     be read.
     """
     path = Path(data)
@@ -59,7 +59,7 @@ def _packed(folder: Path, files: int | None) -> Corpus:
     train = sorted(folder.rglob("train*.u16.xz"))[:files]
     held_out = [next(folder.rglob(f"{name}.u16.xz"), None) for name in ("validation", "test")]
     if None in held_out:
-        raise NotHere(f"{folder} has train*.u16.xz and not both of validation.u16.xz and test.u16.xz beside it")
+        raise MissingInput(f"{folder} has train*.u16.xz and not both of validation.u16.xz and test.u16.xz beside it")
     validation, test = (_unpacked([file]) for file in held_out if file is not None)
     return Corpus(np.concatenate([_unpacked([file]) for file in train]), validation, test, _marks(folder))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from experiments import provenance, result_files
-from experiments.experiment import NotHere, Outcome, Request, line_of, open_results, short
+from experiments.experiment import MissingInput, Outcome, Request, line_of, open_results, short
 from experiments.result_files import Line, cell_key
 from experiments.tinybert import model as models
 from experiments.tinybert.corpus import Corpus, made_up_corpus, read_corpus
@@ -20,7 +20,7 @@ from experiments.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sw
 from experiments.tinybert.sizes import SIZES, Scoring
 from experiments.tinybert.table_of_cells import ROWS, places
 from experiments.tinybert.texts import fingerprint, laid_out
-from experiments.tinybert.training_run import Ground, dtype_on
+from experiments.tinybert.training_run import Workspace, dtype_on
 from experiments.tinybert.unfinished import Unfinished
 from experiments.tinybert.workers import Here, Processes, workers
 from experiments.voice import Voice
@@ -67,24 +67,24 @@ def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell],
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
         if request.only and not wanted() and not any(request.wants(line["cell"]) for line in lines):
-            raise NotHere(f"only={','.join(request.only)} leaves no cell to run, and none that was run")
+            raise MissingInput(f"only={','.join(request.only)} leaves no cell to run, and none that was run")
         return _work_off(request, wanted, pool, lines, unfinished, voice)
 
 
 def _check_only(request: Request) -> None:
-    """NotHere where `only` asks for a place or a setting that no cell has, before texts are read."""
+    """MissingInput where `only` asks for a place or a setting that no cell has, before texts are read."""
     of_place = [text for text in request.only if text.startswith(("row=", "column="))]
     narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
     if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
         rows, columns = (sorted(set(names)) for names in zip(*all_places, strict=True))
-        raise NotHere(
+        raise MissingInput(
             f"only={','.join(of_place)} leaves no cell of {NAME}; rows are {', '.join(rows)}; columns are "
             f"{', '.join(columns)}"
         )
     settings = {knob.name for each in ROWS for knob in each.knobs} | SETTINGS
     for name in (text.partition("=")[0] for text in request.only):
         if name not in settings:
-            raise NotHere(f"only: cells of {NAME} have no {name}; they have {', '.join(sorted(settings))}")
+            raise MissingInput(f"only: cells of {NAME} have no {name}; they have {', '.join(sorted(settings))}")
 
 
 def _work_off(
@@ -134,7 +134,7 @@ def _work_off(
         )
 
 
-def _start(request: Request, lines: list[Line], ground: Ground, voice: Voice) -> Cell:
+def _start(request: Request, lines: list[Line], ground: Workspace, voice: Voice) -> Cell:
     """What all cells share, after the loss of the model as it comes is in the file.
 
     ValueError where the file has runs of another model or of other texts.
@@ -165,22 +165,22 @@ def _start(request: Request, lines: list[Line], ground: Ground, voice: Voice) ->
     return shared
 
 
-def ground_maker(request: Request) -> Callable[[], Ground]:
-    """A function, fit for other processes, that makes what all cells share; NotHere where data or model are missing."""
+def ground_maker(request: Request) -> Callable[[], Workspace]:
+    """A function, fit for other processes, that makes what all cells share; MissingInput where data or model are missing."""
     if request.device.startswith("cuda") and not torch.cuda.is_available():
-        raise NotHere(f"{NAME}: this PyTorch finds no CUDA device; leave out --device {request.device}")
+        raise MissingInput(f"{NAME}: this PyTorch finds no CUDA device; leave out --device {request.device}")
     scoring = SIZES[request.scale].scoring
     if request.scale == "smoke":
         return functools.partial(_ground, "", None, Path("."), request.device, scoring)
     if request.model is None or request.data is None:
-        raise NotHere(
+        raise MissingInput(
             "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
             "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
         )
     return functools.partial(_ground, request.data, request.model, request.out, request.device, scoring)
 
 
-def _ground(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Ground:
+def _ground(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Workspace:
     if model is None:
         corpus = made_up_corpus(vocabulary=_MADE_UP, examples=60)
         fresh, longest = functools.partial(models.made_up, vocabulary=_MADE_UP), 64
@@ -192,9 +192,9 @@ def _ground(data: str, model: str | None, cache: Path, device: str, scoring: Sco
 
 def grounded(
     corpus: Corpus, fresh: Callable[[], models.MaskedLM], longest: int, device: str, scoring: Scoring
-) -> Ground:
+) -> Workspace:
     """Texts laid out on the device."""
     train, validation, test = (
         laid_out(tokens, corpus.marks, longest, device) for tokens in (corpus.train, corpus.validation, corpus.test)
     )
-    return Ground(train, validation, test, fresh, device, scoring, longest)
+    return Workspace(train, validation, test, fresh, device, scoring, longest)

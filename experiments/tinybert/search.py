@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from experiments.tinybert.table_of_cells import Knob, Row
+from experiments.tinybert.table_of_cells import Hyperparameter, Row
 
 Setting = tuple[tuple[str, float], ...]
 
@@ -21,7 +21,7 @@ def wanted(row: Row, column: str, tried: Mapping[Setting, float]) -> list[Settin
     `tried` has the loss of each setting, infinity where it diverged or was given up. Of settings beside each other on
     a knob's grid both are asked for at once, so that they can be run together.
 
-    >>> row = Row(name="x", label="x", knobs=(Knob("lr", (1.0, 2.0, 3.0), 2.0), Knob("eps", (1.0, 2.0), 1.0)))
+    >>> row = Row(name="x", label="x", knobs=(Hyperparameter("lr", (1.0, 2.0, 3.0), 2.0), Hyperparameter("eps", (1.0, 2.0), 1.0)))
     >>> tried: dict[Setting, float] = {}
     >>> while settings := wanted(row, "banded", tried):
     ...     tried |= {setting: abs(dict(setting)["lr"] - 3) + dict(setting)["eps"] for setting in settings}
@@ -62,7 +62,7 @@ def _descend(row: Row, column: str, tried: Mapping[Setting, float]) -> tuple[Set
     return here, []
 
 
-def _beside(setting: Setting, knob: Knob) -> list[Setting]:
+def _beside(setting: Setting, knob: Hyperparameter) -> list[Setting]:
     values = dict(setting)
     at = knob.grid.index(values[knob.name])
     others = [knob.grid[i] for i in (at - 1, at + 1) if 0 <= i < len(knob.grid)]

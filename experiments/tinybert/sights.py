@@ -18,7 +18,7 @@ _HISTOGRAMS = ("noiseless", "non_private_adam")
 _NEGATIVES = ("bias_correction", "independent_moments", "average_of_squares")
 
 
-class Sights:
+class RunMetrics:
     """Watches every hundredth part of a final run; a tuning run is not watched.
 
     `gradient_norms` of the rows "noiseless" are ‖g_t‖ without noise, which those rows make public; they are NOT

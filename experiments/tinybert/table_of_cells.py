@@ -13,7 +13,7 @@ BANDS = 128
 
 
 @dataclass(frozen=True)
-class Knob:
+class Hyperparameter:
     """A setting that is tuned: its grid, and where the search begins."""
 
     name: str
@@ -31,7 +31,7 @@ class Row:
 
     name: str
     label: str
-    knobs: tuple[Knob, ...]
+    knobs: tuple[Hyperparameter, ...]
     starts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by column, where not the knob's own
     note: str | None = None
     beyond: bool = False  # not in the paper's table
@@ -51,10 +51,10 @@ class Column:
     paper: dict[str, float] = field(default_factory=dict)  # the paper's test losses, by the rows that it has
 
 
-def _rates(start: float, *, low: float = 1e-5, high: float = 30.0) -> Knob:
+def _rates(start: float, *, low: float = 1e-5, high: float = 30.0) -> Hyperparameter:
     """Learning rates 1, 2, 5 times powers of ten."""
     grid = [digit * 10.0**power for power in range(-6, 3) for digit in (1, 2, 5)]
-    return Knob("lr", tuple(float(f"{rate:.0e}") for rate in grid if low <= rate <= high), start)
+    return Hyperparameter("lr", tuple(float(f"{rate:.0e}") for rate in grid if low <= rate <= high), start)
 
 
 def _banded(bands: int) -> Callable[[int], StrategySpec]:
@@ -66,12 +66,12 @@ def _in_much_noise(**start: float) -> dict[str, dict[str, float]]:
     return dict.fromkeys(("banded", "independent"), start)
 
 
-_EPS = Knob("eps", (3e-5, 1e-4, 3e-4, 1e-3), 1e-4)
-_EPS_SCALE = Knob("eps_over_noise", (1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
-_CLIP_NORM = Knob("clip_norm", (0.03, 0.1, 0.25, 0.5, 1.0, 2.0), 1.0)
-_EPS_OVER_LITTLE = Knob("eps_over_noise", (0.1, 0.25, 0.5, 1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
+_EPS = Hyperparameter("eps", (3e-5, 1e-4, 3e-4, 1e-3), 1e-4)
+_EPS_SCALE = Hyperparameter("eps_over_noise", (1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
+_CLIP_NORM = Hyperparameter("clip_norm", (0.03, 0.1, 0.25, 0.5, 1.0, 2.0), 1.0)
+_EPS_OVER_LITTLE = Hyperparameter("eps_over_noise", (0.1, 0.25, 0.5, 1.1, 1.5, 2.0, 4.0, 8.0), 2.0)
 """Where un-noised squares make the scale, noise does not feed on itself, and ε may lie below it."""
-_MOMENTUM = Knob("momentum", (0.0, 0.9), 0.9)
+_MOMENTUM = Hyperparameter("momentum", (0.0, 0.9), 0.9)
 _CORRELATED = {"lr": 0.01, "clip_norm": 0.25, "eps_over_noise": 1.1}
 _AT_AN_EPSILON = {
     "banded_10": _CORRELATED,
@@ -95,7 +95,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="noiseless", label="noiseless preconditioner", note=_NOISELESS, knobs=(_rates(5e-4), _EPS)),
     Row(
         name="noiseless_scaled", label="noiseless + scale-then-privatize", note=_NOISELESS,
-        knobs=(_rates(1e-3), _EPS_OVER_LITTLE, Knob("clip_norm", (0.5, 1.0, 2.0), 1.0)),
+        knobs=(_rates(1e-3), _EPS_OVER_LITTLE, Hyperparameter("clip_norm", (0.5, 1.0, 2.0), 1.0)),
         starts=_in_much_noise(lr=5e-3, eps_over_noise=0.5),
     ),
     Row(name="post_processing", label="post-processing", knobs=(_rates(1e-3),)),
@@ -117,7 +117,7 @@ ROWS: tuple[Row, ...] = (
     Row(name="average_of_squares", label="IME, average of squares", beyond=True, knobs=(_rates(5e-4), _EPS)),
     Row(
         name="delayed", label="delayed preconditioner (DP²)", beyond=True,
-        knobs=(_rates(0.2), Knob("period", (50, 100, 200), 100), Knob("eps", (1e-4, 3e-4, 1e-3), 3e-4)),
+        knobs=(_rates(0.2), Hyperparameter("period", (50, 100, 200), 100), Hyperparameter("eps", (1e-4, 3e-4, 1e-3), 3e-4)),
     ),
 )  # fmt: skip
 """In the table's order."""

@@ -20,7 +20,7 @@ from experiments.tinybert.evaluation import mean_losses
 from experiments.tinybert.model import MaskedLM
 from experiments.tinybert.optimizers import optimizer_of
 from experiments.tinybert.privacy import described, guarantee, plan_of
-from experiments.tinybert.sights import Sights
+from experiments.tinybert.sights import RunMetrics
 from experiments.tinybert.sizes import Scoring
 from experiments.tinybert.texts import Indices, Texts, made_part
 from experiments.tinybert.unfinished import TimeIsOver, Unfinished
@@ -36,7 +36,7 @@ def dtype_on(device: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Ground:
+class Workspace:
     """What all cells share: texts on the device, and how a fresh model is made."""
 
     train: Texts
@@ -71,7 +71,7 @@ class Ground:
 
 
 def run(
-    cell: Mapping[str, Any], ground: Ground, *, beat: Curve | None = None, unfinished: Unfinished | None = None
+    cell: Mapping[str, Any], ground: Workspace, *, beat: Curve | None = None, unfinished: Unfinished | None = None
 ) -> Outcome:
     """Train the cell and score it. Raises `TimeIsOver` where that came first: `unfinished` has what was done.
 
@@ -115,7 +115,7 @@ class _Training:
     rows are compared on equal terms. (The texts are public; a real run takes a secret key.)
     """
 
-    def __init__(self, cell: Mapping[str, Any], ground: Ground) -> None:
+    def __init__(self, cell: Mapping[str, Any], ground: Workspace) -> None:
         self.plan = plan_of(cell)
         key, run_id = NoiseKey.from_bytes(hashlib.sha256(f"tinybert {cell['seed']}".encode()).digest()), "tinybert"
         self.model = ground.model()
@@ -127,7 +127,7 @@ class _Training:
             pin_memory=ground.device.startswith("cuda"), key=key, run_id=run_id,
         )  # fmt: skip
         self._differentiate = self.optimizer.captured(self.model, together=cut_together(self.plan.batch_size))
-        self.sights = Sights(cell, self.optimizer)
+        self.sights = RunMetrics(cell, self.optimizer)
         self.curve: Curve = []
         self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.experiment import Outcome
 from experiments.tinybert.schedule import Job
-from experiments.tinybert.training_run import Ground, run
+from experiments.tinybert.training_run import Workspace, run
 from experiments.tinybert.unfinished import TimeIsOver, Unfinished
 
 STARTED_BY = "spawn"
@@ -23,7 +23,7 @@ Done = tuple[Job, Outcome | None, float]  # None: time was over first; and the s
 class Here:
     """One cell after the other, in this process."""
 
-    def __init__(self, ground: Ground, unfinished: Unfinished) -> None:
+    def __init__(self, ground: Workspace, unfinished: Unfinished) -> None:
         self._ground, self._unfinished = ground, unfinished
         self._waiting: list[Job] = []
         self.places = 1
@@ -44,7 +44,7 @@ class Here:
 class Processes:
     """Several at a time, each process with its own copy of the ground."""
 
-    def __init__(self, make_ground: Callable[[], Ground], unfinished: Unfinished, count: int) -> None:
+    def __init__(self, make_ground: Callable[[], Workspace], unfinished: Unfinished, count: int) -> None:
         context: Any = multiprocessing.get_context(STARTED_BY)
         self._jobs: Any = context.Queue()
         self._done: Any = context.Queue()
@@ -89,7 +89,7 @@ class Processes:
 
 @contextmanager
 def workers(
-    ground: Ground, make_ground: Callable[[], Ground], unfinished: Unfinished, count: int
+    ground: Workspace, make_ground: Callable[[], Workspace], unfinished: Unfinished, count: int
 ) -> Iterator[Here | Processes]:
     """Workers that end with the block; `count` = 1 is this process, with its own ground, others make one each."""
     if count == 1:
@@ -102,14 +102,14 @@ def workers(
         pool.stop()
 
 
-def _run(job: Job, ground: Ground, unfinished: Unfinished) -> Outcome | None:
+def _run(job: Job, ground: Workspace, unfinished: Unfinished) -> Outcome | None:
     try:
         return run(job.cell, ground, beat=job.beat, unfinished=unfinished)
     except TimeIsOver:
         return None
 
 
-def _work(make_ground: Callable[[], Ground], unfinished: Unfinished, jobs: Any, done: Any) -> None:
+def _work(make_ground: Callable[[], Workspace], unfinished: Unfinished, jobs: Any, done: Any) -> None:
     try:
         ground = make_ground()
         while True:

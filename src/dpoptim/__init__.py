@@ -12,7 +12,7 @@ from dpoptim.version import __version__
 
 if TYPE_CHECKING:
     from dpoptim import clipping, data, noise, optim, privacy, theory
-    from dpoptim.clipping import PublicGradients, check_examples_do_not_mix, linear_cross_entropy, public_data
+    from dpoptim.clipping import PublicGradients, check_example_independence, linear_cross_entropy, public_data
     from dpoptim.data import PrivateLoader, pad_to_bucket, private_loader, secret_randomness
     from dpoptim.noise import (
         Banded,
@@ -90,7 +90,7 @@ __all__ = [
     "SquareRoot",
     "adadps",
     "bias_correction",
-    "check_examples_do_not_mix",
+    "check_example_independence",
     "choose_noise",
     "clipping",
     "data",

@@ -13,7 +13,7 @@ import torch
 
 import dpoptim
 from dpoptim.app import resume, train
-from dpoptim.clipping import PrivateRelease
+from dpoptim.clipping import PrivateMechanism
 from dpoptim.integrations.hugging_face import PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.seals import seal_folder
@@ -74,7 +74,7 @@ def test_an_edited_checkpoint_of_a_run_is_refused(how, tmp_path, monkeypatch):
     EDITS[how](tmp_path / "run" / "checkpoints")
     log = (tmp_path / "run" / "log.jsonl").read_bytes()
     released: list[int] = []
-    monkeypatch.setattr(PrivateRelease, "_add_noise", lambda self, *args: released.append(self.step))
+    monkeypatch.setattr(PrivateMechanism, "_add_noise", lambda self, *args: released.append(self.step))
     with pytest.raises(ValueError, match=r"is not as the run saved it|was not written by this run") as refused:
         resume(tmp_path / "run")
     assert "\n" not in str(refused.value)

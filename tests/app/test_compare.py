@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app import read_log, read_recipe, set_up
+from dpoptim.app import prepare_run, read_log, read_recipe
 from dpoptim.app.comparison import compare as compare_module
 from dpoptim.app.comparison.compare import Interrupted, Watch, compare
 from dpoptim.app.comparison.tuning import trial_recipe
@@ -164,7 +164,7 @@ def test_finished_runs_are_not_run_again(tuned, monkeypatch):
     def refuse(*values, **options):
         raise AssertionError("a finished run was run again")
 
-    for name in ("train", "resume", "set_up"):
+    for name in ("train", "resume", "prepare_run"):
         monkeypatch.setattr(compare_module, name, refuse)
     assert compare(request, folder) == result
 
@@ -260,7 +260,7 @@ def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_
     many = write_rows(tmp_path / "many.csv", count=600, seed=2)
     request = request_for(rows, recipe={"delta": 0.005}, budget_for_tuning="public", tuning_data=many)
     recipe = trial_recipe(request, request.recipe.replace(num_examples=180), VARIANTS[0], {"learning_rate": 0.03})
-    assert set_up(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
+    assert prepare_run(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
 
 
 def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):

@@ -26,7 +26,7 @@ def watched(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, nois
         noise=noise or dpoptim.Independent(),
     )  # fmt: skip
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
-    optimizer = getattr(dpoptim, variant)(model, plan, lr=0.1, key=key, run_id="test", own_batches=True)
+    optimizer = getattr(dpoptim, variant)(model, plan, lr=0.1, key=key, run_id="test", external_batches=True)
     watch = Diagnostics(optimizer)
     seen: list[Any] = []
     optimizer.observers.append(seen.append)

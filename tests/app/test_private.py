@@ -94,4 +94,4 @@ def test_a_resumed_run_is_the_same_bit_for_bit():
 def test_examples_do_not_mix(name, images):
     prepared = prepared_for(name, images)
     batch = prepared.at_step(whole_batch(prepared), 0)
-    dpoptim.check_examples_do_not_mix(prepared.model, prepared.loss_per_example, batch)
+    dpoptim.check_example_independence(prepared.model, prepared.loss_per_example, batch)

@@ -22,7 +22,7 @@ from dpoptim.app.report.numbers import all_numbers
 from dpoptim.app.report.page import guarantee_sentence, page
 from dpoptim.app.report.write import write_report
 from dpoptim.app.runs.logged_run import read_run, read_runs
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from tests.app.page_reader import Element, parsed
 from tests.app.report_runs import (
     HOSTILE,
@@ -208,7 +208,7 @@ def test_steps_behind_the_last_record_have_cost_epsilon_too(tmp_path):
 
 @given(st.floats(min_value=0, max_value=1e9, allow_nan=False))
 def test_epsilon_is_never_rounded_down(epsilon):
-    shown = Decimal(rounded_up(epsilon))
+    shown = Decimal(format_epsilon(epsilon))
     assert Decimal(epsilon) <= shown
     assert float(shown) <= epsilon * 1.01 + 1e-300
 

@@ -13,7 +13,7 @@ import pytest
 from dpoptim.app import Recipe, RunDirectory, resume, train
 from dpoptim.app.models.prepared import Prepared
 from dpoptim.app.runs.checkpoints import checkpoints
-from dpoptim.clipping import PrivateRelease
+from dpoptim.clipping import PrivateMechanism
 from dpoptim.privacy.step_ledger import released_count
 from tests.app.runs import (
     CrashAfter,
@@ -225,14 +225,14 @@ def test_a_run_without_its_checkpoints_does_not_begin_again(tmp_path):
 
 def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     counts: list[tuple[int, int]] = []
-    add_noise = PrivateRelease._add_noise
+    add_noise = PrivateMechanism._add_noise
 
-    def counted(self: PrivateRelease, *args: Any) -> None:
+    def counted(self: PrivateMechanism, *args: Any) -> None:
         if (tmp_path / "run" / "noise.steps").is_file():  # not in the trial before the run
             counts.append((self.step, released(tmp_path / "run")))
         add_noise(self, *args)
 
-    monkeypatch.setattr(PrivateRelease, "_add_noise", counted)
+    monkeypatch.setattr(PrivateMechanism, "_add_noise", counted)
     train(rows_recipe(tmp_path, steps=9, checkpoint_every=9, evaluate_every=9), tmp_path / "run")
     assert counts == [(step, step + 1) for step in range(9)]
 

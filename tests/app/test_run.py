@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import dpoptim
-from dpoptim.app import Recipe, RunDirectory, prepare, read_recipe, read_records, resume, set_up, train
+from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
 from dpoptim.app.recipes.defaults import chosen_device
 from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.setup import held_out_places
@@ -135,7 +135,7 @@ def test_lora_and_bf16(tmp_path):
 
 
 def test_held_out_records_never_enter_training(tmp_path):
-    setup = set_up(rows_recipe(tmp_path, validation_fraction=0.25))
+    setup = prepare_run(rows_recipe(tmp_path, validation_fraction=0.25))
     records = read_records(tmp_path / "rows.csv")
     out = held_out_places(120, 0.25)
     assert len(out) == 30
@@ -155,7 +155,7 @@ def test_held_out_records_never_enter_training(tmp_path):
 def test_evaluation_data_must_be_other_data(tmp_path):
     recipe = rows_recipe(tmp_path, validation_data=str(tmp_path / "." / "rows.csv"))
     with pytest.raises(ValueError, match="is the training data itself"):
-        set_up(recipe)
+        prepare_run(recipe)
 
 
 def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
@@ -176,8 +176,8 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
         (rows, tmp_path / "part.csv", r"has the training records in it \(60 of 60\)"),
     ):
         with pytest.raises(ValueError, match=why):
-            set_up(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
-    found = set_up(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
+            prepare_run(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
+    found = prepare_run(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
     assert (found.shared_records, [note for note in found.notes if "training records too" in note]) == (0, [])
 
 
@@ -188,7 +188,7 @@ def test_rows_of_a_few_numbers_may_be_alike(tmp_path):
         (tmp_path / name).write_text("\n".join(["a,b,c,label", *part]) + "\n")
     recipe = rows_recipe(tmp_path).replace(data=str(tmp_path / "rows.csv"))
     (tmp_path / "rows.csv").write_text("\n".join(["a,b,c,label", *rows[:100]]) + "\n")
-    found = set_up(recipe.replace(validation_data=str(tmp_path / "other.csv")))
+    found = prepare_run(recipe.replace(validation_data=str(tmp_path / "other.csv")))
     assert found.shared_records == 40
 
 
@@ -197,7 +197,7 @@ def test_records_in_both_are_counted(tmp_path):
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
     (tmp_path / "other.csv").write_text("\n".join([header, lines[3], flipped, "9,9,9,yes"]) + "\n")
-    setup = set_up(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
+    setup = prepare_run(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
     assert setup.shared_records == 2
     assert any(
         note.startswith("2 of the 3 records of validation_data are training records too") for note in setup.notes

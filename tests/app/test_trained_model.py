@@ -17,8 +17,8 @@ from dpoptim.app import (
     load_tokenizer,
     load_trained,
     prepare,
+    prepare_run,
     read_records,
-    set_up,
     train,
 )
 from dpoptim.app.models.task_of_model import task_of_model
@@ -73,7 +73,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
 
     model = load_trained(tmp_path / "run")
     assert not model.training
-    trained, start = dict(model.named_parameters()), set_up(recipe).model.named_parameters()
+    trained, start = dict(model.named_parameters()), prepare_run(recipe).model.named_parameters()
     before = {name.removeprefix("base_model.model.").replace(".base_layer", ""): weight for name, weight in start}
     moves = [float((trained[name] - before[name]).abs().max()) for name in trained.keys() & before]
     assert max(moves) > 0.05, "training moved the model"
@@ -84,7 +84,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
     assert again.loss == pytest.approx(scored[-1], rel=1e-5)
 
     further = recipe.replace(model=str(tmp_path / "run" / "model"), task=None)
-    setup = set_up(further)
+    setup = prepare_run(further)
     assert setup.recipe.task == task.value, "the folder says what it is for"
     if recipe.lora_rank is None:
         assert all(parameter.requires_grad for parameter in setup.model.parameters())

@@ -52,7 +52,7 @@ def captured_run(
 ) -> tuple[PrivateOptimizer, Any]:
     """An optimizer that moves nothing and adds next to no noise, and its captured function."""
     plan = plan_of(40, noise_multiplier=1e-9, **options)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, external_batches=True)
     return optimizer, optimizer.captured(losses or losses_of(model), together=4)
 
 
@@ -79,7 +79,11 @@ def with_a_graph(**options: Any) -> tuple[nn.Module, PrivateOptimizer, Any, tupl
 
 
 def both_ways(
-    loop: Callable[..., None], *, together: int = 4, plan: dpoptim.PrivacyPlan | None = None, own_batches: bool = True
+    loop: Callable[..., None],
+    *,
+    together: int = 4,
+    plan: dpoptim.PrivacyPlan | None = None,
+    external_batches: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
     """The models after `loop(differentiate, ordinary, optimizer)`, where `differentiate` is `ordinary`, and captured.
 
@@ -88,7 +92,9 @@ def both_ways(
     models = []
     for is_captured in (False, True):
         model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))
-        optimizer = dpoptim.dp_sgd(model, plan or plan_of(), lr=0.3, key=key, run_id="run", own_batches=own_batches)
+        optimizer = dpoptim.dp_sgd(
+            model, plan or plan_of(), lr=0.3, key=key, run_id="run", external_batches=external_batches
+        )
         losses = losses_of(model)
 
         def ordinary(x: Tensor, y: Tensor, losses: Callable[[Tensor, Tensor], Tensor] = losses) -> None:

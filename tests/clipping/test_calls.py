@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dpoptim
-from dpoptim.clipping import check_examples_do_not_mix, clipped_sum
+from dpoptim.clipping import check_example_independence, clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.probe import BatchAxisError
 from tests.clipping.one_at_a_time import assert_exact
@@ -81,14 +81,14 @@ def attached(model: nn.Module) -> ClippedSums:
 
 
 @pytest.mark.parametrize("trained", ["weight", "bias"])
-@pytest.mark.parametrize("spare_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("extra_memory", [0, 1 << 20])
 @pytest.mark.parametrize("anchor_first", [True, False])
-def test_a_row_that_all_share_beside_the_batch_is_refused(trained, spare_bytes, anchor_first):
+def test_a_row_that_all_share_beside_the_batch_is_refused(trained, extra_memory, anchor_first):
     model = nn.Linear(4, 4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == trained)
     sums = ClippedSums(model, clip_norm=1.0)
-    sums.engine.spare_bytes = spare_bytes
+    sums.engine.extra_memory = extra_memory
     sums.engine.attach()
     warnings.simplefilter("ignore")  # of two calls
     inputs = [torch.ones(1, 4), torch.randn(B, 4)]
@@ -107,11 +107,11 @@ def test_two_calls_in_one_backward_are_warned_of_unless_checked():
     model, pairs = nn.Linear(4, 4), torch.randn(B, 2, 4)
     with pytest.raises(UserWarning, match="two calls of Linear meet in one backward: row j of each"):
         clipped_sum(model, losses, pairs)
-    check_examples_do_not_mix(model, losses, pairs)
+    check_example_independence(model, losses, pairs)
     assert_exact(model.double(), losses, pairs.double(), B)
     model.float()
     with pytest.raises(ValueError, match="examples mix"):
-        check_examples_do_not_mix(model, against_prototypes, torch.randn(B, 4))
+        check_example_independence(model, against_prototypes, torch.randn(B, 4))
     with pytest.raises(UserWarning, match="two calls"):  # what no longer satisfies is warned of again
         clipped_sum(model, against_prototypes, torch.randn(B, 4))
 
@@ -257,7 +257,7 @@ def test_an_argument_that_need_not_be_as_long_as_the_batch_is_warned_of(swapped)
     with pytest.raises(UserWarning, match="takes another number of rows in its argument of shape"):
         clipped_sum(Scores(), losses, torch.randn(B, 4))
     with pytest.raises(ValueError, match="examples mix"):
-        check_examples_do_not_mix(Scores(), losses, torch.randn(B, 4))
+        check_example_independence(Scores(), losses, torch.randn(B, 4))
 
 
 def test_two_towers_are_right_once_checked():
@@ -272,11 +272,11 @@ def test_two_towers_are_right_once_checked():
     model, batch = Towers(), (torch.randn(B, 4), torch.randn(B, 4))
     with pytest.raises(UserWarning, match="takes another number of rows"):
         clipped_sum(model, losses, batch)
-    check_examples_do_not_mix(model, losses, batch)
+    check_example_independence(model, losses, batch)
     assert_exact(model.double(), losses, tuple(part.double() for part in batch), B)
     model.float()
     with pytest.raises(ValueError, match="examples mix"):
-        check_examples_do_not_mix(model, in_batch_negatives, batch)
+        check_example_independence(model, in_batch_negatives, batch)
 
 
 # -- the check itself ----------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def test_a_running_sum_over_the_batch_leaves_the_first_example_alone(where):
         return model(x.cumsum(0)).sum(1) if where == "before any layer" else model(x).cumsum(0).square().sum(1)
 
     with pytest.raises(ValueError, match=f"examples mix: .*example {B // 2} has") as told:
-        check_examples_do_not_mix(model, losses, torch.randn(B, 4))
+        check_example_independence(model, losses, torch.randn(B, 4))
     assert not any(character.isdigit() for character in str(told.value).replace(f"example {B // 2}", "")), "no loss"
 
 
@@ -415,6 +415,6 @@ def test_a_check_silences_what_it_met_and_nothing_else():
             return (x * own).sum(1) if ids is None else (x @ self.classes(ids).mT).sum(1)
 
     model = Maybe()
-    check_examples_do_not_mix(model, lambda m, x: m(x), torch.randn(B, 4))
+    check_example_independence(model, lambda m, x: m(x), torch.randn(B, 4))
     with pytest.raises(UserWarning, match="takes another number of rows"):
         clipped_sum(model, lambda m, x: m(x, torch.arange(B)), torch.randn(B, 4))

@@ -18,7 +18,7 @@ import dpoptim
 from dpoptim.clipping import captured
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.physical_batch import PhysicalBatch
-from dpoptim.kernels.clip_weights import Weighed
+from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.optim import PrivateOptimizer
 from tests.clipping.captured_loops import (
@@ -43,7 +43,7 @@ def trained(
     """The model after a step on each batch, with its optimizer; key and run are always the same."""
     model = model_of()
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
-    optimizer = VARIANTS[variant](model, plan_of(), lr=0.1, key=key, run_id="run", own_batches=True, **options)
+    optimizer = VARIANTS[variant](model, plan_of(), lr=0.1, key=key, run_id="run", external_batches=True, **options)
     losses = losses_of(model)
     run = optimizer.captured(losses, together=8)
     reduced = torch.mean if options.get("loss_reduction") == "mean" else torch.sum
@@ -62,7 +62,7 @@ def hold_apart(monkeypatch: pytest.MonkeyPatch, is_apart: Callable[[Tensor], Ten
     """From now on a graph leaves rows out, by their norms, as ones to be looked at by themselves."""
     clip_and_sum = ClippedSums.clip_and_sum_into
 
-    def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> Weighed:
+    def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> ClipResult:
         found = clip_and_sum(self, into, batch, scale)
         found.apart.copy_(is_apart(found.norms) & (found.weights > 0))
         shares = torch.where(found.apart, found.weights, 0.0)
@@ -132,7 +132,7 @@ def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
 def test_norms_are_those_of_the_examples_alone(monkeypatch):
     tape_graphs(monkeypatch)
     model = model_of()
-    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
     run = optimizer.captured(losses_of(model), together=8)
     for x, y in batches_of((8, 4), (8, 4)):
         run(x, y)
@@ -214,7 +214,7 @@ def test_a_loader_is_followed(monkeypatch, sampling, apart):
                     break
         assert optimizer.release.step == 12
 
-    assert_same(*both_ways(loop, together=3, plan=plan, own_batches=False))
+    assert_same(*both_ways(loop, together=3, plan=plan, external_batches=False))
     assert sum(replays) > 3
 
 
@@ -222,7 +222,7 @@ def test_other_conditions_make_another_graph(monkeypatch):
     replays = tape_graphs(monkeypatch)
     layers, dropout = model_of(), nn.Dropout(0.5)
     model = nn.Sequential(layers, dropout)
-    optimizer = dpoptim.dp_sgd(model, plan_of(30), lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(30), lr=0.1, external_batches=True)
     run = optimizer.captured(losses_of(model), together=4)
     ((x, y),) = batches_of((4, 2))
 
@@ -287,7 +287,7 @@ def test_a_cpu_runs_without_graphs(monkeypatch):
 
 def test_mistakes_are_told():
     model = model_of()
-    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
     ((x, y),) = batches_of((4, 2))
     with pytest.raises(ValueError, match="losses must be a function"):
         optimizer.captured(model(x))
@@ -404,7 +404,9 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
     found = []
     for is_captured in (False, True):
         model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))
-        optimizer = VARIANTS[variant](model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", own_batches=True)
+        optimizer = VARIANTS[variant](
+            model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", external_batches=True
+        )
         losses = losses_of(model)
         run, sums = optimizer.captured(losses, together=4), optimizer.release._sums
         x, y = (torch.empty_like(tensor) for tensor in parts[0])

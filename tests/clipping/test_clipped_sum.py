@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_probed_says_so():
             assert len(x) == 5, "only batches of five"
             return self.layer(x)
 
-    with pytest.warns(UserWarning, match="check_examples_do_not_mix"):
+    with pytest.warns(UserWarning, match="check_example_independence"):
         clipped_sum(Counts(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
 
 

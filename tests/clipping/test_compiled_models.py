@@ -46,7 +46,7 @@ class Asks(nn.Module):
 def compile_anew():
     torch.compiler.reset()
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*run dpoptim.check_examples_do_not_mix")
+        warnings.filterwarnings("error", message=".*run dpoptim.check_example_independence")
         yield
     torch.compiler.reset()
 
@@ -78,7 +78,7 @@ def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") 
 def test_nothing_of_ours_is_compiled(way, monkeypatch):
     """What is compiled is told so when it asks; the sums are those of the model as it is."""
     asked: list[bool] = []
-    for name in ("agree_on_batch", "use", "keep", "flush", "capturing"):
+    for name in ("expand_to_batch", "use", "keep", "flush", "capturing"):
         own = vars(Engine)[name]
         function = own.fget if isinstance(own, property) else own
 
@@ -112,7 +112,7 @@ def test_steps_of_one_shape_compile_in_the_first(way):
 
     model = Net()
     plan = dpoptim.PrivacyPlan(num_examples=80, batch_size=B, steps=20, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     losses = compiled(model, way, backend=count)
     losses(torch.randn(B, 4)).sum().backward()
     optimizer.step()

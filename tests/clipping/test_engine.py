@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpoptim.clipping import check_examples_do_not_mix, clipped_sum, public_data
+from dpoptim.clipping import check_example_independence, clipped_sum, public_data
 from dpoptim.clipping import clipped_sums as clipping
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine
@@ -322,9 +322,9 @@ _OWN = torch.Generator()
 
 class TestExamplesDoNotMix:
     def test_passes(self, mlp, x):
-        check_examples_do_not_mix(mlp, squares, x)
+        check_example_independence(mlp, squares, x)
         made = case("BertForMaskedLM")
-        check_examples_do_not_mix(made.model, made.loss_fn, made.batch)
+        check_example_independence(made.model, made.loss_fn, made.batch)
 
     def test_positions_taken_for_examples(self, mlp):
         """As many positions as examples: only the gradients show that the axes are swapped."""
@@ -333,7 +333,7 @@ class TestExamplesDoNotMix:
             return model(x.transpose(0, 1)).square().sum((0, 2))
 
         with pytest.raises(ValueError, match="examples mix"):
-            check_examples_do_not_mix(mlp, loss_fn, torch.randn(5, 5, 4, dtype=torch.float64))
+            check_example_independence(mlp, loss_fn, torch.randn(5, 5, 4, dtype=torch.float64))
 
     def test_layer_that_knows_its_batch_axis(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=False))
@@ -342,12 +342,12 @@ class TestExamplesDoNotMix:
 
     def test_loss_normalised_over_the_batch(self, mlp, x):
         with pytest.raises(ValueError, match="examples mix"):
-            check_examples_do_not_mix(mlp, lambda m, x: m(x).square().sum(1) / m(x).square().sum(), x)
+            check_example_independence(mlp, lambda m, x: m(x).square().sum(1) / m(x).square().sum(), x)
 
     def test_inputs_mixed_before_any_layer(self, mlp, x):
         """No layer lies before the mean, so only the loss of the example alone shows it."""
         with pytest.raises(ValueError, match="examples mix: example 0 has another loss in its batch than alone"):
-            check_examples_do_not_mix(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
+            check_example_independence(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
 
     @pytest.mark.parametrize(
         ("hook", "mixes"),
@@ -371,9 +371,9 @@ class TestExamplesDoNotMix:
         before = torch.get_rng_state()
         if mixes:
             with pytest.raises(ValueError, match="examples mix"):
-                check_examples_do_not_mix(model, squares, x)
+                check_example_independence(model, squares, x)
         else:
-            check_examples_do_not_mix(model, squares, x)
+            check_example_independence(model, squares, x)
         assert (torch.get_rng_state() == before).all()
 
 

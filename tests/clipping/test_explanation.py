@@ -8,13 +8,13 @@ from torch import nn
 
 import dpoptim
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.norms import Way
+from dpoptim.clipping.norms import NormMethod
 from tests.clipping.models import CASES, Case, case, squares
 from tests.clipping.one_at_a_time import random_scale
 
 
-def run(made, scale, spare_bytes):
-    sums = ClippedSums(made.model, clip_norm=0.8, spare_bytes=spare_bytes)
+def run(made, scale, extra_memory):
+    sums = ClippedSums(made.model, clip_norm=0.8, extra_memory=extra_memory)
     sums.scale = scale
     sums.engine.attach()
     try:
@@ -37,29 +37,29 @@ def test_memory_to_spare_changes_no_sum(name, scaled):
     assert not sum(parameter.extra_bytes for parameter in explanation.parameters)
 
 
-def ways(positions, width, scaled, spare_bytes=0):
+def ways(positions, width, scaled, extra_memory=0):
     model = nn.Linear(width, width, bias=False).double()
     made = type(case("conv2d"))(
         model, lambda m, x: m(x).square().sum((1, 2)), torch.randn(3, positions, width).double()
     )
-    (found,) = run(made, {"weight": torch.ones(width, width).double()} if scaled else None, spare_bytes)[1].parameters
+    (found,) = run(made, {"weight": torch.ones(width, width).double()} if scaled else None, extra_memory)[1].parameters
     return found
 
 
 def test_choice_by_shape():
-    assert ways(64, 16, scaled=False).way is Way.FORMED  # smaller than its factors
-    assert ways(4, 16, scaled=False).way is Way.GRAM
-    assert ways(4, 16, scaled=True).way is Way.BLOCKS
-    assert ways(1, 16, scaled=True).way is Way.ONE_POSITION
+    assert ways(64, 16, scaled=False).way is NormMethod.FORMED  # smaller than its factors
+    assert ways(4, 16, scaled=False).way is NormMethod.GRAM
+    assert ways(4, 16, scaled=True).way is NormMethod.BLOCKS
+    assert ways(1, 16, scaled=True).way is NormMethod.ONE_POSITION
 
 
 def test_choice_by_memory():
     lean = ways(4, 16, scaled=True)
     assert lean.held_bytes == 3 * 4 * (16 + 16) * 8
     assert lean.extra_bytes == 3 * (16 * 16 - 4 * (16 + 16)) * 8
-    assert ways(4, 16, scaled=True, spare_bytes=lean.extra_bytes - 1).way is Way.BLOCKS
-    rich = ways(4, 16, scaled=True, spare_bytes=lean.extra_bytes)
-    assert rich.way is Way.FORMED
+    assert ways(4, 16, scaled=True, extra_memory=lean.extra_bytes - 1).way is NormMethod.BLOCKS
+    rich = ways(4, 16, scaled=True, extra_memory=lean.extra_bytes)
+    assert rich.way is NormMethod.FORMED
     assert rich.held_bytes == lean.held_bytes + lean.extra_bytes
 
 
@@ -74,7 +74,7 @@ def test_memory_is_spent_once_a_batch():
 def test_the_optimizer_explains_itself():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     plan = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=10, noise_multiplier=1.0)
-    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, own_batches=True, clipping_memory=0)
+    optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, external_batches=True, clipping_memory=0)
     with pytest.raises(ValueError, match="after the first step"):
         optimizer.explain()
     for examples in (5, 3):

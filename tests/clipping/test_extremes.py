@@ -10,7 +10,7 @@ from torch import nn
 
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.gradient_factors import Dense, Outer, Rows
-from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.clipping.physical_batch import PhysicalBatch
 
 
@@ -35,7 +35,7 @@ def norm(total):
 
 
 def of_outer(left, right, *more):
-    gradients = ExampleGradients(torch.Size([left.shape[2], right.shape[2]]))
+    gradients = ParameterGradients(torch.Size([left.shape[2], right.shape[2]]))
     gradients.add(Outer(left, right))
     for form in more:
         gradients.add(form)
@@ -94,7 +94,7 @@ def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
         left[0, 0, 7] = 1
         left += size * torch.randn(1, 1, 50, generator=generator).to(dtype)
         value = -right + size * torch.randn(1, 1, 16, generator=generator).to(dtype)
-        gradients = ExampleGradients(torch.Size([50, 16]), dtype)
+        gradients = ParameterGradients(torch.Size([50, 16]), dtype)
         gradients.add(Dense(left.mT @ right) if formed else Outer(left, right))
         gradients.add(Rows(torch.full((1, 1), 7), value))
         model = Parameters(w=(50, 16)).to(dtype)
@@ -124,7 +124,7 @@ def test_positions_that_cancel(kind):
         if kind == "beside float64":
             model = nn.Module()
             model.a, model.w = nn.Parameter(torch.zeros(1).double()), nn.Parameter(torch.zeros(rows, cols))
-            other = ExampleGradients(torch.Size([1]), torch.float64)
+            other = ParameterGradients(torch.Size([1]), torch.float64)
             other.add(Dense(torch.zeros(1, 1).double()))
             gradients = {"a": other, **gradients}
         assert norm(summed(model, gradients)[0]) <= 1 + 1e-3

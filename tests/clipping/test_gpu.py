@@ -74,7 +74,7 @@ def test_steps_are_those_of_the_cpu(noise, dtype):
         made = case("mlp with in-place activations", dtype)
         model, batch = made.model.to(device), made.batch.to(device)
         with torch.device(device):
-            optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key, run_id="", own_batches=True)
+            optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, key=key, run_id="", external_batches=True)
             for _ in range(10):
                 made.loss_fn(model, batch).sum().backward()
                 optimizer.step()

@@ -115,7 +115,7 @@ def test_bad_shapes_are_named(inputs, labels, words):
 def test_trains_through_the_optimizer():
     model, (ids, labels) = made(tied=True, dtype=torch.float32, examples=8)
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=8, steps=30, clip_norm=5.0, noise_multiplier=1e-3)
-    optimizer = dpoptim.post_processing(model, plan, lr=3e-2, own_batches=True)
+    optimizer = dpoptim.post_processing(model, plan, lr=3e-2, external_batches=True)
     losses = []
     for _ in range(30):
         loss = fused(model, (ids, labels)).sum()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dpoptim
-from dpoptim.clipping import PrivateRelease
+from dpoptim.clipping import PrivateMechanism
 from dpoptim.privacy import square_sensitivity
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
@@ -35,7 +35,7 @@ def plan(**changes) -> dpoptim.PrivacyPlan:
 def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.privacy.Release, key=KEY):
     """The first release for a batch whose examples have these gradients."""
     model = Vector(gradients.shape[1])
-    source = PrivateRelease(model, the_plan, what, key=key, run_id="", own_batches=True)
+    source = PrivateMechanism(model, the_plan, what, key=key, run_id="", external_batches=True)
     if len(gradients):
         model(gradients).sum().backward()
     assert source.close_physical_batch()
@@ -71,7 +71,7 @@ class TestLevel:
     def test_correlated_noise_has_the_level_of_its_row(self):
         the_plan = plan(noise=dpoptim.BandedToeplitz(bands=4), steps=10, num_examples=40)
         model = Vector(self.WIDTH)
-        source = PrivateRelease(model, the_plan, dpoptim.Gradient(), key=KEY)
+        source = PrivateMechanism(model, the_plan, dpoptim.Gradient(), key=KEY)
         strategy = the_plan.strategy
         for norm in strategy.row_norms():
             self.assert_level(
@@ -81,7 +81,7 @@ class TestLevel:
     def test_squares_have_the_level_of_their_own_strategy(self):
         what = dpoptim.IndependentMoments(square_noise=dpoptim.SquareRoot())
         the_plan = plan(noise=dpoptim.Independent(), clip_norm=0.6, release=what)
-        source = PrivateRelease(Vector(self.WIDTH), the_plan, what, key=KEY)
+        source = PrivateMechanism(Vector(self.WIDTH), the_plan, what, key=KEY)
         delta2 = (2 * 4 - 1) * 0.6**2 / 4**2
         first, second = the_plan.strategy, dpoptim.SquareRoot().optimize(steps=10)
         levels = []
@@ -97,7 +97,7 @@ class TestLevel:
 
     def test_noise_is_divided_by_the_scale(self):
         model = Vector(self.WIDTH)
-        source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY)
+        source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
         scale = torch.linspace(0.1, 1.0, self.WIDTH, dtype=torch.float64)[None]
         source.scale = {"inner.weight": scale}
         self.assert_level(self.level(source.release().gradient["inner.weight"] * scale), 1 / 4)
@@ -209,10 +209,10 @@ class TestSecondReleaseIsWithinItsBound:
 class TestRefusals:
     def test_uncalibrated_plan(self):
         with pytest.raises(ValueError, match="calibrate"):
-            PrivateRelease(Vector(3), plan(noise_multiplier=None), dpoptim.Gradient())
+            PrivateMechanism(Vector(3), plan(noise_multiplier=None), dpoptim.Gradient())
 
     def test_steps_are_spent(self):
-        source = PrivateRelease(Vector(3), plan(steps=2), dpoptim.Gradient())
+        source = PrivateMechanism(Vector(3), plan(steps=2), dpoptim.Gradient())
         source.release()
         source.release()
         with pytest.raises(ValueError, match="steps=2 releases and all are spent"):
@@ -220,20 +220,20 @@ class TestRefusals:
 
     def test_a_plan_that_is_not_private_stays_so(self):
         with pytest.raises(ValueError, match="not private"):
-            PrivateRelease(Vector(3), plan(release=dpoptim.NoiselessSquare()), dpoptim.Gradient())
+            PrivateMechanism(Vector(3), plan(release=dpoptim.NoiselessSquare()), dpoptim.Gradient())
         with pytest.raises(ValueError, match="not private"):
-            PrivateRelease(Vector(3), plan(), dpoptim.NoiselessSquare())
+            PrivateMechanism(Vector(3), plan(), dpoptim.NoiselessSquare())
 
     @pytest.mark.parametrize("what", [dpoptim.IndependentMoments(), dpoptim.JointMoments()])
     def test_second_releases_are_not_scaled(self, what):
-        source = PrivateRelease(Vector(3), plan(), what)
+        source = PrivateMechanism(Vector(3), plan(), what)
         with pytest.raises(ValueError, match="no proof for scaled clipping"):
             source.scale = {"inner.weight": torch.full((1, 3), 0.1, dtype=torch.float64)}
 
     def test_two_optimizers_for_one_model(self):
         model = Vector(3)
-        first = PrivateRelease(model, plan(), dpoptim.Gradient())
-        PrivateRelease(model, plan(), dpoptim.Gradient())
+        first = PrivateMechanism(model, plan(), dpoptim.Gradient())
+        PrivateMechanism(model, plan(), dpoptim.Gradient())
         with pytest.raises(ValueError, match="another optimizer"):
             first.release()
 
@@ -256,14 +256,16 @@ def test_noise_is_the_same_however_the_model_is_laid_out():
     """
     first = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}).double()
     second = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(5, 5), "a": nn.Linear(3, 2)}).double()
-    one, other = (PrivateRelease(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").release() for m in (first, second))
+    one, other = (
+        PrivateMechanism(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").release() for m in (first, second)
+    )
     for name, noise in one.gradient.items():
         assert torch.equal(noise, other.gradient[name])
 
 
 def test_a_release_that_needs_its_loader_refuses_other_batches():
     model = Vector(3)
-    source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY)
+    source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
     source.needs_loader = True
     model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
     with pytest.raises(ValueError, match="loop over that loader"):
@@ -272,8 +274,8 @@ def test_a_release_that_needs_its_loader_refuses_other_batches():
 
 def test_another_runs_state_is_refused_once_steps_are_released():
     model = Vector(3)
-    source = PrivateRelease(model, plan(), dpoptim.Gradient(), key=KEY, own_batches=True)
-    other = PrivateRelease(Vector(3), plan(), dpoptim.Gradient(), key=KEY, own_batches=True).state()
+    source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY, external_batches=True)
+    other = PrivateMechanism(Vector(3), plan(), dpoptim.Gradient(), key=KEY, external_batches=True).state()
     source.release()
     with pytest.raises(ValueError, match="belongs to another run"):
         source.resume(other)

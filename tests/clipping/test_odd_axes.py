@@ -12,7 +12,7 @@ from transformers import DebertaV2ForSequenceClassification, OPTForCausalLM
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder, DisentangledSelfAttention
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
-from dpoptim.clipping import check_examples_do_not_mix, clipped_sum
+from dpoptim.clipping import check_example_independence, clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
 from tests.clipping.models import CASES, EXAMPLES, Case, case, deberta, squares
 from tests.clipping.one_at_a_time import assert_exact
@@ -42,7 +42,7 @@ def test_lengths_that_coincide(name):
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "DebertaV2ForMaskedLM", "LoRA on DeBERTa"])
 def test_examples_do_not_mix(name):
     made = case(name)
-    check_examples_do_not_mix(made.model, made.loss_fn, made.batch)
+    check_example_independence(made.model, made.loss_fn, made.batch)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 
 import dpoptim
 from dpoptim.data import digest_records
-from dpoptim.data.record_schema import OneForm, check_all_forms
+from dpoptim.data.record_schema import RecordSchema, check_all_forms
 from dpoptim.noise import NoiseKey
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
@@ -27,7 +27,7 @@ class Features:
 
 
 def compared(records: Any, **options: Any) -> None:
-    same = OneForm("data", **options)
+    same = RecordSchema("data", **options)
     for place, record in enumerate(records):
         same(place, record)
 
@@ -118,17 +118,17 @@ def test_records_are_compared_while_they_are_read():
     rows = [{"label": 0.5}] * 6 + [{"label": 1}] + [{"label": 0.5}] * 6
     digest_records(rows, KEY)
     with pytest.raises(ValueError, match="data: record 6 has int"):
-        digest_records(rows, KEY, look=OneForm("data"))
+        digest_records(rows, KEY, look=RecordSchema("data"))
 
 
 def test_a_column_of_hugging_face_has_one_form_but_for_gaps():
     datasets = pytest.importorskip("datasets")
     rows = [{"ids": list(range(number % 3)), "label": 1 if number == 7 else 0.5} for number in range(1200)]
     for kind in (None, "numpy", "torch"):
-        digest_records(datasets.Dataset.from_list(rows).with_format(kind), KEY, look=OneForm("data"))
+        digest_records(datasets.Dataset.from_list(rows).with_format(kind), KEY, look=RecordSchema("data"))
     rows[1100]["label"] = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"record 1100 has None at .'label'., where the records before it have float"):
-        digest_records(datasets.Dataset.from_list(rows), KEY, look=OneForm("data"))
+        digest_records(datasets.Dataset.from_list(rows), KEY, look=RecordSchema("data"))
 
 
 # -- loaders -------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_loader_refuses_examples_in_memory_of_several_forms(make):
 
 
 def test_a_collate_function_that_takes_each_by_itself_may_have_them():
-    loader = dpoptim.private_loader(MIXED, PLAN, collate_fn=lambda rows: [len(row) for row in rows], check_forms=False)
+    loader = dpoptim.private_loader(MIXED, PLAN, collate_fn=lambda rows: [len(row) for row in rows], check_schema=False)
     assert sorted(number for batch in loader for number in batch) == [1, 2, 2, 2, 2, 2]
     dpoptim.private_loader(MIXED, PLAN, micro_batch_size=1)  # no two meet
 
@@ -205,7 +205,7 @@ def test_nothing_is_read_ahead_of_the_batches():
 
 def test_examples_on_the_disk_may_differ_where_no_two_meet_or_they_are_taken_by_themselves():
     own: dict[str, Any] = {"collate_fn": lambda rows: [len(row) for row in rows]}
-    for options in ({"check_forms": False, **own}, {"micro_batch_size": 1, **own}):
+    for options in ({"check_schema": False, **own}, {"micro_batch_size": 1, **own}):
         found = [number for batch in dpoptim.private_loader(OnDisk(MIXED), PLAN, **options) for number in batch]
         assert sorted(found) == [1, 2, 2, 2, 2, 2]
 

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.data.secret_randomness import seed_generators, seed_secretly
+from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 
 ONES: Any = list(torch.ones(12, 3))
 
 
 def drawn(key: dpoptim.NoiseKey, *, run_id: str = "a", steps: int = 0) -> torch.Tensor:
     plan = dpoptim.PrivacyPlan(num_examples=100, batch_size=10, steps=5, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(nn.Linear(2, 1), plan, lr=0.1, key=key, run_id=run_id, own_batches=True)
+    optimizer = dpoptim.dp_sgd(nn.Linear(2, 1), plan, lr=0.1, key=key, run_id=run_id, external_batches=True)
     for _ in range(steps):
         optimizer.step()
     with torch.random.fork_rng():
-        seed_secretly(optimizer)
+        seed_for_step(optimizer)
         return torch.rand(8)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import result_files, theory
 from experiments.__main__ import main
-from experiments.experiment import Experiment, NotHere
+from experiments.experiment import Experiment, MissingInput
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_render_runs_nothing_and_fills_a_page(made, tmp_path, capsys):
 
 def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
     def missing(request, voice):
-        raise NotHere("no data in nowhere; give --data")
+        raise MissingInput("no data in nowhere; give --data")
 
     one = Experiment(name="theory", run=missing, markdown=lambda lines: "", pictures=lambda lines: {})
     monkeypatch.setattr(theory, "EXPERIMENT", one)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import provenance, result_files
-from experiments.experiment import Experiment, NotHere, Outcome, Request, run_cells
+from experiments.experiment import Experiment, MissingInput, Outcome, Request, run_cells
 from experiments.experiments import NAMES, chosen
 from experiments.markdown import table
 from experiments.rendering import lines_of, marks, render, render_into
@@ -105,7 +105,7 @@ def test_only_and_scale_and_again(tmp_path):
     assert _computed(request(tmp_path, again=True)) == 4
     assert len(result_files.read(tmp_path / "x.jsonl").lines) == 4
     assert len(result_files.read(tmp_path / "x.jsonl.old").lines) == 8
-    with pytest.raises(NotHere, match="leaves no cell"):
+    with pytest.raises(MissingInput, match="leaves no cell"):
         run_cells("x", CELLS, outcome, request(tmp_path, only=("kind=c",)), Voice())
     with pytest.raises(ValueError, match="NAME=VALUE"):
         request(tmp_path, only=("kind",))

@@ -37,7 +37,7 @@ class OneWeight(nn.Module):
 def library_path(data: Datasets, variant: str, noise: str) -> list[float]:
     """θ_1, ..., θ_T of the library's own optimizer on the first draw, with the normals of its first trial."""
     model, plan = OneWeight(), SMALL.plan(noise)
-    common: dict[str, Any] = {"key": SMALL.key, "run_id": simulation.RUN_ID, "own_batches": True}
+    common: dict[str, Any] = {"key": SMALL.key, "run_id": simulation.RUN_ID, "external_batches": True}
     make = getattr(dpoptim, "post_processing" if variant.startswith("post") else variant)
     optimizer = make(model, plan, LR, rule=dpoptim.AdaGrad(eps=EPS), **common)
     path = []

@@ -53,7 +53,7 @@ def batches(problem: Quadratic, repeat: int) -> list[Tensor]:
 def library_path(problem: Quadratic, variant: str, noise: StrategySpec | None) -> Tensor:
     """θ_1, ..., θ_T of the library's own optimizer on the examples and the normals of repeat 0."""
     model, plan = Bowl(problem), problem.plan(noise)
-    common: dict[str, Any] = {"key": problem.key, "run_id": quadratic.RUN_ID, "own_batches": True}
+    common: dict[str, Any] = {"key": problem.key, "run_id": quadratic.RUN_ID, "external_batches": True}
     adaptive = dict(common)
     if problem.eps is not None:
         adaptive["rule"] = dpoptim.Adam(betas=problem.betas, eps=problem.eps)
@@ -62,7 +62,7 @@ def library_path(problem: Quadratic, variant: str, noise: StrategySpec | None) -
     if variant == "dp_sgd":
         optimizer = dpoptim.dp_sgd(model, plan, problem.lr, momentum=problem.betas[0], **common)
     elif variant.startswith("noiseless"):
-        plan = plan.releasing(dpoptim.NoiselessSquare())
+        plan = plan.with_release(dpoptim.NoiselessSquare())
         scaled = variant.endswith("scale_then_privatize")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

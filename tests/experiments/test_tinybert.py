@@ -23,7 +23,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.optim import InverseRoot
 from experiments import result_files
 from experiments.__main__ import main
-from experiments.experiment import NotHere, Request
+from experiments.experiment import MissingInput, Request
 from experiments.tinybert import model as models
 from experiments.tinybert import report
 from experiments.tinybert.claims import CLAIMS, compared
@@ -37,7 +37,7 @@ from experiments.tinybert.schedule import Job, chosen, final_cell, jobs, tuning_
 from experiments.tinybert.scores import scores
 from experiments.tinybert.search import first_setting, reached, wanted
 from experiments.tinybert.sizes import SIZES, Scoring, Size
-from experiments.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, ROWS, Knob, Row, places, row
+from experiments.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, ROWS, Hyperparameter, Row, places, row
 from experiments.tinybert.texts import Marks, laid_out, made_part
 from experiments.tinybert.training_run import run
 from experiments.tinybert.unfinished import Unfinished
@@ -163,7 +163,7 @@ class TestCorpus:
 
     def test_packed_files_need_held_out_ones(self, tmp_path):
         (tmp_path / "train-0.u16.xz").write_bytes(b"")
-        with pytest.raises(NotHere, match=r"validation\.u16\.xz"):
+        with pytest.raises(MissingInput, match=r"validation\.u16\.xz"):
             read_corpus(str(tmp_path), "", longest=64, cache=tmp_path)
 
 
@@ -176,7 +176,8 @@ class TestSearch:
     @settings(max_examples=60, deadline=None)
     def test_finds_the_bottom_of_a_bowl(self, sizes, at, start):
         knobs = tuple(
-            Knob(f"k{i}", tuple(map(float, range(n))), float(min(start[i], n - 1))) for i, n in enumerate(sizes)
+            Hyperparameter(f"k{i}", tuple(map(float, range(n))), float(min(start[i], n - 1)))
+            for i, n in enumerate(sizes)
         )
         bowl = Row(name="x", label="x", knobs=knobs)
         bottom = [min(at[i], n - 1) for i, n in enumerate(sizes)]

@@ -185,15 +185,15 @@ def test_an_older_checkpoint_repeats_the_same_run(folder):
 
 
 def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
-    from dpoptim.clipping import PrivateRelease
+    from dpoptim.clipping import PrivateMechanism
 
     counts: list[tuple[int, int]] = []
-    add_noise = PrivateRelease._add_noise
+    add_noise = PrivateMechanism._add_noise
 
     def counted(self: Any, *args: Any) -> None:
         counts.append((self.step, released_count(steps_file(tmp_path))))
         add_noise(self, *args)
 
-    monkeypatch.setattr(PrivateRelease, "_add_noise", counted)
+    monkeypatch.setattr(PrivateMechanism, "_add_noise", counted)
     class_trainer(tmp_path).train()
     assert counts == [(0, 1), (1, 2), (2, 3), (3, 4)]

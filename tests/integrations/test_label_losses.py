@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.clipping import check_examples_do_not_mix
+from dpoptim.clipping import check_example_independence
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.integrations.losses import losses_for
 from tests.app import tiny
@@ -84,7 +84,7 @@ def test_each_loss_is_what_the_model_says_of_that_example_alone(name):
     for j in range(5):
         alone = {key: value[j : j + 1] for key, value in given.items()}
         torch.testing.assert_close(found[j], model(**alone).loss, rtol=1e-5, atol=1e-6)
-    check_examples_do_not_mix(model, losses_for(model, task), given)
+    check_example_independence(model, losses_for(model, task), given)
 
 
 def test_inputs_of_the_decoder_that_are_given_are_taken():

@@ -69,7 +69,7 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
     for is_captured in (False, True):
         model = Bert().to(DEVICE, dtype)
         plan, key = plan_of(len(sizes), batch_size=4, noise_multiplier=0.01), dpoptim.NoiseKey.from_bytes(bytes(32))
-        optimizer = VARIANTS[variant](model, plan, lr=1e-3, key=key, run_id="run", own_batches=True)
+        optimizer = VARIANTS[variant](model, plan, lr=1e-3, key=key, run_id="run", external_batches=True)
         run, released = optimizer.captured(model, together=4), seen_by(optimizer)
         for seed, (count, width) in enumerate(sizes):
             batch = texts(count, width, seed)
@@ -95,7 +95,7 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
 def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
     """Those of an earlier batch were not finite."""
     model = model_of().to(DEVICE)
-    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), together=8)
     seen = seen_by(optimizer)
     (first, second, third, last) = batches_of((8, 4), (8, 4), (8, 4), (5, 4))
@@ -115,7 +115,7 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
 
 def test_dropout_is_drawn_anew_at_every_replay():
     model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
-    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), together=8)
     ((x, y),) = batches_of((8, 4))
     found = []
@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
         torch.manual_seed(0)
         model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
         plan, key = plan_of(noise_multiplier=1e-9), dpoptim.NoiseKey.from_bytes(bytes(32))
-        optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, key=key, run_id="run", own_batches=True)
+        optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, key=key, run_id="run", external_batches=True)
 
         def losses(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
             each = losses_of(model)(x, y)
@@ -167,7 +167,7 @@ def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
 def test_a_graph_outlives_the_tables_of_others():
     """Kernels' tables are cached, and more shapes come between than the caches hold."""
     model = model_of().to(DEVICE)
-    optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), together=8)
     seen = seen_by(optimizer)
     x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
@@ -194,7 +194,10 @@ def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tenso
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(DEVICE)
     optimizer = dpoptim.dp_sgd(
-        model, plan_of(10, num_examples=4096, batch_size=batch_size, noise_multiplier=1e-9), lr=0.0, own_batches=True
+        model,
+        plan_of(10, num_examples=4096, batch_size=batch_size, noise_multiplier=1e-9),
+        lr=0.0,
+        external_batches=True,
     )
     run = optimizer.captured(lambda x: model(x).square().mean((1, 2)), together=256)
     return optimizer, run, seen_by(optimizer)

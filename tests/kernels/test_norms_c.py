@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpoptim.clipping.gradient_factors import Outer, Rows
-from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.kernels import norms as kernels
 from dpoptim.kernels import norms_c as compiled_outer
 
@@ -112,7 +112,7 @@ def test_of_a_tied_table(looked_up, monkeypatch):
     """The norm of the sum of both uses, as without the loop and as in float64."""
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
-    own = ExampleGradients(torch.Size([50, 21]))
+    own = ParameterGradients(torch.Size([50, 21]))
     own.add(Outer(left, right))
     tables = left.double().mT @ right.double()
     if looked_up:

@@ -17,7 +17,7 @@ from dpoptim.noise import (
     StrategySpec,
     inverse_sqrt_series,
 )
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from dpoptim.noise.strategies.banded_inverse import BandedInverseStrategy, _log_error, _prefix_and_coefs
 from tests.noise.explicit import (
     banded_inverse,
@@ -92,7 +92,7 @@ def test_late_rows_need_the_last_bands_alone() -> None:
 @pytest.mark.parametrize(("steps", "bands", "pattern"), [(30, 8, (1, 1)), (31, 31, (3, 7)), (12, 5, (12, 1))])
 def test_gradient_of_the_search(steps: int, bands: int, pattern: tuple[int, int]) -> None:
     at = np.linspace(0.6, 0.1, bands - 1)
-    goal = Goal(steps=steps, max_participations=pattern[0], min_separation=pattern[1])
+    goal = SearchObjective(steps=steps, max_participations=pattern[0], min_separation=pattern[1])
     assert check_grad(lambda x: _log_error(x, goal)[0], lambda x: _log_error(x, goal)[1], at) < 1e-5
     _, coefs = _prefix_and_coefs(at)
     strategy = BandedInverseStrategy(steps=steps, inverse_coefs=tuple(coefs.tolist()))

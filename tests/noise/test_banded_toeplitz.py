@@ -22,7 +22,7 @@ from dpoptim.noise import (
     sqrt_series,
 )
 from dpoptim.noise.search.banded_toeplitz import _falling
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from tests.noise.explicit import scaled_error
 
 
@@ -41,7 +41,7 @@ def test_three_participations_at_separation_128() -> None:
 
 @pytest.mark.parametrize(("steps", "bands"), [(8, 8), (30, 7), (200, 40)])
 def test_gradient_of_the_search(steps: int, bands: int) -> None:
-    goal, at = Goal(steps=steps), sqrt_series(bands)[1:] * 0.9
+    goal, at = SearchObjective(steps=steps), sqrt_series(bands)[1:] * 0.9
 
     def value_and_slope(tail: np.ndarray) -> tuple[float, np.ndarray]:
         coefs = np.concatenate([[1.0], tail, np.zeros(steps - bands)])

@@ -12,7 +12,7 @@ from scipy.optimize import check_grad
 
 from dpoptim.noise import BufferedToeplitz, Independent
 from dpoptim.noise.search.buffered_search import _log_error, _merged
-from dpoptim.noise.search.objective import Goal, Objective
+from dpoptim.noise.search.objective import Objective, SearchObjective
 from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import fresh_normals, make, patterns, rows, scaled_error
 
@@ -35,7 +35,7 @@ def test_one_participation_comes_near_the_best_of_all() -> None:
 @pytest.mark.parametrize(("steps", "pattern"), [(30, (1, 1)), (31, (3, 7)), (40, (40, 1)), (25, (2, 24))])
 def test_gradient_of_the_search(steps: int, pattern: tuple[int, int], objective: Objective) -> None:
     decays, weights = np.array([0.9, 0.4]), np.array([0.2, 0.3])
-    goal = Goal(steps=steps, max_participations=pattern[0], min_separation=pattern[1], objective=objective)
+    goal = SearchObjective(steps=steps, max_participations=pattern[0], min_separation=pattern[1], objective=objective)
 
     def value_and_slopes(x: np.ndarray) -> tuple[float, np.ndarray]:
         value, pull = _log_error(x[:2], x[2:], goal)

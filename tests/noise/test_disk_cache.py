@@ -15,7 +15,7 @@ import pytest
 from dpoptim.noise import BandedToeplitz, PrefixSums
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.disk_cache import Array, cache_dir, load, remembered, store
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +218,10 @@ def test_versions_kinds_and_inputs_do_not_collide(cache: Path) -> None:
 
 
 def test_goals_of_different_workloads_do_not_collide(cache: Path) -> None:
-    inputs = [{"goal": repr(goal)} for goal in (Goal(steps=4), Goal(steps=5), Goal(steps=4, max_participations=2))]
+    inputs = [
+        {"goal": repr(goal)}
+        for goal in (SearchObjective(steps=4), SearchObjective(steps=5), SearchObjective(steps=4, max_participations=2))
+    ]
     for index, given in enumerate(inputs):
         store("search", given, np.full(2, float(index)))
     for index, given in enumerate(inputs):

@@ -12,7 +12,7 @@ from scipy import stats
 
 from dpoptim.kernels import threads as parallel
 from dpoptim.noise import MatrixStrategy, NoiseMemory, NormalSource, Strategy, ToeplitzStrategy, normals
-from dpoptim.noise.memory import KeptRows
+from dpoptim.noise.memory import RowMemory
 from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 from tests.noise.explicit import KEY, fresh_normals, make, rows
 
@@ -108,7 +108,7 @@ def test_rounding_without_dither_is_told_apart() -> None:
 def test_float32_rows_are_kept_alike() -> None:
     source = NormalSource.of_tensor(KEY, "weight", numel=30_000)
     row = torch.stack([source.normals(step, dtype=torch.float32) for step in range(6)])
-    store, read = KeptRows(source, SHORT, count=1, stddev=1.0, part="ring"), []
+    store, read = RowMemory(source, SHORT, count=1, stddev=1.0, part="ring"), []
     for step in range(6):
         store.write(0, row[step], step=step)
         read.append(store.read(0, step=step).double())
@@ -120,7 +120,7 @@ def test_float32_rows_are_kept_alike() -> None:
 
 def test_read_with_another_step_s_dither_is_not_the_row() -> None:
     source = NormalSource.of_tensor(KEY, "weight", numel=1000, dtype=torch.float64)
-    row, store = source.normals(0, dtype=torch.float64), KeptRows(source, SHORT, count=2, stddev=1.0, part="ring")
+    row, store = source.normals(0, dtype=torch.float64), RowMemory(source, SHORT, count=2, stddev=1.0, part="ring")
     store.write(0, row, step=5)
     store.write(1, row, step=5)
     errors = [store.read(0, step=5) - row, store.read(1, step=5) - row, store.read(0, step=6) - row]
@@ -130,7 +130,7 @@ def test_read_with_another_step_s_dither_is_not_the_row() -> None:
 
 def test_what_lies_beyond_the_grid_is_clamped() -> None:
     source = NormalSource.of_tensor(KEY, "weight", numel=4)
-    store = KeptRows(source, SHORT, count=1, stddev=1.0, part="ring")
+    store = RowMemory(source, SHORT, count=1, stddev=1.0, part="ring")
     store.write(0, torch.tensor([1e6, -1e6, 15.9, -15.9]), step=0)
     found = store.read(0, step=0)
     assert found[:2].abs().max() < 16.01

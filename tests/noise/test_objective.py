@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpoptim.noise import DecayedSums, PrefixSums, Workload, inverse_series
-from dpoptim.noise.search.objective import Goal, Objective, _comb, participation_energy
+from dpoptim.noise.search.objective import Objective, SearchObjective, _comb, participation_energy
 from tests.noise.explicit import patterns, scaled_error, toeplitz_strategies, workloads
 
 
 @st.composite
-def goals(draw: st.DrawFn) -> Goal:
+def goals(draw: st.DrawFn) -> SearchObjective:
     steps, max_participations, min_separation = draw(patterns(9))
     workload = draw(workloads(steps))
     last_is_largest = workload.is_toeplitz and not (isinstance(workload, DecayedSums) and workload.debiased)
-    return Goal(
+    return SearchObjective(
         steps=steps,
         max_participations=max_participations,
         min_separation=min_separation,
@@ -40,7 +40,7 @@ def directional(value: object, at: np.ndarray, direction: np.ndarray) -> float:
 
 @given(goal=goals(), seed=st.integers(0, 2**16))
 @settings(max_examples=150, deadline=None)
-def test_gradients_are_finite_differences(goal: Goal, seed: int) -> None:
+def test_gradients_are_finite_differences(goal: SearchObjective, seed: int) -> None:
     coefs = falling_coefs(goal.steps, seed)
     noising = inverse_series(coefs, goal.steps)
     direction = np.random.default_rng(seed + 1).uniform(-1, 1, size=goal.steps)
@@ -58,7 +58,7 @@ def test_gradients_are_finite_differences(goal: Goal, seed: int) -> None:
 
 @given(data=st.data(), goal=goals())
 @settings(max_examples=100, deadline=None)
-def test_value_is_the_strategy_s_own(data: st.DataObject, goal: Goal) -> None:
+def test_value_is_the_strategy_s_own(data: st.DataObject, goal: SearchObjective) -> None:
     strategy = data.draw(toeplitz_strategies(goal.steps))
     coefs, noising = strategy.strategy_matrix()[:, 0], strategy.noising_coefs
     expected = 2 * np.log(
@@ -99,11 +99,13 @@ def test_comb_is_its_sum() -> None:
 
 def test_goals_are_values() -> None:
     """Equal goals have one entry among the kept searches, and others have another."""
-    assert Goal(steps=4) == Goal(steps=4, workload=PrefixSums())
-    assert hash(Goal(steps=4)) == hash(Goal(steps=4, workload=PrefixSums()))
+    assert SearchObjective(steps=4) == SearchObjective(steps=4, workload=PrefixSums())
+    assert hash(SearchObjective(steps=4)) == hash(SearchObjective(steps=4, workload=PrefixSums()))
     objectives: tuple[Objective, ...] = ("mean", "max")
     kinds: tuple[Workload, ...] = (PrefixSums(), PrefixSums(momentum=0.5), DecayedSums(beta=0.5, debiased=False))
-    made = {repr(Goal(steps=4, workload=kind, objective=objective)) for kind in kinds for objective in objectives}
+    made = {
+        repr(SearchObjective(steps=4, workload=kind, objective=objective)) for kind in kinds for objective in objectives
+    }
     assert len(made) == 6
 
 
@@ -119,4 +121,4 @@ def test_goals_are_values() -> None:
 )
 def test_bad_goals_are_named(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):
-        Goal(**arguments)  # type: ignore[arg-type]
+        SearchObjective(**arguments)  # type: ignore[arg-type]

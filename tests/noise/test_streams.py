@@ -25,7 +25,7 @@ from dpoptim.noise import (
     ToeplitzStrategy,
 )
 from dpoptim.noise import source as source_module
-from dpoptim.noise.memory import KeptRows, NoiseMemory, add_product
+from dpoptim.noise.memory import NoiseMemory, RowMemory, add_product
 from dpoptim.noise.source import TensorPart
 from tests.noise.explicit import DEVICES, KEY, fresh_normals, make, rows
 
@@ -231,7 +231,7 @@ def test_an_interrupted_row_is_made_anew(spec, bits, after_the_write, monkeypatc
         memory = NoiseMemory(bits=bits)
         return strategy.stream(KEY, stream="gradient", name="weight", numel=33, memory=memory)
 
-    whole, stream, write = rows(made(), STEPS), made(), KeptRows.write
+    whole, stream, write = rows(made(), STEPS), made(), RowMemory.write
     for step in range(5):
         stream.row(step)
 
@@ -241,7 +241,7 @@ def test_an_interrupted_row_is_made_anew(spec, bits, after_the_write, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(KeptRows, "write", interrupted)
+        patched.setattr(RowMemory, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stream.row(5)
     assert torch.equal(torch.stack([stream.row(step) for step in range(5, STEPS)]), whole[5:])

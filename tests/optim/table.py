@@ -166,7 +166,7 @@ def _make_noiseless(scaled):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return dpoptim.noiseless_preconditioner(
-                model, plan.releasing(dpoptim.NoiselessSquare()), LR, rule=rule,
+                model, plan.with_release(dpoptim.NoiselessSquare()), LR, rule=rule,
                 scaled=scaled, eps_scale=EPS_SCALE, **common,
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from dpoptim.optim import PrivateOptimizer
 from tests.optim.table import ROWS, RULES, VARIANTS, Task, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(100, 132)))
-RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
+RUN: Any = {"key": KEY, "run_id": "the run", "external_batches": True}
 STEPS = 100
 
 PLANS = {

@@ -16,7 +16,7 @@ import dpoptim
 from tests.optim.table import LR, ROWS, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
-RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
+RUN: Any = {"key": KEY, "run_id": "the run", "external_batches": True}
 
 
 def plan(**changes) -> dpoptim.PrivacyPlan:
@@ -359,7 +359,7 @@ def test_bad_arguments_are_named(make, words):
 
 
 def test_the_non_private_baseline_says_so():
-    quiet = plan().releasing(dpoptim.NoiselessSquare())
+    quiet = plan().with_release(dpoptim.NoiselessSquare())
     with pytest.warns(UserWarning, match="NOT PRIVATE"):
         optimizer = dpoptim.noiseless_preconditioner(nn.Linear(3, 2), quiet)
     assert "NOT PRIVATE" in quiet.statement(delta=1e-6).splitlines()[0]

@@ -38,7 +38,7 @@ class Model(nn.Module):
 def begun(variant, rule, dtype):
     torch.manual_seed(0)
     model = Model().to("cuda", dtype)
-    return model, variant(model, PLAN, 1e-2, rule=rule, key=KEY, run_id="", own_batches=True)
+    return model, variant(model, PLAN, 1e-2, rule=rule, key=KEY, run_id="", external_batches=True)
 
 
 def trained(model, optimizer, steps):

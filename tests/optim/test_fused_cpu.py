@@ -21,7 +21,7 @@ RULES = {
 def trained(variant, rule, dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 31), nn.Tanh(), nn.Linear(31, 3)).to(dtype)
-    optimizer = variant(model, PLAN, 1e-2, rule=rule, key=KEY, run_id="", own_batches=True)
+    optimizer = variant(model, PLAN, 1e-2, rule=rule, key=KEY, run_id="", external_batches=True)
     start = torch.cat([p.detach().flatten().double() for p in model.parameters()])
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
     for _ in range(8):

@@ -16,7 +16,7 @@ from dpoptim.optim.variants import noise_level
 from tests.optim.table import EPS_SCALE, LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(32))
-RUN: Any = {"key": KEY, "run_id": "the run", "own_batches": True}
+RUN: Any = {"key": KEY, "run_id": "the run", "external_batches": True}
 STEPS = 60
 
 

@@ -29,7 +29,7 @@ def begun(dtype, rule="adam", variant="post-processing", device="cpu"):
     with torch.no_grad():
         model.weight.fill_(1.0)
         model.bias.fill_(-1.0)
-    optimizer = VARIANTS[variant](model, PLAN, 1e-4, rule=RULES[rule], key=KEY, run_id="", own_batches=True)
+    optimizer = VARIANTS[variant](model, PLAN, 1e-4, rule=RULES[rule], key=KEY, run_id="", external_batches=True)
     return model, optimizer
 
 
@@ -56,7 +56,7 @@ def test_dp_sgd_too():
     paths = []
     for dtype in (torch.bfloat16, torch.float32):
         model, _ = begun(dtype)
-        optimizer = dpoptim.dp_sgd(model, PLAN, 1e-4, momentum=0.9, key=KEY, run_id="", own_batches=True)
+        optimizer = dpoptim.dp_sgd(model, PLAN, 1e-4, momentum=0.9, key=KEY, run_id="", external_batches=True)
         paths.append(trained(model, optimizer))
     for low, high in zip(*paths, strict=True):
         assert torch.equal(low, high.bfloat16())

@@ -74,7 +74,7 @@ def test_empty_batches_take_noise_steps():
     assert 0 in drawn
     found = train(sparse)
     model = mlp()
-    optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, own_batches=True, **RUN)
+    optimizer = dpoptim.scale_then_privatize(model, sparse.replace(), lr=1e-2, external_batches=True, **RUN)
     x, y = dataset().tensors
     for t in range(40):
         chosen = sparse.sampling.indices(DRAWS, t, num_examples=60, batch_size=1)
@@ -178,7 +178,7 @@ class TestMisuseIsCaught:
     def test_no_loader_is_said_once(self):
         model = mlp()
         optimizer = dpoptim.scale_then_privatize(model, plan(), lr=1e-2)
-        with pytest.warns(UserWarning, match="own_batches=True"):
+        with pytest.warns(UserWarning, match="external_batches=True"):
             optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -200,7 +200,7 @@ class TestMisuseIsCaught:
     def test_input_buffer_overwritten_before_the_step(self):
         """Where factors are held. Gradients that were formed in the backward are what they are."""
         the_plan, model = plan(), mlp()
-        optimizer = dpoptim.dp_sgd(model, the_plan, lr=1e-2, own_batches=True, clipping_memory=0)
+        optimizer = dpoptim.dp_sgd(model, the_plan, lr=1e-2, external_batches=True, clipping_memory=0)
         x, y = (tensor[:6].clone() for tensor in dataset().tensors)
         losses(model, [x, y]).sum().backward()
         x.copy_(dataset().tensors[0][6:12])

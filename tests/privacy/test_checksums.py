@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpoptim
-from dpoptim.clipping import PrivateRelease
+from dpoptim.clipping import PrivateMechanism
 from dpoptim.privacy.checksums import checksums
 
 
@@ -61,9 +61,9 @@ def test_they_are_the_same_on_a_gpu():
 def contents(model: nn.Module, plan: dpoptim.PrivacyPlan, *, make: str, shift: float = 0.0) -> list[bytes]:
     """What two steps show before their noise is made."""
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
-    optimizer = getattr(dpoptim, make)(copy.deepcopy(model), plan, lr=0.1, key=key, run_id="run", own_batches=True)
+    optimizer = getattr(dpoptim, make)(copy.deepcopy(model), plan, lr=0.1, key=key, run_id="run", external_batches=True)
     found: list[bytes] = []
-    optimizer.release.before_release = lambda step, content: found.append(content)
+    optimizer.release.before_step = lambda step, content: found.append(content)
     for step in range(2):
         inputs = torch.linspace(-1, 1, 12).view(4, 3) + step
         inputs[2, 1] += shift
@@ -91,13 +91,13 @@ def test_a_release_shows_whether_it_is_the_same(make):
 
 def test_the_bound_of_the_squares_is_taken_once_a_step(monkeypatch):
     taken = []
-    bound_of = PrivateRelease._bounding_factor
+    bound_of = PrivateMechanism._bounding_factor
 
     def counted(release, sums):
         taken.append(release)
         return bound_of(release, sums)
 
-    monkeypatch.setattr(PrivateRelease, "_bounding_factor", counted)
+    monkeypatch.setattr(PrivateMechanism, "_bounding_factor", counted)
     plan = dpoptim.PrivacyPlan(
         steps=2, batch_size=4, num_examples=40, clip_norm=1.0, noise_multiplier=1.0, sampling=dpoptim.Poisson()
     )

@@ -154,7 +154,7 @@ def test_repeated_runs():
 def test_edges():
     assert epsilon_of_runs([], delta=DELTA) == 0.0
     assert epsilon_of_runs([shuffled(), shuffled(0.0)], delta=DELTA) == math.inf
-    baseline = shuffled().releasing(NoiselessSquare())
+    baseline = shuffled().with_release(NoiselessSquare())
     assert epsilon_of_runs([shuffled(), baseline], delta=DELTA) == math.inf
     with pytest.raises(ValueError, match="noise_multiplier is not set"):
         epsilon_of_runs([shuffled(), shuffled(None)], delta=DELTA)

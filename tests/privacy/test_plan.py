@@ -115,8 +115,8 @@ def test_calibration_fills_in_the_multiplier_and_remembers_delta(changes):
 def test_the_release_does_not_change_epsilon_unless_it_is_noiseless():
     plan = make(noise_multiplier=1.0)
     for release in (Gradient(), IndependentMoments(balance="mse"), JointMoments()):
-        assert plan.releasing(release).epsilon(delta=1e-6) == plan.epsilon(delta=1e-6)
-    bare = plan.releasing(NoiselessSquare())
+        assert plan.with_release(release).epsilon(delta=1e-6) == plan.epsilon(delta=1e-6)
+    bare = plan.with_release(NoiselessSquare())
     assert bare.epsilon(delta=1e-6) == math.inf
     assert not bare.is_private
     with pytest.raises(ValueError, match="not private"):
@@ -171,7 +171,7 @@ def test_infinite_clip_norm_is_for_debugging_alone():
     plan = make(clip_norm=math.inf, noise_multiplier=0.0)
     assert plan.epsilon(delta=1e-6) == math.inf
     for release in (Gradient(), IndependentMoments(), JointMoments(), NoiselessSquare()):
-        assert plan.releasing(release).noise_stddevs().gradient_sum == 0.0
+        assert plan.with_release(release).noise_stddevs().gradient_sum == 0.0
 
 
 def test_plans_are_frozen_and_keyword_only():

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import ReleasedSteps, RunIdentity
+from dpoptim.privacy import RunHeader, StepLedger
 from dpoptim.privacy.step_ledger import released_count
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
 
 
-def identity(**changes: Any) -> RunIdentity:
+def identity(**changes: Any) -> RunHeader:
     values: dict[str, Any] = {
         "key": KEY, "settings": {"lr": 0.1, "betas": (0.9, 0.99), "the build": "abc"},
         "records": {"training": "t", "held-out": "h"},
     }  # fmt: skip
-    return RunIdentity(**{**values, **changes})
+    return RunHeader(**{**values, **changes})
 
 
 def content(step: int) -> bytes:
@@ -30,7 +30,7 @@ def content(step: int) -> bytes:
 
 
 def released(path: Path, steps: int, **changes: Any) -> None:
-    opened = ReleasedSteps.begin(path, identity(**changes))
+    opened = StepLedger.begin(path, identity(**changes))
     for step in range(steps):
         opened.note(step, content(step))
         assert released_count(path) == step + 1, "on the disk before the step"
@@ -43,13 +43,13 @@ def test_the_file_has_every_step_and_is_its_owners(tmp_path):
     assert released_count(path) == 40
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(ValueError, match="has steps that were released with this noise key"):
-        ReleasedSteps.begin(path, identity())
+        StepLedger.begin(path, identity())
 
 
 def test_a_step_waits_for_the_disk_before_it_goes_on(tmp_path, monkeypatch):
     sizes: list[int] = []
     monkeypatch.setattr(os, "fdatasync", lambda handle: sizes.append(os.fstat(handle).st_size), raising=False)
-    opened = ReleasedSteps.begin(tmp_path / "n", identity())
+    opened = StepLedger.begin(tmp_path / "n", identity())
     before = (tmp_path / "n").stat().st_size
     for step in range(3):
         opened.note(step, content(step))
@@ -61,7 +61,7 @@ def test_a_step_is_repeated_as_it_was_or_not_at_all(tmp_path):
     path = tmp_path / "n"
     released(path, 9)
     before = path.read_bytes()
-    again = ReleasedSteps.resume(path, identity(), step=2)
+    again = StepLedger.resume(path, identity(), step=2)
     again.note(2, content(2))
     again.note(3, content(3))
     for other in (content(3), content(5), b""):
@@ -105,28 +105,28 @@ def test_a_digest_needs_the_key(tmp_path):
 def test_a_run_goes_on_as_itself(changes, why, step, tmp_path):
     released(tmp_path / "n", 5)
     with pytest.raises(ValueError, match=why) as refused:
-        ReleasedSteps.resume(tmp_path / "n", identity(**changes), step=step)
+        StepLedger.resume(tmp_path / "n", identity(**changes), step=step)
     assert "\n" not in str(refused.value)
-    ReleasedSteps.resume(tmp_path / "n", identity(), step=step).close()
+    StepLedger.resume(tmp_path / "n", identity(), step=step).close()
 
 
 def test_held_out_records_may_be_left_out_or_added(tmp_path):
     released(tmp_path / "n", 5)
-    ReleasedSteps.resume(tmp_path / "n", identity(records={"training": "t"}), step=3).close()
-    ReleasedSteps.resume(tmp_path / "n", identity(records={"training": "t", "more": "m"}), step=3).close()
+    StepLedger.resume(tmp_path / "n", identity(records={"training": "t"}), step=3).close()
+    StepLedger.resume(tmp_path / "n", identity(records={"training": "t", "more": "m"}), step=3).close()
 
 
 def test_what_is_missing_or_broken_is_told(tmp_path):
     path = tmp_path / "n"
     with pytest.raises(ValueError, match="is missing, so nobody knows"):
-        ReleasedSteps.resume(path, identity(), step=0)
+        StepLedger.resume(path, identity(), step=0)
     released(path, 5)
     with pytest.raises(ValueError, match=r"of step 6 and .* has 5 steps"):
-        ReleasedSteps.resume(path, identity(), step=6)
+        StepLedger.resume(path, identity(), step=6)
     for text in ("12\nnothing\nmore\n", "", "{}"):
         path.write_text(text)
         with pytest.raises(ValueError, match="cannot be read"):
-            ReleasedSteps.resume(path, identity(), step=5)
+            StepLedger.resume(path, identity(), step=5)
 
 
 def test_a_line_that_a_crash_cut_off_is_written_again(tmp_path):
@@ -135,17 +135,17 @@ def test_a_line_that_a_crash_cut_off_is_written_again(tmp_path):
     with path.open("ab") as file:
         file.write(b"0123")
     assert released_count(path) == 5
-    opened = ReleasedSteps.resume(path, identity(), step=5)
+    opened = StepLedger.resume(path, identity(), step=5)
     opened.note(5, content(5))
     opened.close()
-    again = ReleasedSteps.resume(path, identity(), step=5)
+    again = StepLedger.resume(path, identity(), step=5)
     assert again.count == 6
     again.note(5, content(5))
     again.close()
 
 
 def test_a_full_disk_is_told_and_counts_nothing(tmp_path, monkeypatch):
-    opened = ReleasedSteps.begin(tmp_path / "n", identity())
+    opened = StepLedger.begin(tmp_path / "n", identity())
     own = os.write
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda handle, data: own(handle, data[:7]))
@@ -160,9 +160,9 @@ def test_a_full_disk_is_told_and_counts_nothing(tmp_path, monkeypatch):
 
 def test_one_process_at_a_time(tmp_path):
     pytest.importorskip("fcntl")
-    opened = ReleasedSteps.begin(tmp_path / "n", identity())
+    opened = StepLedger.begin(tmp_path / "n", identity())
     with pytest.raises(ValueError, match="another process"):
-        ReleasedSteps.resume(tmp_path / "n", identity(), step=0)
+        StepLedger.resume(tmp_path / "n", identity(), step=0)
     opened.close()
     with pytest.raises(ValueError, match="was closed"):
         opened.note(0, b"")
@@ -177,10 +177,10 @@ def test_an_edited_file_is_refused(tmp_path):
         assert changed != before
         path.write_bytes(changed)
         with pytest.raises(ValueError, match="was edited, so nobody knows what was released") as error:
-            ReleasedSteps.resume(path, identity(), step=5)
+            StepLedger.resume(path, identity(), step=5)
         assert "\n" not in str(error.value)
     path.write_bytes(b"".join([*lines[:4], *lines[5:]]))  # without the third step
-    opened = ReleasedSteps.resume(path, identity(), step=2)
+    opened = StepLedger.resume(path, identity(), step=2)
     with pytest.raises(ValueError, match="step 3 was released before"):
         opened.note(2, content(2))
     opened.close()
@@ -188,7 +188,7 @@ def test_an_edited_file_is_refused(tmp_path):
 
 def test_a_file_that_was_replaced_meanwhile_is_noticed(tmp_path):
     path = tmp_path / "n"
-    opened = ReleasedSteps.begin(path, identity())
+    opened = StepLedger.begin(path, identity())
     opened.note(0, content(0))
     (tmp_path / "copy").write_bytes(path.read_bytes())
     os.replace(tmp_path / "copy", path)
@@ -198,10 +198,10 @@ def test_a_file_that_was_replaced_meanwhile_is_noticed(tmp_path):
 
 def test_a_new_run_replaces_only_a_file_without_steps(tmp_path):
     path = tmp_path / "n"
-    ReleasedSteps.begin(path, identity()).close()
-    ReleasedSteps.begin(path, identity()).close()
+    StepLedger.begin(path, identity()).close()
+    StepLedger.begin(path, identity()).close()
     released(tmp_path / "n", 1)
     before = path.read_bytes()
     with pytest.raises(ValueError, match="has steps that were released"):
-        ReleasedSteps.begin(path, identity())
+        StepLedger.begin(path, identity())
     assert path.read_bytes() == before

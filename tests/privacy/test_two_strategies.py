@@ -142,7 +142,7 @@ def test_the_same_strategy_twice_is_one():
     plan, plain = make(noise, BandedToeplitz(bands=3)), make(noise, None)
     assert plan.square_strategy is plan.strategy
     assert plain.square_strategy is plain.strategy
-    assert plan.run == plain.run == plain.releasing(Gradient()).run
+    assert plan.run == plain.run == plain.with_release(Gradient()).run
 
 
 @pytest.mark.parametrize("balance", ["equal", "mse", 1e-3, 0.3, 50.0])
@@ -192,12 +192,12 @@ def test_calibration_and_stale_calibrations():
     plan = make(Independent(), SquareRoot(), noise_multiplier=None).calibrate(epsilon=4.0, delta=1e-6)
     assert 4.0 - 1e-4 <= plan.epsilon() <= 4.0
     # The gradient alone, or one strategy, costs less; another strategy for the squares may not be slipped in.
-    assert plan.releasing(Gradient()).epsilon() < 4.0
+    assert plan.with_release(Gradient()).epsilon() < 4.0
     calibrated = plan.replace(release=Gradient(), noise_multiplier=None).calibrate(epsilon=4.0, delta=1e-6)
-    assert calibrated.releasing(IndependentMoments()).epsilon() == calibrated.epsilon()
+    assert calibrated.with_release(IndependentMoments()).epsilon() == calibrated.epsilon()
     with pytest.raises(ValueError, match=r"makes epsilon larger.*calibrate"):
-        calibrated.releasing(IndependentMoments(square_noise=SquareRoot()))
-    assert make(Independent(), None, noise_multiplier=None).releasing(plan.release).run == plan.run
+        calibrated.with_release(IndependentMoments(square_noise=SquareRoot()))
+    assert make(Independent(), None, noise_multiplier=None).with_release(plan.release).run == plan.run
 
 
 def test_survives_json_at_any_depth():
@@ -292,9 +292,9 @@ def test_another_balance_never_raises_epsilon(before, after, squares):
         true = plan.replace(release=wanted).epsilon()
         if true > 4.0 + 1e-9:
             with pytest.raises(ValueError, match="makes epsilon larger"):
-                plan.releasing(wanted)
+                plan.with_release(wanted)
         else:
-            assert plan.releasing(wanted).epsilon() <= 4.0 + 1e-9
+            assert plan.with_release(wanted).epsilon() <= 4.0 + 1e-9
     model = torch.nn.Linear(2, 1)
     if plan.replace(release=IndependentMoments(balance=after, square_noise=SquareRoot())).epsilon() > 4.0 + 1e-9:
         with pytest.raises(ValueError, match="makes epsilon larger"):

@@ -16,9 +16,9 @@ from dpoptim import Adjacency, IndependentMoments, Poisson, PrivacyPlan, Shuffle
 from dpoptim.noise import Independent
 from dpoptim.theory import (
     Choice,
-    Fate,
     GradientSignal,
     ScaleWindow,
+    SecondMomentRegime,
     advise,
     adviser,
     choose_noise,
@@ -204,10 +204,10 @@ def relative_second_moment(
     return float(nu_hat.sum() / (gradient**2).sum())
 
 
-def seen_fate(relative: float) -> Fate:
+def seen_fate(relative: float) -> SecondMomentRegime:
     if relative == math.inf:
-        return Fate.DIVERGES
-    return Fate.STEADY if relative > 0.7 else Fate.COLLAPSES
+        return SecondMomentRegime.DIVERGES
+    return SecondMomentRegime.STEADY if relative > 0.7 else SecondMomentRegime.COLLAPSES
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class WindowCase:
     gradient: np.ndarray
     noise: np.ndarray
 
-    def outcomes(self, window: ScaleWindow) -> list[tuple[Fate, Fate, float]]:
+    def outcomes(self, window: ScaleWindow) -> list[tuple[SecondMomentRegime, SecondMomentRegime, float]]:
         """(said by `window`, seen, Σν̂/Σg² over what the theory has) where the right window says what lies where."""
         right = self.window
         values = (0.85 * right.low, math.sqrt(right.low * right.high), 0.9 * right.high, 1.15 * right.high)
@@ -259,7 +259,7 @@ def test_the_window_is_as_simulated_inside_and_outside(without_alternatives, mon
     for case in cases:
         for said, seen, relative in case.outcomes(case.window):
             assert said is seen, (case.window, said, relative)
-            if said is Fate.STEADY:
+            if said is SecondMomentRegime.STEADY:
                 assert 0.75 < relative < 1.25
 
     def agree(change: Callable[[ScaleWindow], ScaleWindow]) -> bool:
@@ -355,7 +355,7 @@ def test_ime_and_clip_norms(without_alternatives):
         parameters=100, squares=(1e-3,), weights=(1.0,), measured=True, examples=64, example_norms=(0.51, 1.0, 3.0)
     )
     advice = advise(plan, epsilon=8.0, delta=DELTA, parameters=100, signal=signal)
-    square = advice.plan.releasing(IndependentMoments()).noise_stddevs().square
+    square = advice.plan.with_release(IndependentMoments()).noise_stddevs().square
     assert square is not None
     spread = square * advice.plan.strategy.column_norm
     spread *= math.sqrt(squared_weight(beta=0.999, step=200, strategy=advice.plan.strategy))

@@ -11,7 +11,7 @@ import pytest
 
 import dpoptim
 from dpoptim.theory import steady_state as theory
-from dpoptim.theory.steady_state import Fate
+from dpoptim.theory.steady_state import SecondMomentRegime
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.0, "batch_size": 100}
 M = 400
@@ -59,22 +59,22 @@ def test_steady_state(clip_norm):
 @pytest.mark.parametrize(
     ("clip_norm", "fate"),
     [
-        (19.0, Fate.COLLAPSES),
-        (19.8, Fate.STEADY),  # below √m = 20, the window's edge if noise did not hold ν̂ up
-        (22.0, Fate.STEADY),
-        (40.0, Fate.STEADY),
-        (70.0, Fate.STEADY),
-        (120.0, Fate.DIVERGES),
+        (19.0, SecondMomentRegime.COLLAPSES),
+        (19.8, SecondMomentRegime.STEADY),  # below √m = 20, the window's edge if noise did not hold ν̂ up
+        (22.0, SecondMomentRegime.STEADY),
+        (40.0, SecondMomentRegime.STEADY),
+        (70.0, SecondMomentRegime.STEADY),
+        (120.0, SecondMomentRegime.DIVERGES),
     ],
 )
 def test_predicted_fate_is_the_simulated_one(clip_norm, fate):
     assert theory.predict(clip_norm, dimension=M, **SETTING) is fate
     simulated = simulate(np.ones(M), clip_norm, steps=3000, start=1.0).mean((1, 2))
     growth = simulated[-1] / simulated[-1000]
-    if fate is Fate.COLLAPSES:
+    if fate is SecondMomentRegime.COLLAPSES:
         assert growth < 0.8
         assert simulated[-1] < 0.25
-    elif fate is Fate.DIVERGES:
+    elif fate is SecondMomentRegime.DIVERGES:
         assert growth > 10
         assert simulated[-1] > 1e3
     else:
@@ -87,8 +87,8 @@ def test_window():
     assert (low, high) == pytest.approx((19.6116, 100.0), abs=1e-4)
     assert low != pytest.approx(100.0, rel=0.5)  # without 1/m the window is empty
     assert low != pytest.approx(math.sqrt(M), rel=0.01)  # without σ²/B²
-    assert theory.predict(low, dimension=M, **SETTING) is Fate.STEADY
-    assert theory.predict(high, dimension=M, **SETTING) is Fate.DIVERGES
+    assert theory.predict(low, dimension=M, **SETTING) is SecondMomentRegime.STEADY
+    assert theory.predict(high, dimension=M, **SETTING) is SecondMomentRegime.DIVERGES
     assert theory.clip_norm_window(dimension=M, noise_multiplier=0.0, batch_size=7) == (pytest.approx(20.0), math.inf)
     # At the edge the steady state is exactly at the clip norm: ‖s⊙g‖² = m(1−φ) = ζ².
     phi = theory.feedback(clip_norm=low, **SETTING)
@@ -100,11 +100,11 @@ def test_only_coordinates_with_a_gradient_count(clip_norm):
     """Half of the 400 are 0 and the others differ a thousandfold: the edge is that of m = 200, 14.0."""
     gradient = np.where(np.arange(M) % 2, 10.0 ** np.linspace(-2, 1, M), 0.0)
     fate = theory.predict(clip_norm, dimension=200, **SETTING)
-    assert fate is (Fate.STEADY if clip_norm == 16.0 else Fate.COLLAPSES)
-    assert theory.predict(clip_norm, dimension=M, **SETTING) is Fate.COLLAPSES
+    assert fate is (SecondMomentRegime.STEADY if clip_norm == 16.0 else SecondMomentRegime.COLLAPSES)
+    assert theory.predict(clip_norm, dimension=M, **SETTING) is SecondMomentRegime.COLLAPSES
     field = theory.mean_field(gradient, clip_norm=clip_norm, steps=1500, beta2=0.95, start=gradient**2, **SETTING)
     steady = theory.steady_state(gradient**2, clip_norm=clip_norm, **SETTING)
-    if fate is Fate.STEADY:
+    if fate is SecondMomentRegime.STEADY:
         np.testing.assert_allclose(field[-1], steady, rtol=1e-6, atol=1e-9)
     else:
         assert field[-1].sum() < 0.01 * steady.sum()
@@ -134,7 +134,7 @@ def test_mean_field_follows_clipped_runs(clip_norm, start, tolerance):
     field = float(theory.mean_field(np.ones(M), **given, **SETTING)[-1].mean())
     assert field == pytest.approx(simulated, rel=tolerance)
     assert simulated != pytest.approx(1.0, rel=0.1)  # noise does not come back
-    if theory.predict(clip_norm, dimension=M, **SETTING) is Fate.COLLAPSES:  # nothing is clipped
+    if theory.predict(clip_norm, dimension=M, **SETTING) is SecondMomentRegime.COLLAPSES:  # nothing is clipped
         assert simulated != pytest.approx(float(theory.steady_state(1.0, clip_norm=clip_norm, **SETTING)), rel=0.9)
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import dpoptim
-from dpoptim.clipping import check_examples_do_not_mix, clipped_sum
+from dpoptim.clipping import check_example_independence, clipped_sum
 from dpoptim.validation import changed_state as buffers
 from tests.clipping.models import case
 
@@ -218,7 +218,7 @@ def test_a_first_look_at_private_data_is_seen():
     """A layer that takes its first batch for its mean, in a forward that has no backward."""
     model = OnlyOnce()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     x = torch.stack(DATA[:4])
     model(x)
     model(x).square().sum().backward()
@@ -236,7 +236,7 @@ def test_a_table_that_was_made_before_stays():
 def test_after_a_refusal_nothing_is_released_through_the_optimizer():
     model = ThroughData()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     start = weights(model)
     for _ in range(3):
         model(torch.stack(DATA[:4])).square().sum().backward()
@@ -262,7 +262,7 @@ def test_modules_that_the_loop_calls_by_themselves():
 
 def test_the_check_of_a_model_before_training_finds_it():
     with pytest.raises(ValueError, match="buffer 'seen' changes"):
-        check_examples_do_not_mix(Net(), lambda model, x: model(x)[:, 0], torch.stack(DATA))
+        check_example_independence(Net(), lambda model, x: model(x)[:, 0], torch.stack(DATA))
 
 
 def _load(model: Net) -> None:
@@ -376,7 +376,7 @@ def test_rotary_angles(scaling, length):
 def test_copies_and_pickles_are_not_watched():
     model = Net()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -390,7 +390,7 @@ def test_copies_and_pickles_are_not_watched():
 def test_a_compiled_model():
     model = Net()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     torch.compile(model, backend="eager")(torch.stack(DATA[:4])).square().sum().backward()
     with pytest.raises(ValueError, match="buffer 'seen'"):
         optimizer.step()
@@ -399,7 +399,7 @@ def test_a_compiled_model():
 def test_only_the_first_step_copies(monkeypatch):
     model = Net().eval()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=8, noise_multiplier=1.0)
-    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, own_batches=True)
+    optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
     compared: list[Tensor] = []
     bits = buffers._bits
     monkeypatch.setattr(buffers, "_bits", lambda tensor: (compared.append(tensor), bits(tensor))[1])  # type: ignore[func-returns-value]

@@ -11,7 +11,7 @@ from dpoptim.app.runs.metrics import Scores, evaluate
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import read_log
-from dpoptim.app.runs.setup import Setup, set_up
+from dpoptim.app.runs.setup import RunSetup, prepare_run
 from dpoptim.app.runs.trained_model import load_trained
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Records",
     "RunDirectory",
     "Scores",
-    "Setup",
+    "RunSetup",
     "add_lora",
     "evaluate",
     "load_model",
@@ -33,6 +33,6 @@ __all__ = [
     "read_recipe",
     "read_records",
     "resume",
-    "set_up",
+    "prepare_run",
     "train",
 ]

@@ -2,17 +2,17 @@
 
 from dpoptim.clipping.captured import Captured
 from dpoptim.clipping.engine import public_data
-from dpoptim.clipping.functional import check_examples_do_not_mix, clipped_sum
+from dpoptim.clipping.functional import check_example_independence, clipped_sum
 from dpoptim.clipping.losses import linear_cross_entropy
-from dpoptim.clipping.mechanism import PrivateRelease, Released
+from dpoptim.clipping.mechanism import PrivateMechanism, Released
 from dpoptim.clipping.public import PublicGradients
 
 __all__ = [
     "Captured",
-    "PrivateRelease",
+    "PrivateMechanism",
     "PublicGradients",
     "Released",
-    "check_examples_do_not_mix",
+    "check_example_independence",
     "clipped_sum",
     "linear_cross_entropy",
     "public_data",

@@ -25,11 +25,11 @@ from torch import Tensor
 from dpoptim.clipping.captured_batch import Batch, batch_of
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.explanation import Explanation
-from dpoptim.clipping.mechanism import PrivateRelease
+from dpoptim.clipping.mechanism import PrivateMechanism
 from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.kernels import choose as gpu
-from dpoptim.kernels.clip_weights import Weighed
-from dpoptim.kernels.flat import FlatTensors, end_to_end
+from dpoptim.kernels.clip_weights import ClipResult
+from dpoptim.kernels.flat import FlatTensors, flatten
 
 MOST_GRAPHS = 64
 """Shapes beyond so many are not captured: a graph takes a fraction of a second to make, and memory."""
@@ -47,7 +47,9 @@ class Captured:
     the device, in the model or in `losses`), batches run in the ordinary way.
     """
 
-    def __init__(self, release: PrivateRelease, losses: Callable[..., Tensor], *, together: int | None = None) -> None:
+    def __init__(
+        self, release: PrivateMechanism, losses: Callable[..., Tensor], *, together: int | None = None
+    ) -> None:
         if not callable(losses):
             raise ValueError(f"losses must be a function of a batch's tensors, got {type(losses).__name__}")
         if together is not None and (isinstance(together, bool) or not isinstance(together, int) or together < 1):
@@ -228,7 +230,7 @@ class _Room:
         if self._scale is None:
             self._scale = FlatTensors(self._clipped.parameters)
         for names, vector in zip(self._scale.names, self._scale.vectors, strict=True):
-            vector.copy_(end_to_end([scale[name] for name in names], vector.dtype))
+            vector.copy_(flatten([scale[name] for name in names], vector.dtype))
         return self._scale
 
 
@@ -240,7 +242,7 @@ class _Graph:
     batch: Batch  # whose tensors are read
     real: Tensor  # bool [rows]: whose losses count
     losses: Tensor
-    found: Weighed
+    found: ClipResult
     explanation: Explanation
     tables: Any  # that kernels read
 
@@ -253,7 +255,7 @@ def _capture(sums: ClippedSums, batch: Batch, room: _Room) -> _Graph:
     engine = sums.engine
     real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)
     scale, into = room.copy_scale(), room.sums
-    found: list[Weighed] = []
+    found: list[ClipResult] = []
     losses: list[Tensor] = []
 
     def on_batch(kept: PhysicalBatch) -> None:

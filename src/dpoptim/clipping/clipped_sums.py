@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.engine import Engine
 from dpoptim.clipping.explanation import Explanation, explain
-from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.kernels import norms as kernels
-from dpoptim.kernels.clip_weights import Weighed, weighed
+from dpoptim.kernels.clip_weights import ClipResult, weighed
 from dpoptim.kernels.flat import FlatTensors
 
 
@@ -40,7 +40,7 @@ class ClippedSums:
     `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
     function of released values alone and stays fixed from one `take` to the next.
     `mean_loss` says that the loop reduces the losses of a physical batch by their mean, which is undone here.
-    `spare_bytes` is what a physical batch may take beyond activations and their gradients to go faster.
+    `extra_memory` is what a physical batch may take beyond activations and their gradients to go faster.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ClippedSums:
         clip_norm: float,
         squares: bool = False,
         mean_loss: bool = False,
-        spare_bytes: int = 0,
+        extra_memory: int = 0,
     ) -> None:
         if not clip_norm > 0 or math.isnan(clip_norm):
             raise ValueError(f"clip_norm={clip_norm} must be positive (math.inf for no clipping)")
@@ -61,11 +61,11 @@ class ClippedSums:
         self.with_squares = squares
         self.clear_sums()
         self._examples = 0
-        self._outcomes: list[Tensor] = []  # `Weighed.counts` of physical batches, still on the device
+        self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
-        self.engine = Engine(model, self._add, spare_bytes=spare_bytes)
+        self.engine = Engine(model, self._add, extra_memory=extra_memory)
 
     @property
     def examples(self) -> int:
@@ -129,7 +129,7 @@ class ClippedSums:
         factor = batch.examples if self.mean_loss else 1
         squared, least = self._measured(batch.gradients, self.scale)
         found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients))
-        indices = list if least is None else told_later(found)
+        indices = list if least is None else recompute_rows_later(found)
         _sum(batch.gradients, found.weights, self._sums, self._square_sums)
         self._examples += batch.examples
         self._remember_ways(batch)
@@ -152,7 +152,9 @@ class ClippedSums:
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 
-    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None) -> Weighed:
+    def clip_and_sum_into(
+        self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None
+    ) -> ClipResult:
         """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
         the losses must have been summed, not averaged.
 
@@ -169,7 +171,7 @@ class ClippedSums:
     def add_sums(
         self,
         of_batch: FlatTensors,
-        found: Weighed,
+        found: ClipResult,
         examples: int,
         explanation: Explanation,
         again: Callable[[list[int]], None],
@@ -181,7 +183,7 @@ class ClippedSums:
         batch is added or the sums are taken, so that it prepares one batch while the device is busy with another.
         """
         apart = found.apart[:examples].clone()
-        number = number_apart(found)  # known when the copy is there, too
+        number = recompute_count_later(found)  # known when the copy is there, too
         self._settle()
         self._sums.add_all(of_batch)
         self._examples += examples
@@ -211,7 +213,7 @@ class ClippedSums:
             settle()
 
     def _measured(
-        self, gradients: Mapping[str, ExampleGradients], scale: Mapping[str, Tensor] | None
+        self, gradients: Mapping[str, ParameterGradients], scale: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Squared norms over all parameters, and the least norms that can be trusted, if any cannot."""
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
@@ -238,17 +240,17 @@ class ClippedSums:
         found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
         found.counts[0] = 0  # whether it is clipped was counted with its batch
         self._outcomes.append(found.counts)
-        alone = {name: ExampleGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
+        alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
         _sum(alone, found.weights, self._sums, self._square_sums)
 
 
-def _widest(gradients: Mapping[str, ExampleGradients]) -> torch.dtype:
+def _widest(gradients: Mapping[str, ParameterGradients]) -> torch.dtype:
     is_double = any(own.precision == torch.float64 for own in gradients.values())
     return torch.float64 if is_double else torch.float32
 
 
 def _sum(
-    gradients: Mapping[str, ExampleGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
+    gradients: Mapping[str, ParameterGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
 ) -> None:
     """Add Σ_j weights[j]·g_j to `sums`, and the squares of what is summed to `square_sums`."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
@@ -263,7 +265,7 @@ def _sum(
             square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
 
-def number_apart(found: Weighed) -> Callable[[], int]:
+def recompute_count_later(found: ClipResult) -> Callable[[], int]:
     """How many examples are apart, to be asked for later: the host then waits for that number alone."""
     if not found.counts.is_cuda:
         now = int(found.counts[2])
@@ -279,11 +281,11 @@ def number_apart(found: Weighed) -> Callable[[], int]:
     return asked
 
 
-def told_later(found: Weighed) -> Callable[[], list[int]]:
+def recompute_rows_later(found: ClipResult) -> Callable[[], list[int]]:
     """The indices of examples that are apart, to be asked for when the sums are queued: the device is still busy with
     them while the next batch is prepared.
     """
-    number = number_apart(found)
+    number = recompute_count_later(found)
     return lambda: torch.nonzero(found.apart).flatten().tolist() if number() else []
 
 
@@ -309,7 +311,7 @@ class _Accumulator:
             total.copy_(value)
             self._begun.add(name)
 
-    def add_sum(self, name: str, gradients: ExampleGradients, weights: Tensor) -> None:
+    def add_sum(self, name: str, gradients: ParameterGradients, weights: Tensor) -> None:
         """Add Σ_j weights[j]·g_j; the first one is made where it stays."""
         total = self._target(name)
         if name in self._begun or total.dtype != weights.dtype:

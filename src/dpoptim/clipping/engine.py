@@ -23,17 +23,17 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from dpoptim.clipping.calls import RecentCalls, keep_compilers_out, refuse_bare_forward, watch_calls
-from dpoptim.clipping.gradient_factors import Form, kept_as
+from dpoptim.clipping.gradient_factors import Form, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Use
-from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.clipping.probe import BatchAxisError, BatchAxisProbe, warn_unless_checked
 from dpoptim.clipping.rows_apart import FEW, RowsApart
 from dpoptim.clipping.trials import is_trying
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.kernels.precision import full_precision
-from dpoptim.validation.changed_state import BufferWatch
+from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.model_checks import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
@@ -56,14 +56,14 @@ def public_data() -> Iterator[None]:
 class Engine:
     """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
 
-    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, spare_bytes: int = 0) -> None:
+    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, extra_memory: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
         self.on_batch = on_batch
         self.model = model
-        self.spare_bytes = spare_bytes
+        self.extra_memory = extra_memory
         self.batch = self._new_batch()
         self.examples: int | None = None  # of the running forward
         self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
@@ -76,7 +76,7 @@ class Engine:
         self.inside_generic = False
         self.probe = BatchAxisProbe(model)
         self.rows_apart = RowsApart(model)
-        self.buffers = BufferWatch(model)
+        self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
 
@@ -108,7 +108,7 @@ class Engine:
         self._take_forwards()
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
-                self._handles.append(parameter.register_hook(_Tripwire(self, self.names[id(parameter)])))
+                self._handles.append(parameter.register_hook(_UnseenGradientGuard(self, self.names[id(parameter)])))
         self._handles += watch_calls(self.model, self.layers, self)
         return previous
 
@@ -207,7 +207,7 @@ class Engine:
                     "the model without labels and compute one loss an example (shape [examples]) from its logits."
                 )
 
-    def agree_on_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
+    def expand_to_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
         """The tensor with the batch as its first axis: shared rows are expanded. `is_tied`: to labels, by two axes."""
         if self.batch.is_open and torch._C._current_graph_task_id() == -1:
             self.flush()
@@ -276,9 +276,9 @@ class Engine:
         batch = self._batch_of(use, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)
         if gradients is None:
-            gradients = batch.gradients[name] = ExampleGradients(parameter.shape, wide_dtype(parameter.dtype))
-        form, spent = kept_as(form, parameter.shape, batch.spare_bytes)
-        batch.spare_bytes -= spent
+            gradients = batch.gradients[name] = ParameterGradients(parameter.shape, wide_dtype(parameter.dtype))
+        form, spent = choose_factors(form, parameter.shape, batch.extra_memory)
+        batch.extra_memory -= spent
         if batch.examples and form.examples != batch.examples:
             examples = batch.examples
             self.discard()
@@ -322,7 +322,7 @@ class Engine:
         return batch
 
     def _new_batch(self) -> PhysicalBatch:
-        return PhysicalBatch(spare_bytes=self.spare_bytes)
+        return PhysicalBatch(extra_memory=self.extra_memory)
 
     def flush(self) -> None:
         """Close the physical batch: what was kept goes to `on_batch`."""
@@ -352,7 +352,7 @@ class Engine:
         self.examples = None
 
 
-class _Tripwire:
+class _UnseenGradientGuard:
     """Raises when a gradient reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -389,7 +389,7 @@ class _PrivateForward:
         return getattr, (self.module, "forward")
 
 
-def keeper_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
+def sink_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
     """The engine that a module's gradients go to now, and the module's name there; None where they are ordinary."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, _PrivateForward) and forward.engine.probe.running:

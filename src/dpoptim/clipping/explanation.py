@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpoptim.clipping.norms import ExampleGradients, Way
+from dpoptim.clipping.norms import NormMethod, ParameterGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class ParameterWay:
     name: str
     shape: torch.Size
     positions: int  # at which it was used in an example; 0 where gradients themselves are held
-    way: Way
+    way: NormMethod
     held_bytes: int
     extra_bytes: int  # that forming the gradients would take beyond this; 0 where they are formed
 
@@ -28,7 +28,7 @@ class Explanation:
     """The choices for all parameters of a physical batch; `str` gives a table, alike parameters in one row.
 
     >>> from dpoptim.clipping.gradient_factors import Dense, Outer
-    >>> weight, bias = ExampleGradients(torch.Size([9, 9])), ExampleGradients(torch.Size([9]))
+    >>> weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
     >>> weight.add(Outer(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
     >>> bias.add(Dense(torch.ones(4, 9)))
     >>> print(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False))
@@ -50,7 +50,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[str]:
-        alike: dict[tuple[str, torch.Size, int, Way], list[ParameterWay]] = {}
+        alike: dict[tuple[str, torch.Size, int, NormMethod], list[ParameterWay]] = {}
         for parameter in self.parameters:
             pattern = re.sub(r"\d+", "*", parameter.name)
             alike.setdefault((pattern, parameter.shape, parameter.positions, parameter.way), []).append(parameter)
@@ -61,7 +61,7 @@ class Explanation:
             yield f"{name} {list(shape)}: {way.value} ({where}{held} held)"
 
 
-def explain(gradients: Mapping[str, ExampleGradients], *, scaled: bool) -> Explanation:
+def explain(gradients: Mapping[str, ParameterGradients], *, scaled: bool) -> Explanation:
     return Explanation(
         next(iter(gradients.values())).examples,
         tuple(

@@ -16,7 +16,7 @@ from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine
 from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.clipping.probe import checking
-from dpoptim.data.secret_randomness import keep_states
+from dpoptim.data.secret_randomness import save_rng_states
 from dpoptim.kernels.norms import wide
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -63,7 +63,7 @@ def clipped_sum(
         return dict(sums.take()[0]), norms
 
 
-def check_examples_do_not_mix(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
+def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
     """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
 
     Three looks, at the first, a middle and the last example: one backward of its loss must leave no gradient at any
@@ -102,7 +102,7 @@ def _squared_norms(
 ) -> tuple[int, list[Norms]]:
     """The number of examples, and what a backward of the chosen losses leaves at each of them, call by call."""
     found: list[PhysicalBatch] = []
-    engine, put_back = Engine(model, found.append), keep_states()
+    engine, put_back = Engine(model, found.append), save_rng_states()
     try:
         with _attached(engine):
             losses = loss_fn(model, batch)

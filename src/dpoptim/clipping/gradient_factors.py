@@ -105,11 +105,11 @@ class Dense:
 Form = Outer | Rows | Dense
 
 
-def kept_as(form: Form, shape: torch.Size, spare_bytes: int) -> tuple[Form, int]:
+def choose_factors(form: Form, shape: torch.Size, extra_memory: int) -> tuple[Form, int]:
     """(the form to keep, how many of the spare bytes it takes): g_j itself where memory allows, else its factors."""
     if isinstance(form, Rows) and form.is_small_formed(shape[0]):
         return form.formed(shape[0]), 0
-    if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= spare_bytes:
+    if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= extra_memory:
         formed = form.formed()
         return formed if formed.grads.shape[1:] == shape else Dense(formed.grads.view(-1, *shape)), max(0, extra)
     return form, 0

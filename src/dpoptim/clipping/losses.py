@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from dpoptim.clipping.engine import keeper_of
+from dpoptim.clipping.engine import sink_of
 from dpoptim.clipping.layers import cross_entropy
 
 
@@ -32,8 +32,8 @@ def linear_cross_entropy(layer: nn.Linear, inputs: Tensor, labels: Tensor, *, ig
     if inputs.shape[-1] != layer.in_features:
         raise ValueError(f"inputs have width {inputs.shape[-1]} and the layer takes {layer.in_features}")
     labels = labels.masked_fill(labels == ignore_index, -1)
-    keeper, name = keeper_of(layer, inputs)
+    keeper, name = sink_of(layer, inputs)
     if keeper is not None:
-        inputs = keeper.agree_on_batch(inputs, name, is_tied=True)
+        inputs = keeper.expand_to_batch(inputs, name, is_tied=True)
     bias = cast(nn.Parameter | None, layer.bias)
     return cross_entropy.linear_cross_entropy(inputs, cast(nn.Parameter, layer.weight), bias, labels, keeper)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake as tickets
-from dpoptim.kernels.flat import FlatTensors, end_to_end, kinds_of
+from dpoptim.kernels.flat import FlatTensors, flatten, group_by_dtype_device
 from dpoptim.noise import (
     NoiseKey,
     NoiseMemory,
@@ -46,7 +46,7 @@ class Released:
     noise_variance: float  # of the noise on one coordinate of `gradient`, at scale 1; a public number
 
 
-class PrivateRelease:
+class PrivateMechanism:
     """Turns the backwards of one logical batch into one release."""
 
     def __init__(
@@ -58,14 +58,14 @@ class PrivateRelease:
         key: NoiseKey | None = None,
         run_id: str | None = None,
         mean_loss: bool = False,
-        own_batches: bool = False,
+        external_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
         clipping_memory: int = 1 << 26,
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
                 f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so plan "
-                "and optimizer must both say so (plan.releasing(dpoptim.NoiselessSquare())), or neither"
+                "and optimizer must both say so (plan.with_release(dpoptim.NoiselessSquare())), or neither"
             )
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
@@ -75,7 +75,7 @@ class PrivateRelease:
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
         self._drawn_for = plan  # the object that a private_loader may be bound to
-        self.plan = plan if plan.release == release else plan.releasing(release)
+        self.plan = plan if plan.release == release else plan.with_release(release)
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
         self.noise_memory = noise_memory
@@ -91,14 +91,14 @@ class PrivateRelease:
             clip_norm=plan.clip_norm,
             squares=averages_squares,
             mean_loss=mean_loss,
-            spare_bytes=clipping_memory,
+            extra_memory=clipping_memory,
         )
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
-        self.before_release: Callable[[int, bytes], None] | None = None
+        self.before_step: Callable[[int, bytes], None] | None = None
         """Called before a step's noise is made, with the step and `_content` of what is about to be noised."""
         self._nonfinite_reported = self._batch_is_open = False
-        self._own_batches = own_batches
+        self._own_batches = external_batches
         self.needs_loader = False  # True: a batch that no private_loader drew is refused
         self.loader_key_fingerprint: str | None = None
         self._has_loader = self._warned = False
@@ -121,7 +121,7 @@ class PrivateRelease:
         # One stream for all parameters of a kind, end to end: what each gets is what it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
-            for (dtype, device), names in kinds_of(self._sums.parameters).items():
+            for (dtype, device), names in group_by_dtype_device(self._sums.parameters).items():
                 parts = [TensorPart(name=name, numel=self._sums.parameters[name].numel()) for name in names]
                 rows = strategy.stream_of(
                     key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
@@ -265,8 +265,8 @@ class PrivateRelease:
         self._report_nonfinite()
         squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
         bound = self._bounding_factor(sums) if squares_sums else None
-        if self.before_release is not None:
-            self.before_release(self.step, self._content(sums, square_sums, bound))
+        if self.before_step is not None:
+            self.before_step(self.step, self._content(sums, square_sums, bound))
         square = self._second_release(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
         for vector in sums.vectors:
@@ -284,7 +284,7 @@ class PrivateRelease:
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
-                vectors.append(end_to_end([scale[name] for name in names], vector.dtype))
+                vectors.append(flatten([scale[name] for name in names], vector.dtype))
         return f"{self.run_id} {sorted(self._stddevs.items())} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
@@ -338,7 +338,7 @@ class PrivateRelease:
             self._warned = True
             warnings.warn(
                 "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are drawn "
-                f"as the plan says ({self.plan.sampling}); pass own_batches=True if they are",
+                f"as the plan says ({self.plan.sampling}); pass external_batches=True if they are",
                 stacklevel=6,
             )
 
@@ -398,4 +398,4 @@ class PrivateRelease:
             if scale is None:
                 vector.add_(row, alpha=stddev)
             else:
-                vector.addcdiv_(row, end_to_end([scale[name] for name in names], vector.dtype), value=stddev)
+                vector.addcdiv_(row, flatten([scale[name] for name in names], vector.dtype), value=stddev)

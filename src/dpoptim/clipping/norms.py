@@ -1,7 +1,7 @@
 """The gradients of one parameter, one for each example, with their norms and weighted sums.
 
 A parameter used more than once (tied weights, a layer called twice) has the SUM of its uses as gradient;
-`ExampleGradients` keeps all uses of one parameter and takes norms of that sum, cross terms included. Its `way` of
+`ParameterGradients` keeps all uses of one parameter and takes norms of that sum, cross terms included. Its `way` of
 measuring follows from what it holds, so that it can be told beforehand and explained.
 Everything here is un-noised: nothing outside `dpoptim.clipping` may import this file.
 """
@@ -37,7 +37,7 @@ GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
 
-class Way(enum.Enum):
+class NormMethod(enum.Enum):
     """How the norms of a parameter's per-example gradients are taken."""
 
     FORMED = "gradients formed once, measured and summed"
@@ -50,10 +50,10 @@ class Way(enum.Enum):
 
 
 @dataclass
-class ExampleGradients:
+class ParameterGradients:
     """All uses of one parameter in one backward: g_j is the sum of the uses.
 
-    >>> g = ExampleGradients(shape=torch.Size([2, 3]))
+    >>> g = ParameterGradients(shape=torch.Size([2, 3]))
     >>> g.add(Outer(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
     >>> g.add(Rows(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
     >>> g.way(scaled=True).name
@@ -108,7 +108,7 @@ class ExampleGradients:
         tensors = [tensor for form in forms for tensor in vars(form).values() if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def select(self, keep: Tensor) -> ExampleGradients:
+    def select(self, keep: Tensor) -> ParameterGradients:
         """The same for the examples where `keep` is true."""
         return replace(
             self,
@@ -120,21 +120,27 @@ class ExampleGradients:
 
     # -- norms -----------------------------------------------------------------------------------------------------
 
-    def way(self, *, scaled: bool) -> Way:
+    def way(self, *, scaled: bool) -> NormMethod:
         if self.is_dense:
-            return Way.FORMED
+            return NormMethod.FORMED
         if self.rows:
             alone = not self.outers and self.dense is None
-            return Way.ROWS if alone else Way.BLOCKS if self.outers and self.dense is not None else Way.PARTS
+            return (
+                NormMethod.ROWS
+                if alone
+                else NormMethod.BLOCKS
+                if self.outers and self.dense is not None
+                else NormMethod.PARTS
+            )
         if self.dense is not None:
-            return Way.BLOCKS
+            return NormMethod.BLOCKS
         factors = [part for use in self.outers for part in (use.left, use.right)]
         if self.precision == torch.float32 and kernels.outer_on_gpu(*factors) is not None:
-            return Way.TILES
+            return NormMethod.TILES
         if self.positions == 1:
-            return Way.ONE_POSITION
+            return NormMethod.ONE_POSITION
         rows, cols = self._matrix
-        return Way.GRAM if not scaled and 0 < self.positions * (rows + cols) < rows * cols else Way.BLOCKS
+        return NormMethod.GRAM if not scaled and 0 < self.positions * (rows + cols) < rows * cols else NormMethod.BLOCKS
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and the least
@@ -143,12 +149,12 @@ class ExampleGradients:
         None says that the very vector that is measured is the one that is summed.
         """
         match self.way(scaled=scale is not None):
-            case Way.ROWS:
+            case NormMethod.ROWS:
                 squares, uncancelled = kernels.row_squares(*self._lookups(), scale, self.shape[0])
                 return squares, uncancelled / CANCELLATION[self.precision]
-            case Way.PARTS:
+            case NormMethod.PARTS:
                 return self._by_parts(scale)
-            case Way.GRAM | Way.BLOCKS:
+            case NormMethod.GRAM | NormMethod.BLOCKS:
                 trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
                 return self.squared_norms(scale), self._uncancelled(scale) / trust
         return self.squared_norms(scale), None
@@ -164,16 +170,16 @@ class ExampleGradients:
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
         """The first of what `measured` gives, alone."""
         match self.way(scaled=scale is not None):
-            case Way.FORMED:
+            case NormMethod.FORMED:
                 assert self.dense is not None
                 return kernels.squares(self.dense, scale)
-            case Way.TILES:
+            case NormMethod.TILES:
                 return kernels.outer_squares(*self._factors(), self._as_matrix(scale))
-            case Way.ONE_POSITION:
+            case NormMethod.ONE_POSITION:
                 return self._one_position(self._as_matrix(scale))
-            case Way.GRAM:
+            case NormMethod.GRAM:
                 return self._by_gram()
-            case Way.BLOCKS:
+            case NormMethod.BLOCKS:
                 return self._by_blocks(scale)
         return self.measured(scale)[0]
 
@@ -199,7 +205,7 @@ class ExampleGradients:
             cross = kernels.row_products(self.dense, ids, values, scale)
         else:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
-        is_gram = alone.way(scaled=scale is not None) is Way.GRAM
+        is_gram = alone.way(scaled=scale is not None) is NormMethod.GRAM
         trust = CANCELLATION[self.precision]
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)

@@ -10,16 +10,16 @@ import torch
 from torch.autograd import Variable
 
 from dpoptim.clipping.layers.rule import Use
-from dpoptim.clipping.norms import ExampleGradients
+from dpoptim.clipping.norms import ParameterGradients
 
 
 @dataclass
 class PhysicalBatch:
     """The gradients of the examples that went through the model together, by parameter."""
 
-    gradients: dict[str, ExampleGradients] = field(default_factory=dict)
+    gradients: dict[str, ParameterGradients] = field(default_factory=dict)
     examples: int = 0
-    spare_bytes: int = 0  # that may still be spent on gradients larger than their factors
+    extra_memory: int = 0  # that may still be spent on gradients larger than their factors
     calls: set[int] = field(default_factory=set)
     backwards: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)  # of the backwards: those that run, or failed

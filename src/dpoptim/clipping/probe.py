@@ -25,7 +25,7 @@ from dpoptim.clipping.layers.rule import batch_axis
 
 _met: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-"""What was met while `check_examples_do_not_mix` runs on a model, and what was when it was satisfied."""
+"""What was met while `check_example_independence` runs on a model, and what was when it was satisfied."""
 
 
 def warn_unless_checked(model: nn.Module, what: Any, line: str) -> None:
@@ -33,7 +33,7 @@ def warn_unless_checked(model: nn.Module, what: Any, line: str) -> None:
     if model in _met:
         _met[model].add(what)
     elif what not in _checked.get(model, ()):
-        told = f"{line}; run dpoptim.check_examples_do_not_mix(model, loss_fn, batch) before you rely on the guarantee"
+        told = f"{line}; run dpoptim.check_example_independence(model, loss_fn, batch) before you rely on the guarantee"
         warnings.warn(told, stacklevel=2)
 
 

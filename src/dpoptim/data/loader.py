@@ -277,7 +277,7 @@ def private_loader(
     start_step: int = 0,
     look_ahead: int = 0,
     digest: str | None = None,
-    check_forms: bool = True,
+    check_schema: bool = True,
 ) -> PrivateLoader:
     """A loader that draws each step's examples as `plan.sampling` says, for all `plan.steps` steps.
 
@@ -310,7 +310,7 @@ def private_loader(
     ConcatDatasets of them, are compared at once (2 s for a million short texts), other datasets batch by batch as they
     are fetched. Either refusal tells that there is an example of another form, which no guarantee covers; the later one
     tells in which step it was drawn beside others too, and what was released before it is spent. To know it beforehand,
-    read all of a dataset once: `dpoptim.data.record_schema.check_all_forms(dataset)`. `check_forms=False` is for a
+    read all of a dataset once: `dpoptim.data.record_schema.check_all_forms(dataset)`. `check_schema=False` is for a
     `collate_fn` that makes something of each example by itself.
 
     >>> plan = PrivacyPlan(num_examples=6, batch_size=2, steps=3)
@@ -328,7 +328,7 @@ def private_loader(
         raise ValueError(f"digest must be a string that names the examples, got {type(digest).__name__}")
     if key is not None and not isinstance(key, NoiseKey):
         raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.generate()")
-    compare = check_forms and micro_batch_size != 1
+    compare = check_schema and micro_batch_size != 1
     if compare and is_in_memory(dataset):
         check_all_forms(dataset)
     return PrivateLoader(

@@ -46,7 +46,7 @@ class Form:
         return self.kind
 
 
-class OneForm:
+class RecordSchema:
     """Holds each record, called with its place, to the form of those before it.
 
     Numbers agree by kind: bool, int or float (numpy's ints and 64-bit floats too; of its others collators make others);
@@ -59,7 +59,7 @@ class OneForm:
     Cost: a quarter of what digests of the records cost: 2 s for a million texts with a label, 6 s for a million dicts
     of three lists of 20 tokens.
 
-    >>> same = OneForm("dataset")
+    >>> same = RecordSchema("dataset")
     >>> same(0, {"ids": [1, 2], "label": 0.5})
     >>> same(1, {"ids": [], "label": 1})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -95,7 +95,7 @@ class OneForm:
 
 def check_all_forms(dataset: Any) -> None:
     """Refuse records of several forms; each is read once."""
-    same = OneForm("dataset")
+    same = RecordSchema("dataset")
     for place in range(len(dataset)):
         same(place, dataset[place])
 
@@ -120,7 +120,7 @@ def collate_one_form(collate: Callable[[list[Any]], Any], records: list[Any]) ->
         return collate(records)
     types = set(map(type, records))
     if len(types) != 1 or not types <= _PLAIN:
-        same = OneForm("a batch of dataset")
+        same = RecordSchema("a batch of dataset")
         for place, record in enumerate(records):
             same(place, record)
     return collate(records)

@@ -78,8 +78,8 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         while True:
             if opens:
                 put_back()
-                saved.append(keep_states())
-                seed_secretly(optimizer)
+                saved.append(save_rng_states())
+                seed_for_step(optimizer)
             if batches is None:
                 batches = iter(loader)
             try:
@@ -93,7 +93,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         optimizer.observers.remove(put_back)
 
 
-def seed_secretly(optimizer: Optimizer) -> None:
+def seed_for_step(optimizer: Optimizer) -> None:
     """Seed torch, numpy and `random` for the optimizer's present step: a function of (key, run, step) alone."""
     release: Release = optimizer.release
     secret = optimizer.key.for_run(release.run_id).subkey("randomness of the model", str(release.step))
@@ -129,7 +129,7 @@ def generator_states() -> dict[str, bytes]:
     }
 
 
-def keep_states() -> Callable[[], None]:
+def save_rng_states() -> Callable[[], None]:
     """The generators as they stand; calling it puts them back."""
     cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None

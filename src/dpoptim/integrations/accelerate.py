@@ -27,7 +27,7 @@ def prepare_accelerate(
     than the plan's; private_loader(micro_batch_size=...) takes its place. fp16 scales the loss, with the same
     effect. More than one process, DeepSpeed and FSDP are refused, and so is a loader that Accelerate would shard.
     No batch and no loss is at hand here, so that nothing is tried on them, as PrivateTrainer does when it begins: run
-    dpoptim.check_examples_do_not_mix on a batch, and pad on the right.
+    dpoptim.check_example_independence on a batch, and pad on the right.
     """
     if not isinstance(optimizer, PrivateOptimizer):
         raise ValueError(

@@ -271,7 +271,7 @@ def make_optimizer(
     eps_scale: float | None,
     weight_decay: float,
     key: NoiseKey | None,
-    **options: Any,  # own_batches, param_groups, run_id
+    **options: Any,  # external_batches, param_groups, run_id
 ) -> PrivateOptimizer:
     """The optimizer of a variant by name: one for every front end.
 

@@ -15,7 +15,7 @@ from dpoptim.kernels import norms as kernels
 from dpoptim.kernels.norms import wide_dtype
 
 
-class Weighed(NamedTuple):
+class ClipResult(NamedTuple):
     """What each example of a physical batch counts for."""
 
     norms: Tensor  # ‖scale ⊙ g_j‖·factor, [examples]
@@ -24,7 +24,7 @@ class Weighed(NamedTuple):
     counts: Tensor  # int64 [3]: how many exceed the clip norm, add nothing, are apart
 
 
-def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype) -> Weighed:
+def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype) -> ClipResult:
     """Norms and weights of examples with squared norms `squared`, float64 [examples], where a loss that was divided by
     `factor` is multiplied by it again: c_j = min(1, clip_norm/norm), and 1 where the norm is 0.
 
@@ -34,7 +34,7 @@ def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: 
     """
     on_gpu = kernels.wide_on_gpu(squared, least)
     if on_gpu is not None:
-        return Weighed(*on_gpu.weighed(squared, least, clip_norm, factor, dtype))
+        return ClipResult(*on_gpu.weighed(squared, least, clip_norm, factor, dtype))
     norms = squared.sqrt() * factor
     weights = (clip_norm / norms).clamp(max=1.0)
     weights = torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0) * factor
@@ -44,7 +44,7 @@ def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: 
         apart = (weights > 0) & ~(least * factor <= norms)
         weights = weights.masked_fill(apart, 0.0)
     counts = torch.stack([norms > clip_norm, (weights == 0) & ~apart, apart]).sum(1)
-    return Weighed(norms.to(dtype), weights.to(dtype), apart, counts)
+    return ClipResult(norms.to(dtype), weights.to(dtype), apart, counts)
 
 
 def sum_of_parts(

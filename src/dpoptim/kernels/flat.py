@@ -11,7 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 from dpoptim.kernels.norms import wide_dtype
 
 
-def kinds_of(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
+def group_by_dtype_device(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
     """The names of the parameters of each (precision, device), in their order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, parameter in parameters.items():
@@ -35,13 +35,13 @@ class FlatTensors(Mapping[str, Tensor]):
         self.vectors: list[Tensor] = []
         self.names: list[list[str]] = []  # of the parameters in each vector
         self._views: dict[str, Tensor] = {}
-        for (dtype, device), names in kinds_of(parameters).items():
+        for (dtype, device), names in group_by_dtype_device(parameters).items():
             own = [parameters[name] for name in names]
             numel = sum(parameter.numel() for parameter in own)
             vector = torch.empty(numel, dtype=dtype, device=device) if make is None else make(numel)
             self.vectors.append(vector)
             self.names.append(names)
-            self._views.update(zip(names, views_of(vector, own), strict=True))
+            self._views.update(zip(names, unflatten(vector, own), strict=True))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
         """The same with `function` of each vector."""
@@ -58,21 +58,21 @@ class FlatTensors(Mapping[str, Tensor]):
         return len(self._views)
 
 
-def views_of(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into a vector, of the shapes of `like`, one behind the other.
 
-    >>> [tuple(view.shape) for view in views_of(torch.zeros(7), [torch.ones(2, 3), torch.ones(0, 3), torch.ones(())])]
+    >>> [tuple(view.shape) for view in unflatten(torch.zeros(7), [torch.ones(2, 3), torch.ones(0, 3), torch.ones(())])]
     [(2, 3), (0, 3), ()]
     """
     views = _unflatten_dense_tensors(vector, like)  # older ones forget the shape of an empty tensor
     return [view if tensor.numel() else view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
-def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The tensors as one vector of `dtype`: a view where they lie end to end already, else a copy.
 
     >>> both = torch.arange(5.0)
-    >>> end_to_end([both[:2], both[2:]], torch.float32).data_ptr() == both.data_ptr()
+    >>> flatten([both[:2], both[2:]], torch.float32).data_ptr() == both.data_ptr()
     True
     """
     first, expected = tensors[0], tensors[0].data_ptr()

@@ -54,14 +54,14 @@ class KeptTerm(NamedTuple):
     coef: float
 
 
-class KeptRows:
+class RowMemory:
     """`count` rows of a stream's tensor, written and read in parts.
 
     `stddev` is the largest standard deviation of what is written, and `part` names the dither.
 
     >>> from dpoptim.noise import NoiseKey, NormalSource
     >>> source = NormalSource.of_tensor(NoiseKey.from_bytes(bytes(32)), "weight", numel=4)
-    >>> rows = KeptRows(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
+    >>> rows = RowMemory(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
     >>> row = source.normals(0, dtype=torch.float32)
     >>> rows.write(0, row, step=0)
     >>> bool((rows.read(0, step=0) - row).abs().max() <= 2**-12), rows.memory_bytes

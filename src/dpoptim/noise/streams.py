@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from dpoptim.kernels.threads import in_chunks_on
-from dpoptim.noise.memory import KeptRows, KeptTerm, NoiseMemory, add_product
+from dpoptim.noise.memory import KeptTerm, NoiseMemory, RowMemory, add_product
 from dpoptim.noise.source import NormalSource
 
 
@@ -26,7 +26,7 @@ class NoiseStream(Protocol):
         ...
 
 
-class OnHost:
+class HostStream:
     """A stream whose rows are made in the host's memory and handed out on a device."""
 
     def __init__(self, stream: NoiseStream, device: str | torch.device) -> None:
@@ -137,7 +137,7 @@ class RecurrentStream(_Replaying):
         self._strategy_row = strategy_row
         # Row t is kept at index t % (bands-1), over row t-(bands-1), which no later row needs.
         self._size = max(bands - 1, 1)
-        self._ring = KeptRows(source, memory, count=self._size, stddev=row_norm, part="ring")
+        self._ring = RowMemory(source, memory, count=self._size, stddev=row_norm, part="ring")
         self._next = 0
 
     @property
@@ -195,7 +195,7 @@ class BufferedStream(_Replaying):
         self.steps = steps
         self._decays, self._weights = list(decays), list(weights)
         self._buffers = [
-            KeptRows(source, memory, count=1, stddev=norm, part=f"buffer {index}")
+            RowMemory(source, memory, count=1, stddev=norm, part=f"buffer {index}")
             for index, norm in enumerate(buffer_norms)
         ]
         self._next = 0

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpoptim.kernels.flat import end_to_end, views_of
+from dpoptim.kernels.flat import flatten, unflatten
 
 SCALARS = {"noise_moment"}
 """State that is one number for all parameters of a bundle."""
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ParameterBundle:
     """The parameters of one group, precision and device end to end: one operation serves them all.
 
     `state` is kept between steps and saved, through views into it that the optimizer holds for each parameter;
@@ -47,7 +47,7 @@ class Bundle:
 
     def flat(self, by_name: Mapping[str, Tensor]) -> Tensor:
         """Tensors of the parameters' shapes as one vector, to be read."""
-        return end_to_end([by_name[name] for name in self.names], self.dtype)
+        return flatten([by_name[name] for name in self.names], self.dtype)
 
     @property
     def rounds(self) -> bool:
@@ -87,4 +87,4 @@ class Bundle:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Views into a vector, of the parameters' shapes."""
-        return views_of(vector, self.parameters)
+        return unflatten(vector, self.parameters)

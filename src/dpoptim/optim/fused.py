@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.kernels import choose as gpu
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import Adam, UpdateRule
 from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
 
@@ -27,12 +27,12 @@ def _kernels() -> ModuleType | None:
     return triton_adam
 
 
-def _kernels_for(bundle: Bundle) -> ModuleType | None:
+def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
     on_gpu = gpu.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
     return _kernels() if on_gpu and all(parameter.is_contiguous() for parameter in bundle.parameters) else None
 
 
-def adam_step_(bundle: Bundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:
+def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:
     """One step of Adam(W) on the noisy gradient, both moments and the parameters at once; False if not done here."""
     if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
         return False
@@ -59,13 +59,13 @@ def adam_step_(bundle: Bundle, rule: UpdateRule, second_moment: SecondMoment, no
     return True
 
 
-def _runs_on_cpu(bundle: Bundle) -> bool:
+def _runs_on_cpu(bundle: ParameterBundle) -> bool:
     """In the precision of the state alone, and where nothing divides by 0."""
     whole = all(p.device.type == "cpu" and p.dtype == bundle.dtype and p.is_contiguous() for p in bundle.parameters)
     return whole and bundle.group["eps"] > 0
 
 
-def _cpu_adam_step_(bundle: Bundle, rule: Adam, noisy: Tensor) -> None:
+def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, noisy: Tensor) -> None:
     first, second = bundle.get("first_moment"), bundle.get("second_moment")
     beta1, beta2 = bundle.group["betas"]
     step = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
@@ -86,7 +86,7 @@ def _cpu_adam_step_(bundle: Bundle, rule: Adam, noisy: Tensor) -> None:
     )
 
 
-def inverse_root(bundle: Bundle, *, share: float, start: float, top: float, eps: float) -> Tensor | None:
+def inverse_root(bundle: ParameterBundle, *, share: float, start: float, top: float, eps: float) -> Tensor | None:
     """top/(√max(share·ν + start, 0) + eps)."""
     kernels = _kernels_for(bundle)
     if kernels is None:

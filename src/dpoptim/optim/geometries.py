@@ -16,30 +16,30 @@ import torch
 from torch import Tensor
 
 from dpoptim.optim import fused
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
-from dpoptim.optim.second_moments import OncePerStep
+from dpoptim.optim.second_moments import CachedPublicGradients
 
 
 class Geometry(Protocol):
     """The first slot: the shape of the clipping ball and of the noise."""
 
-    def begin(self, bundle: Bundle) -> None: ...
-    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None: ...
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None: ...
+    def begin(self, bundle: ParameterBundle) -> None: ...
+    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None: ...
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class Flat:
     """s = 1: plain clipping, isotropic noise."""
 
-    def begin(self, bundle: Bundle) -> None:
+    def begin(self, bundle: ParameterBundle) -> None:
         pass
 
-    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> None:
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> None:
         return None
 
 
@@ -75,13 +75,13 @@ class InverseRoot:
         if not self.start >= 0:
             raise ValueError(f"start={self.start} must be 0 or more")
 
-    def begin(self, bundle: Bundle) -> None:
+    def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("second_moment")
 
-    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None:
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         if math.isinf(self.eps_scale):
             return None
         total = bundle.get("second_moment")
@@ -122,11 +122,11 @@ class Delayed:
         if not self.clip_ratio > 0:
             raise ValueError(f"clip_ratio={self.clip_ratio} must be positive")
 
-    def begin(self, bundle: Bundle) -> None:
+    def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("preconditioner")
         bundle.get("release_sum")
 
-    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
         position = (bundle.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step that is now complete
         if position >= self.plain_steps:
             return
@@ -140,7 +140,7 @@ class Delayed:
                 preconditioner.lerp_(squares, 1 - self.decay)
             total.zero_()
 
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor | None:
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         if bundle.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
             bundle.passing.pop("divided_by", None)
             return None
@@ -168,20 +168,20 @@ class FromPublic:
         if not eps > 0:
             raise ValueError(f"eps={eps} must be positive")
         self.renew_every, self.decay, self.eps = renew_every, decay, eps
-        self._source = OncePerStep(gradients)
+        self._source = CachedPublicGradients(gradients)
 
-    def begin(self, bundle: Bundle) -> None:
+    def begin(self, bundle: ParameterBundle) -> None:
         self._renew(bundle)
 
-    def observe(self, bundle: Bundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
         if bundle.step % self.renew_every == 0:
             self._renew(bundle)
 
-    def _renew(self, bundle: Bundle) -> None:
+    def _renew(self, bundle: ParameterBundle) -> None:
         public = bundle.flat(self._source.at(bundle.step))
         total = bundle.get("preconditioner")
         total.lerp_(public.square(), 1 - self.decay)
 
-    def scale(self, bundle: Bundle, rule: UpdateRule) -> Tensor:
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor:
         bundle.passing["divided_by"] = (bundle.get("preconditioner") + self.eps).sqrt()
         return 1 / bundle.passing["divided_by"]

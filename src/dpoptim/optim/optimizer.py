@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.clipping import Captured, PrivateRelease, Released
+from dpoptim.clipping import Captured, PrivateMechanism, Released
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
-from dpoptim.optim.bundle import SCALARS, Bundle
+from dpoptim.optim.bundle import SCALARS, ParameterBundle
 from dpoptim.optim.geometries import Geometry
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
@@ -48,7 +48,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         loss_reduction: str = "sum",
         key: NoiseKey | None = None,
         run_id: str | None = None,
-        own_batches: bool = False,
+        external_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
         clipping_memory: int = 1 << 26,
     ) -> None:
@@ -70,14 +70,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
         super().__init__(groups, {"lr": lr, **rule.defaults()})
-        self.release = PrivateRelease(
+        self.release = PrivateMechanism(
             model,
             plan,
             release,
             key=key,
             run_id=run_id,
             mean_loss=loss_reduction == "mean",
-            own_batches=own_batches,
+            external_batches=external_batches,
             noise_memory=noise_memory,
             clipping_memory=clipping_memory,
         )
@@ -233,11 +233,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     found.setdefault(kind, []).append(parameter)
         return [(index, parameters) for (index, _, _), parameters in found.items()]
 
-    def _bundles(self) -> Iterator[Bundle]:
+    def _bundles(self) -> Iterator[ParameterBundle]:
         """Each bundle in turn; state that is new when the next one is asked for gets its views."""
         for (index, parameters), (state, passing) in zip(self._members, self._kept, strict=True):
             names = [self._names[parameter] for parameter in parameters]
-            bundle = Bundle(names, list(parameters), state, passing, self.param_groups[index], self.release.step)
+            bundle = ParameterBundle(
+                names, list(parameters), state, passing, self.param_groups[index], self.release.step
+            )
             yield bundle
             for key, vector in state.items():
                 if key in self.state[parameters[0]]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 
 
 class UpdateRule(Protocol):
@@ -29,7 +29,7 @@ class UpdateRule(Protocol):
     def defaults(self) -> dict[str, Any]: ...
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None: ...
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor: ...
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor: ...
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Adam:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total / (1 - group["betas"][1] ** step)
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
         beta1 = bundle.group["betas"][0]
         mu = bundle.get("first_moment").lerp_(gradient, 1 - beta1)
         return _ratio(mu / (1 - beta1**bundle.step), denominator)
@@ -93,7 +93,7 @@ class AdaGrad:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
         return _ratio(gradient, denominator)
 
 
@@ -128,7 +128,7 @@ class RMSProp:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         return total
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
         return _momentum(_ratio(gradient, denominator), bundle)
 
 
@@ -155,11 +155,11 @@ class SGD:
     def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
         raise AssertionError("SGD keeps no second moment")
 
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: Bundle) -> Tensor:
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
         return _momentum(_ratio(gradient, denominator), bundle)
 
 
-def _momentum(direction: Tensor, bundle: Bundle) -> Tensor:
+def _momentum(direction: Tensor, bundle: ParameterBundle) -> Tensor:
     if bundle.group["momentum"] == 0:
         return direction
     return bundle.get("momentum_buffer").mul_(bundle.group["momentum"]).add_(direction)

@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from dpoptim.clipping import Released
-from dpoptim.optim.bundle import Bundle
+from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 
 
 class SecondMoment(Protocol):
     """The third slot: turns a release into the denominator of the update."""
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None: ...
+    def denominator(
+        self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released
+    ) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class NoSecondMoment:
     """The update divides by nothing (SGD)."""
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
+    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
         return None
 
 
@@ -36,7 +38,7 @@ class NoSecondMoment:
 class OfNoisyGradient:
     """ν of g̃², as Adam on the noisy gradient has it; denominator √ν̂ + eps. Biased upwards by the noise's variance."""
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         nu_hat = _accumulate(bundle, rule, gradient.square())
         return nu_hat.sqrt() + bundle.group["eps"]
 
@@ -49,7 +51,7 @@ class NoiseCorrected:
     mechanism. The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
     """
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         nu_hat = _accumulate(bundle, rule, gradient.square())
         if "noise_moment" not in bundle.state:
             bundle.state["noise_moment"] = torch.zeros((), dtype=torch.float64)
@@ -63,7 +65,7 @@ class NoiseCorrected:
 class OfReleasedSquare:
     """ν of the second release (IME, JME; un-noised under the non-private plan); denominator √max(ν̂, 0) + eps."""
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         assert released.square is not None
         nu_hat = _accumulate(bundle, rule, bundle.flat(released.square))
         return nu_hat.clamp(min=0).sqrt_() + bundle.group["eps"]
@@ -73,9 +75,9 @@ class OfPublicGradient:
     """ν of the squared gradient of PUBLIC data, taken anew at every step; denominator √ν̂ + eps."""
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._source = OncePerStep(gradients)
+        self._source = CachedPublicGradients(gradients)
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
+    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         public = bundle.flat(self._source.at(bundle.step))
         nu_hat = _accumulate(bundle, rule, public.square())
         return nu_hat.sqrt() + bundle.group["eps"]
@@ -87,11 +89,13 @@ class OfScale:
     (DP², AdaDPS).
     """
 
-    def denominator(self, bundle: Bundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor | None:
+    def denominator(
+        self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released
+    ) -> Tensor | None:
         return bundle.passing.get("divided_by")
 
 
-class OncePerStep:
+class CachedPublicGradients:
     """Calls `gradients` once a step, however many parameters ask, with gradients enabled.
 
     `optimizer.step()` runs without them; a function may call `torch.autograd.grad` there as anywhere else.
@@ -115,7 +119,7 @@ class OncePerStep:
         return self._latest
 
 
-def _accumulate(bundle: Bundle, rule: UpdateRule, value: Tensor) -> Tensor:
+def _accumulate(bundle: ParameterBundle, rule: UpdateRule, value: Tensor) -> Tensor:
     total = bundle.get("second_moment")
     rule.accumulate(total, value, bundle.group)
     return rule.estimate(total, bundle.group, bundle.step)

@@ -9,7 +9,7 @@ Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
 - `noise_memory`: NoiseMemory(bits=16, on_host=True), say: how correlated noise keeps its past;
 - `clipping_memory`: bytes that a physical batch may take beyond what it needs, to clip faster (64 MiB; see
   `optimizer.explain()`);
-- `own_batches`: True says that the caller draws batches as the plan says, without a private_loader.
+- `external_batches`: True says that the caller draws batches as the plan says, without a private_loader.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Common(TypedDict, total=False):
     run_id: str | None
     noise_memory: NoiseMemory
     clipping_memory: int
-    own_batches: bool
+    external_batches: bool
 
 
 ADAM = Adam()
@@ -228,13 +228,13 @@ def noiseless_preconditioner(
 ) -> PrivateOptimizer:
     """NOT PRIVATE, a baseline: ν of the un-noised average gradient's square; `scaled` adds scale-then-privatize.
 
-    The plan must say so itself, so that its statement does: `plan.releasing(dpoptim.NoiselessSquare())`.
+    The plan must say so itself, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
     """
     _check_plan(plan)
     if not isinstance(plan.release, NoiselessSquare):
         raise ValueError(
             "plan: noiseless_preconditioner is not private and takes only a plan that says so; "
-            "pass plan.releasing(dpoptim.NoiselessSquare())"
+            "pass plan.with_release(dpoptim.NoiselessSquare())"
         )
     warnings.warn(
         "noiseless_preconditioner is NOT PRIVATE: it trains on un-noised squares and is a baseline for comparison only",
@@ -311,7 +311,7 @@ def noise_level(plan: PrivacyPlan, release: Release) -> float:
     0.01
     """
     _check_plan(plan)
-    stddev = plan.releasing(release).noise_stddevs().gradient_sum
+    stddev = plan.with_release(release).noise_stddevs().gradient_sum
     return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
 
 

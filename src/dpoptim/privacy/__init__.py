@@ -19,7 +19,7 @@ from dpoptim.privacy.release_types import (
 )
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
-from dpoptim.privacy.step_ledger import ReleasedSteps, RunIdentity
+from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 
 __all__ = [
     "Adjacency",
@@ -34,8 +34,8 @@ __all__ = [
     "PoissonRun",
     "PrivacyPlan",
     "Release",
-    "ReleasedSteps",
-    "RunIdentity",
+    "StepLedger",
+    "RunHeader",
     "Sampling",
     "Shuffled",
     "TruncatedPoissonRun",

@@ -6,12 +6,12 @@ import math
 from decimal import ROUND_CEILING, Decimal
 
 
-def rounded_up(epsilon: float) -> str:
+def format_epsilon(epsilon: float) -> str:
     """ε to read, with four decimals (more below 0.01).
 
     Guarantee: never below the number itself, to the last bit of the float: no smaller claim than the accountant's.
 
-    >>> rounded_up(7.99991), rounded_up(8.0), rounded_up(8.00001), rounded_up(0.000123456), rounded_up(math.inf)
+    >>> format_epsilon(7.99991), format_epsilon(8.0), format_epsilon(8.00001), format_epsilon(0.000123456), format_epsilon(math.inf)
     ('8.0000', '8.0000', '8.0001', '0.0001235', '∞')
     """
     if not math.isfinite(epsilon):

@@ -234,7 +234,7 @@ class PrivacyPlan:
         if isinstance(self.release, NoiselessSquare):
             raise ValueError(
                 "release=NoiselessSquare() is not private at any noise multiplier; for a baseline, calibrate with "
-                "release=Gradient() and then call .releasing(NoiselessSquare())"
+                "release=Gradient() and then call .with_release(NoiselessSquare())"
             )
         multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))
         return self.replace(noise_multiplier=multiplier, delta=float(delta))
@@ -243,7 +243,7 @@ class PrivacyPlan:
         """A new plan with these fields changed; the noise multiplier stays unless it is among them."""
         return dataclasses.replace(self, **changes)
 
-    def releasing(self, release: Release) -> PrivacyPlan:
+    def with_release(self, release: Release) -> PrivacyPlan:
         """A new plan that releases something else, with the same noise multiplier, and no larger an ε.
 
         Edge cases: refused where a `square_noise` of its own, or another balance beside one, would make ε larger.

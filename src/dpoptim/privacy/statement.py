@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dpoptim.privacy import accounting
 from dpoptim.privacy import release_types as releases
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.privacy.release_types import IndependentMoments, JointMoments, NoiselessSquare
 from dpoptim.privacy.sampling import CyclicPoisson
 
@@ -67,7 +67,7 @@ def headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
     if math.isinf(epsilon):
         reason = "noise_multiplier is 0" if plan.noise_multiplier == 0 else "too little noise to account for"
         return f"NOT PRIVATE: epsilon = inf ({reason})"
-    return f"Differentially private: epsilon = {rounded_up(epsilon)} at delta = {delta:g}"
+    return f"Differentially private: epsilon = {format_epsilon(epsilon)} at delta = {delta:g}"
 
 
 def _sampling(plan: PrivacyPlan) -> str:
@@ -156,9 +156,7 @@ def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
     second = plan.rdp_epsilon(delta=delta)
     if second is None:
         return "none is implemented for this sampling and adjacency"
-    return (
-        f"epsilon <= {rounded_up(second)} by Rényi divergences (also an upper bound; the statement is the first line)"
-    )
+    return f"epsilon <= {format_epsilon(second)} by Rényi divergences (also an upper bound; the statement is the first line)"
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:

@@ -32,7 +32,7 @@ _NEW_RUN = "or begin a new run, which has a new key and an epsilon of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunIdentity:
+class RunHeader:
     """What must stay the same while a run goes on.
 
     `settings` are public values (rates, schedule, seeds, clip norm, model, plan), `records` keyed digests of the data:
@@ -45,11 +45,11 @@ class RunIdentity:
     records: Mapping[str, str]
 
 
-class ReleasedSteps:
+class StepLedger:
     """The steps that were released, kept in a file of mode 0600.
 
-        steps = ReleasedSteps.resume(path, identity, step=checkpoint)   # refused unless the run may go on from there
-        optimizer.release.before_release = steps.note                   # called before the noise of a step is made
+        steps = StepLedger.resume(path, identity, step=checkpoint)   # refused unless the run may go on from there
+        optimizer.release.before_step = steps.note                   # called before the noise of a step is made
 
     Guarantee: when a step's noisy values exist, the file on the disk has the digest of its un-noised ones, and a step
     that is there is released again only with the same digest, whatever has changed since. `resume` refuses other
@@ -73,7 +73,7 @@ class ReleasedSteps:
         return len(self._digests)
 
     @classmethod
-    def begin(cls, path: str | os.PathLike[str], identity: RunIdentity) -> Self:
+    def begin(cls, path: str | os.PathLike[str], identity: RunHeader) -> Self:
         """A new file for a run that has released nothing.
 
         Edge cases: one that is there is replaced if it has no step (it is of an attempt that released nothing), and is
@@ -97,7 +97,7 @@ class ReleasedSteps:
         return cls(path, handle, header, [], secret=secret)
 
     @classmethod
-    def resume(cls, path: str | os.PathLike[str], identity: RunIdentity, *, step: int) -> Self:
+    def resume(cls, path: str | os.PathLike[str], identity: RunHeader, *, step: int) -> Self:
         """The file of a run that goes on after `step` steps; one ValueError line where it may not."""
         path = Path(path)
         try:
@@ -180,7 +180,7 @@ def _read(path: Path) -> tuple[bytes, list[bytes]]:
     return b"\n".join(lines[:2]), lines[2:]
 
 
-def _check(header: bytes, identity: RunIdentity, path: Path) -> None:
+def _check(header: bytes, identity: RunHeader, path: Path) -> None:
     settings, records = _verified(header, identity.key, path)
     for name in ("training", *(name for name in identity.records if name != "training")):
         if records.get(name) != identity.records.get(name) and (name == "training" or name in records):

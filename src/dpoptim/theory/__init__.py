@@ -25,7 +25,7 @@ from dpoptim.theory.second_moments import (
     second_moment_variance,
 )
 from dpoptim.theory.steady_state import (
-    Fate,
+    SecondMomentRegime,
     clip_norm_window,
     collapsed_state,
     contraction_factor,
@@ -49,7 +49,7 @@ __all__ = [
     "Candidate",
     "Choice",
     "Cost",
-    "Fate",
+    "SecondMomentRegime",
     "Forecast",
     "GradientSignal",
     "ScaleWindow",

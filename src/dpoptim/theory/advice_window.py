@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dpoptim.theory.steady_state import Fate, clip_norm_window
+from dpoptim.theory.steady_state import SecondMomentRegime, clip_norm_window
 
 _CLEAR_OF_DIVERGENCE = 1.1
 _WIDE = 4.0
@@ -48,11 +48,11 @@ class ScaleWindow:
     clip_norms: tuple[float, float]
     default: float
 
-    def fate(self, eps_scale: float) -> Fate:
+    def fate(self, eps_scale: float) -> SecondMomentRegime:
         """What becomes of ν̂ with this constant, for a constant gradient that is clipped."""
         if eps_scale <= self.low:
-            return Fate.DIVERGES
-        return Fate.STEADY if eps_scale <= self.high else Fate.COLLAPSES
+            return SecondMomentRegime.DIVERGES
+        return SecondMomentRegime.STEADY if eps_scale <= self.high else SecondMomentRegime.COLLAPSES
 
     @property
     def width(self) -> float:
@@ -62,9 +62,9 @@ class ScaleWindow:
     def describe(self, eps_scale: float) -> str:
         """Where the constant lies, and what that does, in words."""
         fate = self.fate(eps_scale)
-        if fate is Fate.DIVERGES:
+        if fate is SecondMomentRegime.DIVERGES:
             return "below the window: noise feeds on itself and diverges"
-        if fate is Fate.STEADY:
+        if fate is SecondMomentRegime.STEADY:
             agree = "" if eps_scale <= self.likely_high else " if examples agree"
             return f"in the window{agree}: noise adds {_percent((self.low / eps_scale) ** 2)} to the mean of nu"
         kept = 1 - self.high / eps_scale
@@ -73,9 +73,9 @@ class ScaleWindow:
     def place(self, eps_scale: float) -> str:
         """In a word or two: "in", "in if examples agree" (above `likely_high`), "above" or "below"."""
         fate = self.fate(eps_scale)
-        if fate is Fate.STEADY:
+        if fate is SecondMomentRegime.STEADY:
             return "in" if eps_scale <= self.likely_high else "in if examples agree"
-        return "above" if fate is Fate.COLLAPSES else "below"
+        return "above" if fate is SecondMomentRegime.COLLAPSES else "below"
 
     @property
     def too_narrow(self) -> bool:

@@ -195,7 +195,7 @@ def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple
 def _square_stddev(plan: PrivacyPlan) -> float | None:
     """IME's noise on the averaged square, in units of the squared clip norm; None where it has no proof."""
     try:
-        square = plan.releasing(IndependentMoments()).noise_stddevs().square
+        square = plan.with_release(IndependentMoments()).noise_stddevs().square
     except ValueError:
         return None
     return None if square is None else square * plan.strategy.column_norm / plan.clip_norm**2

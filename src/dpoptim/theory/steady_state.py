@@ -25,7 +25,7 @@ from dpoptim.noise.series import Series
 from dpoptim.theory.second_moments import check_beta, check_step
 
 
-class Fate(enum.Enum):
+class SecondMomentRegime(enum.Enum):
     """What becomes of the second moment under a constant gradient."""
 
     COLLAPSES = "collapses"
@@ -87,7 +87,7 @@ def clip_norm_window(*, dimension: int, noise_multiplier: float, batch_size: flo
     return (1 / dimension + ratio**2) ** -0.5, 1 / ratio if ratio else math.inf
 
 
-def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_size: float) -> Fate:
+def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_size: float) -> SecondMomentRegime:
     """What becomes of ν̂ at this clip norm: below the window, in it, or above it.
 
     >>> given = dict(dimension=400, noise_multiplier=1.0, batch_size=100)
@@ -97,8 +97,8 @@ def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_
     _check(clip_norm=clip_norm)
     low, high = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
     if clip_norm < low:
-        return Fate.COLLAPSES
-    return Fate.STEADY if clip_norm < high else Fate.DIVERGES
+        return SecondMomentRegime.COLLAPSES
+    return SecondMomentRegime.STEADY if clip_norm < high else SecondMomentRegime.DIVERGES
 
 
 def collapsed_state(

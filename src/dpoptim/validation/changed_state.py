@@ -16,7 +16,7 @@ from torch import Tensor, nn
 Name = tuple[str, str, str]  # what it is, its module's name in the model, and its own in the module
 
 
-class BufferWatch:
+class StateChangeGuard:
     """Refuses buffers and parameters of `model` that change while it runs on private data.
 
         begin, before a call of the model    look, when the call ends    check, before anything of it is released
@@ -29,7 +29,7 @@ class BufferWatch:
     model makes anew each time.
 
     >>> model = nn.BatchNorm1d(2)
-    >>> watch = BufferWatch(model)
+    >>> watch = StateChangeGuard(model)
     >>> watch.begin(anew=True)
     >>> _ = model(torch.ones(3, 2))
     >>> watch.check(waiting=True)

@@ -144,7 +144,7 @@ def test_nothing_is_printed_before_all_is_made(capsys, monkeypatch):
     def fails(epsilon):
         raise ValueError("math domain error")
 
-    monkeypatch.setattr("dpoptim.app.cli.mechanism_rows.rounded_up", fails)
+    monkeypatch.setattr("dpoptim.app.cli.mechanism_rows.format_epsilon", fails)
     assert main(SMALL) == 2
     assert capsys.readouterr().out == ""
     assert main(["plan", *DEFAULTS]) == 2

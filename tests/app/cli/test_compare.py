@@ -102,7 +102,7 @@ def test_ctrl_c_between_runs_too(place, tmp_path, capsys, monkeypatch):
     def interrupted(*values, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_module, "set_up", interrupted)
+    monkeypatch.setattr(compare_module, "prepare_run", interrupted)
     assert main(["compare", str(place / "recipe.toml"), "-o", str(tmp_path / "out")]) == 130
     assert "go on with:" in capsys.readouterr().err
 

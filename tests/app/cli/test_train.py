@@ -287,7 +287,7 @@ def test_what_is_read_and_where_it_is_cut_is_said_first(tmp_path, monkeypatch, c
 def test_a_hub_that_is_out_of_reach_is_one_line(base):
     """In a process of its own, as a person has it: the hub's library tells each retry unless it is kept quiet."""
     finished = subprocess.run(
-        [sys.executable, "-c", "from dpoptim.app.cli.quiet import quieten; quieten()\n"
+        [sys.executable, "-c", "from dpoptim.app.cli.quiet import silence_libraries; silence_libraries()\n"
          "from huggingface_hub.utils import _http; _http.logger.warning('Retrying in 1s [Retry 1/5].')"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip

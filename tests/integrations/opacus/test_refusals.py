@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"criterion": nn.CrossEntropyLoss(weight=torch.ones(2))}, "class weights"),
     "ignored": ({"criterion": nn.CrossEntropyLoss(ignore_index=0)}, "ignore_index=0, and its mean"),
     "ignored below 0": ({"criterion": nn.NLLLoss(ignore_index=-1)}, "ignore_index=-1, and its mean"),
-    "own_batches": ({"variant_options": {"own_batches": True}}, "variant_options has 'own_batches'"),
+    "external_batches": ({"variant_options": {"external_batches": True}}, "variant_options has 'external_batches'"),
     "run_id": ({"variant_options": {"run_id": "same"}}, "variant_options has 'run_id'"),
     "key": ({"variant_options": {"key": dpoptim.NoiseKey.generate()}}, "variant_options has 'key': pass key="),
     "loss_reduction": ({"variant_options": {"loss_reduction": "sum"}}, "variant_options has 'loss_reduction'"),

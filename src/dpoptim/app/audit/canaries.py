@@ -78,7 +78,7 @@ def play(
         run_id=_RUN,
         micro_batch_size=-(-2 * plan.batch_size // 3),
         collate_fn=players.batch,
-        check_forms=False,
+        check_schema=False,
     )
     batches = [_drawn_at(loader, step) for step in range(steps)]
     places = _places(plan, batches, generator)[:canaries]

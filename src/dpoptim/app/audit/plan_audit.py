@@ -21,7 +21,7 @@ from dpoptim.app.audit.tradeoff import TradeOff, errors_check, trade_off_of
 from dpoptim.noise import Independent
 from dpoptim.privacy import Gradient, PrivacyPlan
 from dpoptim.privacy.accounting import GaussianRun
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 CANARIES = 10_000
 CONFIDENCE = 0.99
@@ -171,7 +171,7 @@ def _claim(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -> Chec
         said += f", {as_gaussian:.3f} if the noise is Gaussian"
     if not isinstance(plan.release, Gradient):
         said += " (the gradient alone: its square is not attacked)"
-    return Check(name="the claim stands", passed=most <= claim, found=f"{said}; claimed {rounded_up(claim)}")
+    return Check(name="the claim stands", passed=most <= claim, found=f"{said}; claimed {format_epsilon(claim)}")
 
 
 class _Found:

@@ -19,7 +19,7 @@ from dpoptim.app.runs.run_log import log_lines
 from dpoptim.integrations.named_settings import noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.privacy.step_ledger import released_count, released_settings
 
 _PIECE = 1 << 24  # bytes of a file that are searched at a time
@@ -66,7 +66,7 @@ def epsilon_check(plan: PrivacyPlan, claimed: float) -> Check:
     return Check(
         name="epsilon follows from the plan",
         passed=now <= claimed * (1 + 1e-9),
-        found=f"claimed is {rounded_up(claimed)} at delta = {plan.delta:g}; accounted anew {rounded_up(now)}",
+        found=f"claimed is {format_epsilon(claimed)} at delta = {plan.delta:g}; accounted anew {format_epsilon(now)}",
     )
 
 
@@ -75,7 +75,7 @@ def _second_opinion(plan: PrivacyPlan) -> Check:
     name = "a second accountant agrees"
     if looser is None:
         return Check(name=name, passed=True, found="there is none for this sampling and adjacency")
-    found = f"an upper bound by Rényi divergences is {rounded_up(looser)}"
+    found = f"an upper bound by Rényi divergences is {format_epsilon(looser)}"
     return Check(name=name, passed=looser >= plan.epsilon() * (1 - 1e-6), found=found)
 
 
@@ -100,7 +100,7 @@ def _asked(recipe: Recipe, plan: PrivacyPlan) -> Check:
     if differ:
         found = f"{', '.join(differ)} of plan.json and recipe.toml differ"
     elif over:
-        found = f"recipe.toml asks for epsilon = {recipe.epsilon:g} and the plan spends {rounded_up(epsilon)}"
+        found = f"recipe.toml asks for epsilon = {recipe.epsilon:g} and the plan spends {format_epsilon(epsilon)}"
     return Check(name="the plan is the recipe's", passed=not differ and not over, found=found)
 
 
@@ -198,5 +198,7 @@ def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
     values = [entry.get("epsilon") for entry in entries]
     spent = max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
     if spent > claimed * (1 + 1e-9):
-        return Check(name=name, passed=False, found=f"it has epsilon = {rounded_up(spent)}, which is above the claim")
-    return Check(name=name, passed=True, found=f"{len(entries):,} lines; epsilon up to {rounded_up(spent)}")
+        return Check(
+            name=name, passed=False, found=f"it has epsilon = {format_epsilon(spent)}, which is above the claim"
+        )
+    return Check(name=name, passed=True, found=f"{len(entries):,} lines; epsilon up to {format_epsilon(spent)}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from dpoptim.app import Recipe
 from dpoptim.app.cli import advise_plot, advise_probe, advise_table, mechanism_rows
 from dpoptim.app.cli.model_size import ModelSize, model_size, typed_count
-from dpoptim.app.cli.quiet import quieten
+from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.training_options import (
     add_noise_memory,
     add_output,
@@ -81,7 +81,7 @@ def run(options: Namespace) -> int:
     advise_probe.check_options(options, number=number)
     if options.plot is not None:
         check_plot(options.plot)
-    quieten()
+    silence_libraries()
     console, signal = Console(stderr=True), None
     with progress_on(console) as tell:
         if number is not None:

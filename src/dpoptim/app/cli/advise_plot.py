@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 
 from dpoptim.app import plot_style as picture_style
-from dpoptim.theory import Advice, Alternative, Fate, ScaleWindow
+from dpoptim.theory import Advice, Alternative, ScaleWindow, SecondMomentRegime
 from dpoptim.theory.advice_rule import MANY_NEGATIVE
 from dpoptim.theory.advice_window import rounded
 
 _BINS = 24
 _NARROW = 1.3  # high/low below which the window is also shown enlarged
 _MARKERS = "ov^<>DPXdh"
-_COLOURS = {Fate.DIVERGES: "#f4c7c3", Fate.STEADY: "#cfe8cf", Fate.COLLAPSES: "#e3e3e3"}
+_COLOURS = {
+    SecondMomentRegime.DIVERGES: "#f4c7c3",
+    SecondMomentRegime.STEADY: "#cfe8cf",
+    SecondMomentRegime.COLLAPSES: "#e3e3e3",
+}
 
 
 def draw(advice: Advice, path: Path) -> None:
@@ -97,11 +101,16 @@ def _window(axes: Any, advice: Advice) -> None:
 
 def _bands(axes: Any, window: ScaleWindow, left: float, right: float) -> None:
     for start, end, fate in (
-        (left, max(left, window.low), Fate.DIVERGES),
-        (max(left, window.low), window.high, Fate.STEADY),
-        (window.high, right, Fate.COLLAPSES),
+        (left, max(left, window.low), SecondMomentRegime.DIVERGES),
+        (max(left, window.low), window.high, SecondMomentRegime.STEADY),
+        (window.high, right, SecondMomentRegime.COLLAPSES),
     ):
-        axes.axvspan(start, end, color=_COLOURS[fate], label=f"ν̂ {fate.value if fate != Fate.STEADY else 'is steady'}")
+        axes.axvspan(
+            start,
+            end,
+            color=_COLOURS[fate],
+            label=f"ν̂ {fate.value if fate != SecondMomentRegime.STEADY else 'is steady'}",
+        )
     axes.axvline(window.likely_high, color="C2", linestyle=":", label="upper end if examples disagree")
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dpoptim.app.cli import mechanism_rows
 from dpoptim.app.cli.training_text import headline, plan_line, wide_console
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Advice
 
 _WHERE = {
@@ -173,7 +173,7 @@ def _mechanisms(advice: Advice) -> Table:
             row.name,
             row.sampling,
             *mechanism_rows.as_cells(row.candidate, delta=advice.delta),
-            "-" if cost is None else rounded_up(cost),
+            "-" if cost is None else format_epsilon(cost),
             style="bold green" if row.chosen else None,
         )
     return table

@@ -18,7 +18,7 @@ from dpoptim.app.cli.training_text import wide_console
 from dpoptim.app.cli.units import count
 from dpoptim.app.recipes.recipe import VARIANTS
 from dpoptim.privacy import Adjacency, PrivacyPlan
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -140,7 +140,7 @@ def _what(options: Namespace) -> tuple[PrivacyPlan, Any, str, list[Check]]:
     else:
         plan, checks = _plan_of(options, path)
     variant = options.variant or "scale_then_privatize"
-    return plan.releasing(release_of(variant)), _maker(variant), variant, checks
+    return plan.with_release(release_of(variant)), _maker(variant), variant, checks
 
 
 def _plan_of(options: Namespace, path: Path | None) -> tuple[PrivacyPlan, list[Check]]:
@@ -233,7 +233,7 @@ def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit
 
     say(
         f"{variant}, {plan.noise!r}, {plan.sampling!r}, {plan.adjacency.value} neighbours: epsilon = "
-        f"{rounded_up(plan.epsilon())} at delta = {plan.delta:g} over {plan.steps:,} steps"
+        f"{format_epsilon(plan.epsilon())} at delta = {plan.delta:g} over {plan.steps:,} steps"
     )
     for title, checks in (("Files", files), ("The game", [] if found is None else found.checks)):
         if not checks:

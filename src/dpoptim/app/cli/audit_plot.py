@@ -10,7 +10,7 @@ from dpoptim.app import plot_style as picture_style
 from dpoptim.app.audit import PlanAudit
 from dpoptim.app.audit.tradeoff import TradeOff
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 
 def draw(found: PlanAudit, path: Path) -> None:
@@ -35,7 +35,7 @@ def draw(found: PlanAudit, path: Path) -> None:
     one_pair = TradeOff(epsilons=np.array([found.epsilon]), deltas=np.array([found.delta]))
     for curve, color, style, label in (
         (found.allowed, RED, "-", "the least that the plan allows, at any δ"),
-        (one_pair, GREY, "--", f"what ε = {rounded_up(found.epsilon)}, δ = {found.delta:g} alone allows"),
+        (one_pair, GREY, "--", f"what ε = {format_epsilon(found.epsilon)}, δ = {found.delta:g} alone allows"),
     ):
         allowed = curve.least_missed(grid)
         kept = allowed > least

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dpoptim.app.cli.quiet import quieten
+from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.training_options import check_plot
 from dpoptim.app.cli.units import count
 
@@ -85,7 +85,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         check_plot(options.plot)
         from dpoptim.app.cli import compare_plot  # early, so that a missing matplotlib is told before the work
-    quieten()
+    silence_libraries()
     from dpoptim.app.cli import compare_table
     from dpoptim.app.cli.compare_watch import Told
     from dpoptim.app.comparison.compare import Interrupted, compare

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.app import plot_style as picture_style
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -31,7 +31,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"held-out {metric} (outside the guarantee)")
     epsilon, delta = result["epsilon"]["one_run"], result["delta"]
     spread = f", bars: {100 * result['confidence']:g} % intervals" if len(result["seeds"]) > 1 else ""
-    title = f"ε = {rounded_up(epsilon)}, δ = {delta:g} for one run; dots: seeds{spread}"
+    title = f"ε = {format_epsilon(epsilon)}, δ = {delta:g} for one run; dots: seeds{spread}"
     if result["tuning"]["kind"] == "none":
         title += "\nTUNING ON THE PRIVATE RECORDS IS NOT COVERED"
     axes.set_title(title, fontsize=10)

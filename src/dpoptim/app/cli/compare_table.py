@@ -8,7 +8,7 @@ from rich.table import Table
 
 from dpoptim.app.cli.training_text import wide_console
 from dpoptim.app.support.plain import duration
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 
 def show(result: dict[str, Any]) -> None:
@@ -140,4 +140,4 @@ def _told_apart(row: dict[str, Any]) -> str:
 
 
 def _epsilon(value: float) -> str:
-    return "0" if value == 0 else rounded_up(value)
+    return "0" if value == 0 else format_epsilon(value)

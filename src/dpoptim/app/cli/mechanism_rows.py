@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from dpoptim.privacy import Shuffled
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Candidate, format_bytes
 
 COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals a step", "epsilon")
@@ -47,7 +47,7 @@ def as_cells(candidate: Candidate, *, delta: float) -> list[str]:
         f"{candidate.rmse_max:.4g}",
         "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
         f"{candidate.normal_rows:.0f}",
-        rounded_up(candidate.plan.epsilon(delta=delta)),
+        format_epsilon(candidate.plan.epsilon(delta=delta)),
     ]
 
 

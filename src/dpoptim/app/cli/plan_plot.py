@@ -8,7 +8,7 @@ import numpy as np
 
 from dpoptim.app import plot_style as picture_style
 from dpoptim.noise import PrefixSums
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Candidate, Choice
 
 
@@ -33,7 +33,7 @@ def draw(choice: Choice, path: Path) -> None:
     workload = choice.chosen.workload
     what = "prefix sums" if workload == PrefixSums() else repr(workload)
     by_step.set(xlabel="step", ylabel=f"RMSE, {what} of averaged gradients", yscale="log")
-    by_step.set_title(f"noise at ε = {rounded_up(plan.epsilon())}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
+    by_step.set_title(f"noise at ε = {format_epsilon(plan.epsilon())}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
     figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
     by_memory.set(xlabel="memory for the noise, MB", ylabel="mean RMSE", yscale="log")
     by_memory.set_xscale("symlog", linthresh=1.0)

@@ -8,7 +8,7 @@ import os
 import sys
 
 
-def quieten() -> None:
+def silence_libraries() -> None:
     """For the rest of the process: no loading bars of transformers, no line for each attempt to reach the hub."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dpoptim.app.cli.quiet import quieten
+from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.units import count
 from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.app.recipes.recipe import SCHEDULES, VARIANTS
@@ -157,7 +157,7 @@ _NOT_SETTINGS = ("command", "recipe", "run", "run_dir", "resume", "dry_run", "qu
 def run(options: Namespace) -> int:
     """Train, resume, estimate or demonstrate; 128 + the signal where a run was interrupted."""
     over = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS and value is not None}
-    quieten()
+    silence_libraries()
     console = Console(stderr=True)
     if options.resume is not None:
         return _resume(options, over, console)
@@ -209,13 +209,13 @@ def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> 
 
 
 def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
-    from dpoptim.app import set_up
+    from dpoptim.app import prepare_run
     from dpoptim.app.cli import train_estimate
     from dpoptim.app.runs.estimate import estimate
 
     progress = _progress(console)
     with progress:
-        setup = set_up(recipe, tell=progress.tell)
+        setup = prepare_run(recipe, tell=progress.tell)
         progress.tell("timing a step on random examples")
         found = estimate(setup)
     for line in setup.said:

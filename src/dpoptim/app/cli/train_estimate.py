@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from dpoptim.app.runs.estimate import Estimate
-from dpoptim.app.runs.setup import Setup
+from dpoptim.app.runs.setup import RunSetup
 from dpoptim.app.support.plain import duration
 from dpoptim.theory import Candidate, format_bytes
 
 
-def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:
+def as_json(setup: RunSetup, found: Estimate) -> dict[str, Any]:
     """The whole recipe, the plan and the estimate as plain values; bytes and seconds."""
     plan = setup.plan
     return {
@@ -28,7 +28,7 @@ def as_json(setup: Setup, found: Estimate) -> dict[str, Any]:
     }
 
 
-def as_text(setup: Setup, found: Estimate) -> str:
+def as_text(setup: RunSetup, found: Estimate) -> str:
     """The whole statement, the settings in a few lines, memory, time, and the whole recipe."""
     recipe, plan = setup.recipe, setup.plan
     shown = [
@@ -56,9 +56,9 @@ def as_text(setup: Setup, found: Estimate) -> str:
     return "\n".join(shown)
 
 
-def _rmse(setup: Setup) -> float:
+def _rmse(setup: RunSetup) -> float:
     return Candidate(plan=setup.plan, parameters=setup.trained_parameters).rmse_mean
 
 
-def _held_out(setup: Setup) -> int:
+def _held_out(setup: RunSetup) -> int:
     return 0 if setup.validation is None else len(setup.validation.records)

@@ -22,7 +22,7 @@ from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_result import Diverged, RunResult, has_diverged, is_finished, read_result
-from dpoptim.app.runs.setup import set_up
+from dpoptim.app.runs.setup import prepare_run
 from dpoptim.app.support.files import write_text
 from dpoptim.app.support.plain import plain
 from dpoptim.privacy import PrivacyPlan
@@ -210,7 +210,7 @@ def _base_recipe(request: Request, layout: Layout, watch: Watch) -> Recipe:
     if layout.path.exists() and (not layout.path.is_dir() or any(layout.path.iterdir())):
         raise ValueError(f"{layout.path} is there already and holds no comparison; choose another folder with -o")
     first = request.variants[0]
-    setup = set_up(with_setting(request.recipe, first, request.points(first)[0]), tell=watch.tell)
+    setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), tell=watch.tell)
     check_tuning_data(request, setup)
     for note in setup.notes if setup.validation is not None else ():
         watch.note(note)
@@ -256,10 +256,10 @@ def _try(request: Request, base: Recipe, layout: Layout, watch: Watch, *, tried:
         new = not (layout.path / "runs" / variant).exists() and not (layout.path / "trials" / variant).exists()
         if new and variant != tried:
             watch.tell(f"checking {variant}")
-            set_up(run_recipe(base, variant, points[0], base.seed))
+            prepare_run(run_recipe(base, variant, points[0], base.seed))
         if new and len(points) > 1:
             recipe = trial_recipe(request, base, variant, points[0])
             if request.budget_for_tuning == PUBLIC:
                 assert request.tuning_data is not None
                 watch.tell(f"checking trials on {whole_path(request.tuning_data)}")
-                set_up(recipe)
+                prepare_run(recipe)

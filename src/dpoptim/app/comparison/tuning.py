@@ -9,7 +9,7 @@ from typing import Any
 from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, with_setting
 from dpoptim.app.comparison.request import PUBLIC, Request
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs.setup import Setup, records_of
+from dpoptim.app.runs.setup import RunSetup, records_of
 from dpoptim.app.runs.shared_records import shared_count
 from dpoptim.integrations.named_settings import plan_of
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -60,7 +60,7 @@ def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting)
     return recipe.replace(**changes, adjacency=kind, num_examples=None, delta=None)
 
 
-def check_tuning_data(request: Request, setup: Setup) -> None:
+def check_tuning_data(request: Request, setup: RunSetup) -> None:
     """Refuse tuning data that is declared public and has private records in it: as a copy, a link, or one by one.
 
     Training and held-out records are private alike; they are compared by content, whatever their labels.

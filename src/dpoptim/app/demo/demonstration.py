@@ -40,7 +40,7 @@ from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.progress import SILENCE, ProgressDisplay
 from dpoptim.app.runs.run import train
 from dpoptim.integrations.optional import needed
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 PUBLIC = ("python", "numpy", "scipy", "setuptools", "pip", "rich")
 PRIVATE = ("sympy", "networkx")
@@ -321,7 +321,7 @@ def show(answer: dict[str, Any]) -> None:
     best = min((row for row in answer["results"] if row["private"]), key=lambda row: row["loss"])
     for row in answer["results"]:
         style = "bold green" if row is best else "" if row["private"] else "dim"
-        spent = "∞" if row["epsilon"] is None else rounded_up(row["epsilon"])
+        spent = "∞" if row["epsilon"] is None else format_epsilon(row["epsilon"])
         table.add_row(row["name"], row["idea"], spent, f"{row['loss']:.3f}", f"{row['perplexity']:.1f}", style=style)
     console.print(table)
     console.print(

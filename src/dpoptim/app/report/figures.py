@@ -9,8 +9,8 @@ from enum import Enum
 from html import escape
 
 from dpoptim.app.report.charts import Layer, Point, axis, colour_class, drawing, figures, layers, mean, thin
-from dpoptim.app.runs.logged_run import LoggedRun, Series, number, series, value_at
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.app.runs.logged_run import RunHistory, Series, number, series, value_at
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 QUANTILES = ("least", "5 %", "25 %", "median", "75 %", "95 %", "greatest")
 _MASSES = (0.05, 0.20, 0.25, 0.25, 0.20, 0.05)
@@ -52,7 +52,7 @@ class Curve:
     gather: Callable[[Sequence[float]], float] = mean
     show: Callable[[float], str] = figures
 
-    def of(self, run: LoggedRun) -> Series:
+    def of(self, run: RunHistory) -> Series:
         """The run's finite values."""
         return series(run.evaluations if self.of_evaluations else run.steps, self.path)
 
@@ -168,7 +168,7 @@ COSTS = (
         mark=Mark.KNOWN,
         zero=True,
         gather=max,
-        show=rounded_up,
+        show=format_epsilon,
         caption="What stopping at a step would have cost; numbers are rounded up.",
         absent="ε against steps: not logged, or infinite because the run is not private.",
     ),
@@ -177,7 +177,7 @@ COSTS = (
 CURVES = (*LOSSES, *DIAGNOSTICS, *COSTS)
 
 
-def _why_absent(curve: Curve, runs: Sequence[LoggedRun]) -> str:
+def _why_absent(curve: Curve, runs: Sequence[RunHistory]) -> str:
     *parts, name = curve.path.split(".")
     groups = [value_at(record, ".".join(parts)) for run in runs for record in run.steps] if parts else []
     says_null = any(isinstance(group, dict) and name in group for group in groups)
@@ -187,7 +187,7 @@ def _why_absent(curve: Curve, runs: Sequence[LoggedRun]) -> str:
     return curve.no_such.format(variants=", ".join(variants))
 
 
-def curve_figure(curve: Curve, runs: Sequence[LoggedRun], *, limit: int) -> str:
+def curve_figure(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> str:
     """The curve of all runs as HTML: heading, legend, drawing, caption and table; a line where no run logged it."""
     found = [curve.of(run) for run in runs]
     if not any(found):
@@ -210,7 +210,7 @@ def curve_figure(curve: Curve, runs: Sequence[LoggedRun], *, limit: int) -> str:
     return _figure(curve.name, curve.title, curve.mark, runs, svg, " ".join([curve.caption, *remarks]), heads, body)
 
 
-def _remarks(curve: Curve, runs: Sequence[LoggedRun], found: Sequence[Series], *, thinned: bool) -> Iterator[str]:
+def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Series], *, thinned: bool) -> Iterator[str]:
     if thinned:
         kind = "greatest" if curve.gather is max else "mean"
         yield f"The line is the {kind} of each stretch of steps, the band its least to greatest value."
@@ -232,7 +232,7 @@ def _remarks(curve: Curve, runs: Sequence[LoggedRun], found: Sequence[Series], *
             yield f"ε{f' of {whose}' if len(runs) > 1 else ''} is {note.rstrip('.')}."
 
 
-def quantiles_of(run: LoggedRun) -> list[tuple[int, list[float]]]:
+def quantiles_of(run: RunHistory) -> list[tuple[int, list[float]]]:
     """(step, the seven quantiles of the scales) where they were logged whole and finite."""
     found = []
     for record in run.steps:
@@ -244,7 +244,7 @@ def quantiles_of(run: LoggedRun) -> list[tuple[int, list[float]]]:
     return found
 
 
-def scale_figures(runs: Sequence[LoggedRun], *, limit: int) -> list[str]:
+def scale_figures(runs: Sequence[RunHistory], *, limit: int) -> list[str]:
     """The scales s: a fan of quantiles over steps, and a histogram of the last ones; one line where there are none."""
     found = [quantiles_of(run) for run in runs]
     if not any(found):
@@ -252,7 +252,7 @@ def scale_figures(runs: Sequence[LoggedRun], *, limit: int) -> list[str]:
     return [_fan(runs, found, limit=limit), _histogram(runs, found)]
 
 
-def _fan(runs: Sequence[LoggedRun], found: Sequence[list[tuple[int, list[float]]]], *, limit: int) -> str:
+def _fan(runs: Sequence[RunHistory], found: Sequence[list[tuple[int, list[float]]]], *, limit: int) -> str:
     """One run: least to greatest, 5 to 95 % and 25 to 75 % as bands; several: 5 to 95 % of each."""
     width = len(QUANTILES)
     parts: list[Series] = [[(step, values[i]) for step, values in one] for one in found for i in range(width)]
@@ -300,7 +300,7 @@ def _fan_values(points: Sequence[Point | None]) -> list[float]:
     return [there[0].low, *(point.value for point in there[1:-1]), there[-1].high]
 
 
-def _histogram(runs: Sequence[LoggedRun], found: Sequence[list[tuple[int, list[float]]]]) -> str:
+def _histogram(runs: Sequence[RunHistory], found: Sequence[list[tuple[int, list[float]]]]) -> str:
     """The last logged scales as a density: between two quantiles lies a known share of the coordinates."""
     lasts = [one[-1] if one else None for one in found]
     x = axis([value for last in lasts if last for value in last[1]], log=True)
@@ -340,7 +340,7 @@ def _figure(
     name: str,
     title: str,
     mark: Mark,
-    runs: Sequence[LoggedRun],
+    runs: Sequence[RunHistory],
     svg: str,
     caption: str,
     heads: Sequence[str],

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpoptim.app.report.figures import CURVES, Mark, quantiles_of
-from dpoptim.app.runs.logged_run import LoggedRun, number, series, value_at
+from dpoptim.app.runs.logged_run import RunHistory, number, series, value_at
 from dpoptim.app.support.plain import plain
 
 _SETTINGS = ("task", "model", "variant", "mechanism", "noise_multiplier", "clip_norm", "batch_size", "device")
@@ -16,7 +16,7 @@ _COUNTS = ("parameters", "trained_parameters", "examples", "validation_examples"
 _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "noise_to_signal", "negative_fraction")
 
 
-def final_numbers(run: LoggedRun) -> dict[str, Any]:
+def final_numbers(run: RunHistory) -> dict[str, Any]:
     """The run in a few numbers; None where no file tells one.
 
     `epsilon` is of all planned steps, `epsilon_spent` of those taken, both as the accountant gave them and ∞ without
@@ -54,7 +54,7 @@ def final_numbers(run: LoggedRun) -> dict[str, Any]:
     return found
 
 
-def _validation(run: LoggedRun) -> dict[str, Any] | None:
+def _validation(run: RunHistory) -> dict[str, Any] | None:
     """The last evaluation and the least loss of all."""
     losses = series(run.evaluations, "loss")
     if not run.evaluations:
@@ -70,12 +70,12 @@ def _validation(run: LoggedRun) -> dict[str, Any] | None:
     }
 
 
-def _median(run: LoggedRun, path: str) -> float | None:
+def _median(run: RunHistory, path: str) -> float | None:
     values = [value for _, value in series(run.steps, path)]
     return statistics.median(values) if values else None
 
 
-def all_numbers(runs: Sequence[LoggedRun]) -> dict[str, Any]:
+def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Everything that the report draws, at full length: {"runs": [...]}, JSON values alone (no NaN, no infinity).
 
     Each run has its `final` numbers, its `curves` {name: {"mark", "values": [[step, value], ...]}}, its
@@ -84,7 +84,7 @@ def all_numbers(runs: Sequence[LoggedRun]) -> dict[str, Any]:
     return {"runs": [plain(_of_run(run)) for run in runs]}
 
 
-def _of_run(run: LoggedRun) -> dict[str, Any]:
+def _of_run(run: RunHistory) -> dict[str, Any]:
     curves = {curve.name: (curve, curve.of(run)) for curve in CURVES}
     return {
         "name": run.name,

@@ -14,9 +14,9 @@ from typing import Any
 from dpoptim.app.report.charts import colour_class, figures
 from dpoptim.app.report.figures import COSTS, DIAGNOSTICS, LOSSES, Mark, chip, curve_figure, scale_figures
 from dpoptim.app.report.numbers import final_numbers
-from dpoptim.app.runs.logged_run import UNKNOWN_END, LoggedRun, value_at
+from dpoptim.app.runs.logged_run import UNKNOWN_END, RunHistory, value_at
 from dpoptim.app.support.plain import duration
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 
 _POINTS = 280
@@ -25,7 +25,7 @@ _POINTS = 280
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
-def page(runs: Sequence[LoggedRun]) -> str:
+def page(runs: Sequence[RunHistory]) -> str:
     """The whole HTML file.
 
     Guarantee: everything that comes from files is escaped; the page's own policy lets it run its one script and style
@@ -107,7 +107,7 @@ def _common(numbers: Sequence[dict[str, Any]]) -> str:
     return " · ".join(one.pop() for one in shared if len(one) == 1 and one != {"None"}) or "a comparison"
 
 
-def guarantee_sentence(run: LoggedRun) -> str:
+def guarantee_sentence(run: RunHistory) -> str:
     """The guarantee in one sentence, ε rounded up; what was spent so far where not all steps were taken."""
     found = run.guarantee
     if found.epsilon is None:
@@ -115,7 +115,7 @@ def guarantee_sentence(run: LoggedRun) -> str:
     if not found.is_private:
         first = run.statement.splitlines()[0] if run.statement else "epsilon = inf"
         return f"Not private, whatever is shown below: {first}"
-    parts = [f"ε = {rounded_up(found.epsilon)} at δ = {'?' if found.delta is None else repr(found.delta)}"]
+    parts = [f"ε = {format_epsilon(found.epsilon)} at δ = {'?' if found.delta is None else repr(found.delta)}"]
     if found.adjacency:
         parts.append(f"{found.adjacency.replace('_', '-').replace('add-remove', 'add-or-remove')} adjacency")
     if found.sampling:
@@ -128,11 +128,13 @@ def guarantee_sentence(run: LoggedRun) -> str:
         return f"The guarantee does not hold: {run.last_step:,} steps were taken, and {sentence} covers {planned:,}."
     if planned is not None and run.last_step < planned and spent is not None:
         known = "is known to have taken" if run.ending == UNKNOWN_END else "took"
-        sentence += f". The run {known} {run.last_step:,} of the {planned:,} steps, which cost ε = {rounded_up(spent)}"
+        sentence += (
+            f". The run {known} {run.last_step:,} of the {planned:,} steps, which cost ε = {format_epsilon(spent)}"
+        )
     return f"{sentence}."
 
 
-def _guarantee(run: LoggedRun, *, several: bool, place: int) -> str:
+def _guarantee(run: RunHistory, *, several: bool, place: int) -> str:
     covered = run.planned_steps is None or run.last_step <= run.planned_steps
     kind = "" if run.guarantee.is_private and covered else " none"
     name = f"{_swatch(place)}<strong>{escape(run.name)}</strong>: " if several else ""
@@ -150,7 +152,7 @@ def _together() -> str:
     )
 
 
-def _notes(run: LoggedRun, *, several: bool) -> str:
+def _notes(run: RunHistory, *, several: bool) -> str:
     notes = list(run.notes)
     if run.ending != "finished":
         notes.insert(0, f"this run has not finished ({run.ending}); the curves end at its last record")
@@ -158,7 +160,7 @@ def _notes(run: LoggedRun, *, several: bool) -> str:
     return "".join(f'<p class="note">{escape(whose + note)}.</p>' for note in notes)
 
 
-def _statement(run: LoggedRun, *, several: bool) -> str:
+def _statement(run: RunHistory, *, several: bool) -> str:
     if not run.statement:
         return ""
     name = f" of {escape(run.name)}" if several else ""
@@ -216,7 +218,7 @@ def _tiles(found: dict[str, Any]) -> str:
     return f'<dl id="finals" class="tiles">{"".join(tiles)}</dl>'
 
 
-def _comparison(runs: Sequence[LoggedRun], numbers: Sequence[dict[str, Any]]) -> str:
+def _comparison(runs: Sequence[RunHistory], numbers: Sequence[dict[str, Any]]) -> str:
     """The final numbers side by side, a row a run; a number that is not private says so in its heading."""
     remarks: dict[str, str] = {}
     rows: list[dict[str, str]] = []
@@ -265,7 +267,7 @@ def _table(values: dict[str, str], name: str = "") -> str:
     return f'<table class="plain"{label}><tbody>{rows}</tbody></table>'
 
 
-def _recipe(run: LoggedRun, *, several: bool) -> str:
+def _recipe(run: RunHistory, *, several: bool) -> str:
     if not run.recipe_text:
         return f'<p class="absent">{escape(run.name)}: no recipe.toml.</p>'
     name = f" of {escape(run.name)}" if several else ""
@@ -278,7 +280,7 @@ def _recipe(run: LoggedRun, *, several: bool) -> str:
     )
 
 
-def _differences(runs: Sequence[LoggedRun]) -> str:
+def _differences(runs: Sequence[RunHistory]) -> str:
     """The settings in which the runs differ, a row a setting."""
     flat = [_flat(run.recipe) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if len({one.get(key) for one in flat}) > 1]
@@ -298,7 +300,7 @@ def _differences(runs: Sequence[LoggedRun]) -> str:
     )
 
 
-def _course(run: LoggedRun, found: dict[str, Any], *, several: bool) -> str:
+def _course(run: RunHistory, found: dict[str, Any], *, several: bool) -> str:
     start = run.starts[-1] if run.starts else {}
     declared = run.plan.get("num_examples")
     rows: dict[str, Any] = {
@@ -329,7 +331,7 @@ def _course(run: LoggedRun, found: dict[str, Any], *, several: bool) -> str:
     return f"{name}{_table(shown, '' if several else 'course')}{chip(Mark.TIMING) if found['seconds'] else ''}"
 
 
-def _resumed_from(run: LoggedRun) -> list[Any]:
+def _resumed_from(run: RunHistory) -> list[Any]:
     return [start["resumed_from"] for start in run.starts if start.get("resumed_from") is not None]
 
 
@@ -343,7 +345,7 @@ def _number(value: Any, digits: int = 6) -> str:
 
 
 def _epsilon(value: float | None) -> str:
-    return "–" if value is None else rounded_up(value)
+    return "–" if value is None else format_epsilon(value)
 
 
 def _seconds(value: float | None) -> str:

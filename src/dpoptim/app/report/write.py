@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpoptim.app.report.page import page
-from dpoptim.app.runs.logged_run import LoggedRun
+from dpoptim.app.runs.logged_run import RunHistory
 from dpoptim.app.support.files import write_text
 
 
-def write_report(runs: Sequence[LoggedRun], output: str | Path) -> Path:
+def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
     """Write the report of runs that `read_runs` read to `output`, whole or not at all.
 
     Guarantee: what the page shows of private data is a release, or is marked as not private or as outside the

@@ -12,7 +12,7 @@ import torch
 
 from dpoptim.app.models.synthetic import random_batch
 from dpoptim.app.runs.run import bytes_on_disk
-from dpoptim.app.runs.setup import Setup
+from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, cut_together
 from dpoptim.integrations.named_settings import optimizer_of
 
@@ -36,7 +36,7 @@ class Estimate:
         return self.parameter_bytes + self.optimizer_bytes + self.noise_bytes + self.working_bytes
 
 
-def estimate(setup: Setup) -> Estimate:
+def estimate(setup: RunSetup) -> Estimate:
     """Take a private step on random examples, cut as a real batch would be, and count.
 
         seconds a step = parts of a batch · seconds a part + seconds of the update
@@ -46,7 +46,7 @@ def estimate(setup: Setup) -> Estimate:
     """
     recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
     setup.model.train()
-    optimizer = optimizer_of(recipe, setup.model, plan, own_batches=True)
+    optimizer = optimizer_of(recipe, setup.model, plan, external_batches=True)
     parts = _parts(setup)
     before = _peak(setup.device)
     seconds: list[float] = []
@@ -80,7 +80,7 @@ def estimate(setup: Setup) -> Estimate:
     )
 
 
-def _parts(setup: Setup) -> list[list[int]]:
+def _parts(setup: RunSetup) -> list[list[int]]:
     """The lengths of the examples of each micro-batch of a batch of the expected size."""
     recipe, prepared = setup.recipe, setup.prepared
     assert recipe.batch_size is not None

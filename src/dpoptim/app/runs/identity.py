@@ -9,12 +9,12 @@ from torch import nn
 
 from dpoptim.app.data.records import Kind
 from dpoptim.app.models.prepared import Prepared
-from dpoptim.app.runs.setup import Setup
+from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data import digest_records
 from dpoptim.data.record_fingerprint import digest_values
 from dpoptim.integrations.modes import without_peft
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, RunIdentity
+from dpoptim.privacy import PrivacyPlan, RunHeader
 
 _NO_MATTER = (
     "device", "log_every", "checkpoint_every", "evaluate_every", "micro_batch_size", "micro_batch_tokens",
@@ -23,7 +23,7 @@ _BY_CONTENT = ("data", "validation_data", "model")  # where they lie is no matte
 _NOT_BUILT = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")  # set when it is saved
 
 
-def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
+def identity_of(setup: RunSetup, key: NoiseKey) -> RunHeader:
     """Of a run that was set up: the complete recipe, the plan, the model's build, digests of all records.
 
     It reads every record once: 10 s for a million short texts, and every file of a folder of images.
@@ -33,7 +33,7 @@ def identity_of(setup: Setup, key: NoiseKey) -> RunIdentity:
     records = {"training": digest_records(_examples(setup.prepared), key, what="data").whole}
     if setup.validation is not None:
         records["held-out"] = digest_records(_examples(setup.validation), key, what="validation_data").whole
-    return RunIdentity(
+    return RunHeader(
         key=key,
         settings={
             **{name: value for name, value in recipe.items() if name not in left_out},

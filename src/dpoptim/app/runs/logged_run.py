@@ -46,7 +46,7 @@ class Guarantee:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedRun:
+class RunHistory:
     """One run directory: its settings, its log's records by kind, and notes on what is missing or was ignored.
 
     `steps` and `evaluations` are sorted by step and hold each step once: after a resume the later record stands.
@@ -146,7 +146,7 @@ class LoggedRun:
         return self.guarantee.epsilon if plan is None else EpsilonSpent(plan).at(self.last_step)
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[LoggedRun]:
+def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
     """Read each folder; names are the folders' own, with as much of the path before them as tells them apart.
 
     A folder that holds runs, as `dpoptim compare` and the demonstration make one, stands for all of them (for those
@@ -166,7 +166,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted(log.parent for log in logs if log.stat().st_size) or [folder]  # an empty one has just begun
 
 
-def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
+def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     """Read one run directory; of its files only log.jsonl must be there, and the noise key is never opened.
 
     Edge cases: a line of the log that is no JSON (the last one, if the run crashed while it wrote) is left out and
@@ -203,7 +203,7 @@ def read_run(folder: str | Path, *, name: str | None = None) -> LoggedRun:
         elif kind in ("step", "evaluation") and step is not None:
             (steps if kind == "step" else evaluations)[step] = record
     recipe_text = _content(folder / "recipe.toml", notes) or ""
-    return LoggedRun(
+    return RunHistory(
         name=name or _names([folder])[0],
         folder=folder,
         recipe=_parsed(recipe_text, tomllib.loads, "recipe.toml", notes),

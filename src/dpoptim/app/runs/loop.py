@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dpoptim.app.runs.diagnostics import Diagnostics
-from dpoptim.app.runs.setup import Setup
+from dpoptim.app.runs.setup import RunSetup
 from dpoptim.app.support.step_times import StepTimes, two_digits
 from dpoptim.data import private_loader
-from dpoptim.data.secret_randomness import seed_generators, seed_secretly
+from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, ReleasedSteps
+from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 
 
@@ -31,12 +31,12 @@ class Loop:
     run that goes on from `state_dict` is the run that never stopped, bit for bit where arithmetic is.
     """
 
-    def __init__(self, setup: Setup, key: NoiseKey, steps: ReleasedSteps, *, digest: str) -> None:
+    def __init__(self, setup: RunSetup, key: NoiseKey, steps: StepLedger, *, digest: str) -> None:
         recipe, prepared = setup.recipe, setup.prepared
         self._setup = setup
         setup.model.train()
         self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
-        self._optimizer.release.before_release = steps.note
+        self._optimizer.release.before_step = steps.note
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
@@ -127,7 +127,7 @@ class Loop:
         rate = learning_rate_at(recipe, number)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        seed_secretly(self._optimizer)
+        seed_for_step(self._optimizer)
         if self._is_logged(number):
             self._diagnostics.before()
             self._counted = self._counts() if recipe.debug else (0, 0, 0)

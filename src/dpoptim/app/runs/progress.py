@@ -12,7 +12,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dpoptim.privacy.format_epsilon import rounded_up
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 NOT_PRIVATE = "not private: for debugging"
 SILENCE = 20.0  # seconds after which a log of a batch system gets a line
@@ -91,7 +91,7 @@ class Lines(ProgressDisplay):
 
     def _spent(self) -> str:
         rate = f", {self._batch_size / self._seconds:.0f} examples/s" if self._seconds else ""
-        return f"; epsilon {rounded_up(self._epsilon)} {self._so_far}{rate}{self._loss}"
+        return f"; epsilon {format_epsilon(self._epsilon)} {self._so_far}{rate}{self._loss}"
 
 
 class Bar(Lines):
@@ -130,7 +130,7 @@ class Bar(Lines):
         self._task = self._progress.add_task("training", total=steps, completed=step, told="")
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-        told = f"ε {rounded_up(epsilon)} {self._so_far}"
+        told = f"ε {format_epsilon(epsilon)} {self._so_far}"
         if seconds:
             told += f"  {self._batch_size / seconds:.0f} ex/s"
         self._progress.update(self._task, completed=step, told=told + self._scores + self._loss)

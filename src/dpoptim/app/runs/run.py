@@ -23,15 +23,15 @@ from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import RunLog, cut_log, read_log
 from dpoptim.app.runs.run_result import Diverged, ending_by, is_finished
-from dpoptim.app.runs.setup import Setup, set_up
+from dpoptim.app.runs.setup import RunSetup, prepare_run
 from dpoptim.app.runs.tensorboard import tensorboard_writer, write_scalars
 from dpoptim.app.support.files import make_folder
-from dpoptim.app.support.interrupts import StopWish, stopping_between_steps
+from dpoptim.app.support.interrupts import StopRequest, stopping_between_steps
 from dpoptim.app.support.step_times import two_digits
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import one_line
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
+from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
@@ -51,7 +51,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | 
     place = RunDirectory(Path(directory).expanduser())
     place.check_new()
     with progress:
-        setup = set_up(recipe, tell=progress.tell)
+        setup = prepare_run(recipe, tell=progress.tell)
         for line in setup.said:
             progress.say(line)
         place.check_new(bytes_needed=bytes_on_disk(setup))
@@ -85,19 +85,19 @@ def resume(
         return _summary(place, place.read_plan())
     recipe, plan, key = place.read()
     with progress:
-        setup = set_up(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
+        setup = prepare_run(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
         progress.tell("taking digests of the records")
         return _run(setup, place, progress, key, identity_of(setup, key), fresh=False)
 
 
-def bytes_on_disk(setup: Setup) -> int:
+def bytes_on_disk(setup: RunSetup) -> int:
     """What a run writes at most: two checkpoints beside the one being written, and the model."""
     everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
     return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
 def _run(
-    setup: Setup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey, identity: RunIdentity, *, fresh: bool
+    setup: RunSetup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey, identity: RunHeader, *, fresh: bool
 ) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
     if not fresh and not found and (released_count(place.steps_file) or read_log(place.log_file)):
@@ -108,7 +108,7 @@ def _run(
     state = load_checkpoint(found[-1], key) if found else None
     step = 0 if state is None else int(state["step"])
     with RunLog(place.log_file):  # nobody else is at it
-        steps = ReleasedSteps.resume(place.steps_file, identity, step=step)
+        steps = StepLedger.resume(place.steps_file, identity, step=step)
         if found:
             cut_log(place.log_file, step)
     with (
@@ -132,12 +132,12 @@ class _Run:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: RunSetup,
         place: RunDirectory,
         progress: ProgressDisplay,
         log: RunLog,
         loop: Loop,
-        wish: StopWish,
+        wish: StopRequest,
         key: NoiseKey,
     ) -> None:
         self._setup, self._place, self._progress, self._key = setup, place, progress, key

@@ -15,7 +15,7 @@ from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.support.files import UNFINISHED, make_folder, write_text
 from dpoptim.app.support.plain import plain
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, ReleasedSteps, RunIdentity
+from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class RunDirectory:
                 f"{free / 1e6:.0f} MB left; make room, or choose another disk"
             )
 
-    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey, identity: RunIdentity) -> None:
+    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey, identity: RunHeader) -> None:
         """Make the folder (mode 0700) with all that is known before training; it appears whole or not at all."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
             key.save(new.key_file)
-            ReleasedSteps.begin(new.steps_file, identity).close()
+            StepLedger.begin(new.steps_file, identity).close()
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from dpoptim.app.models.task_of_model import task_of_model
 from dpoptim.app.recipes.defaults import chosen_device, notes_on, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.shared_records import check_held_out_is_other, same_source
-from dpoptim.clipping import check_examples_do_not_mix
+from dpoptim.clipping import check_example_independence
 from dpoptim.integrations.losses.tasks import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, optimizer_of, plan_of
 from dpoptim.integrations.optional import one_line
@@ -29,7 +29,7 @@ _KINDS = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Ki
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Setup:
+class RunSetup:
     """A recipe with every value filled in, the model with its training examples, held-out ones, and the plan.
 
     Guarantee: `validation` shares no place with `prepared`; `plan` counts the training records alone.
@@ -80,9 +80,9 @@ class Setup:
         return contextlib.nullcontext()
 
 
-def set_up(
+def prepare_run(
     recipe: Recipe, *, plan: PrivacyPlan | None = None, tell: Callable[[str], None] = lambda text: None
-) -> Setup:
+) -> RunSetup:
     """Read the data, hold some out, load the model, make the plan (or take a run's own), and try model and optimizer.
 
     The order: records, then those held out, then model and sizes, then the plan over the training records, then a trial
@@ -126,7 +126,7 @@ def set_up(
         tell("making the privacy plan")
         plan = plan_of(recipe, parameters=prepared.model, progress=lambda name: tell(f"optimizing {name}"))
         recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
-    setup = Setup(recipe=recipe, prepared=prepared, validation=validation, plan=plan)
+    setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan)
     tell("trying the model on random examples")
     return dataclasses.replace(setup, plan=_tried(setup), shared_records=shared)
 
@@ -194,16 +194,16 @@ def _unread(recipe: Recipe, task: Task, name: str) -> str:
     return f"{name}={value!r} is not read in {said}; {mend}"
 
 
-def _tried(setup: Setup) -> PrivacyPlan:
+def _tried(setup: RunSetup) -> PrivacyPlan:
     """The plan as it runs, after an optimizer was made for the model and a loss was taken back through it."""
     setup.model.train()
     try:
-        optimizer = optimizer_of(setup.recipe, setup.model, setup.plan, own_batches=True)
+        optimizer = optimizer_of(setup.recipe, setup.model, setup.plan, external_batches=True)
         optimizer.detach()
         longest = setup.prepared.max_length or 8
         batch = random_batch(setup.prepared, [min(longest, length) for length in (8, 5, 3)])
         with torch.random.fork_rng(devices=[] if setup.device.type == "cpu" else None):
-            check_examples_do_not_mix(setup.model, setup.prepared.loss_per_example, batch)
+            check_example_independence(setup.model, setup.prepared.loss_per_example, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {one_line(error)}") from error
     return optimizer.plan

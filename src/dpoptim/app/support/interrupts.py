@@ -11,14 +11,14 @@ from types import FrameType
 
 
 @dataclass
-class StopWish:
+class StopRequest:
     """Which signal asked for an end; None while none did."""
 
     signal: int | None = None
 
 
 @contextlib.contextmanager
-def stopping_between_steps() -> Iterator[StopWish]:
+def stopping_between_steps() -> Iterator[StopRequest]:
     """The first signal is noted and a second one interrupts at once; outside the main thread nothing is caught.
 
     >>> with stopping_between_steps() as wish:
@@ -26,7 +26,7 @@ def stopping_between_steps() -> Iterator[StopWish]:
     ...     wish.signal == signal.SIGINT
     True
     """
-    wish = StopWish()
+    wish = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield wish
         return

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.layers.generic import generic
 from dpoptim.clipping.layers.linear import apply_linear
-from dpoptim.clipping.layers.rule import Keeper
+from dpoptim.clipping.layers.rule import GradientSink
 
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
-def attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `nn.MultiheadAttention`; learned extra keys, and keys of another width, go the generic way."""
     if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
         return generic(keeper, name, module, args, kwargs)
@@ -33,7 +33,7 @@ def attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
         )
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    query, key, value = (keeper.agree_on_batch(tensor, name) for tensor in (query, key, value))
+    query, key, value = (keeper.expand_to_batch(tensor, name) for tensor in (query, key, value))
     same = options["query"] is options["key"] is options["value"]
     projected = _project(keeper, module, query, key, value, same)
     queries, keys, values = (_split_heads(part, module.num_heads) for part in projected)
@@ -50,7 +50,7 @@ def attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
     return (output if module.batch_first else output.transpose(0, 1)), shown
 
 
-def _project(keeper: Keeper, module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool) -> list[Tensor]:
+def _project(keeper: GradientSink, module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool) -> list[Tensor]:
     """Queries, keys and values, each [examples, positions, width]."""
     if same:
         return list(apply_linear(keeper, query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))

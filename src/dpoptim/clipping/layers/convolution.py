@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Dense, Form, Outer
-from dpoptim.clipping.layers.rule import Keeper, Use, applied, differentiated_once, only_input, trainable
+from dpoptim.clipping.layers.rule import GradientSink, Use, applied, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide
 
 Settings = tuple[list[int], list[int], list[int], int]
@@ -25,7 +25,7 @@ class _Convolution(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         settings: Settings,  # stride, padding, dilation, groups
-        keeper: Keeper,
+        keeper: GradientSink,
         use: Use,
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.settings = keeper, use, weight, bias, settings
@@ -124,14 +124,14 @@ def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings)
     return gradients.view(examples, *weight.shape)
 
 
-def convolution(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def convolution(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
         )
-    inputs = keeper.agree_on_batch(inputs, name)
+    inputs = keeper.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     padding = [0] * len(module.stride)

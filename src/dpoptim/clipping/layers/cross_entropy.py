@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Dense, Outer
-from dpoptim.clipping.layers.rule import Keeper, Use, applied, differentiated_once, trainable
+from dpoptim.clipping.layers.rule import GradientSink, Use, applied, differentiated_once, trainable
 from dpoptim.kernels.norms import position_sums, softmax_gradient_
 
 _ALIGNMENT = 64  # classes are padded to a multiple of this: tensor cores want aligned rows
@@ -28,7 +28,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         labels: Tensor,  # [examples, positions], negative where nothing is predicted
-        keeper: Keeper | None,  # None: ordinary gradients of weight and bias
+        keeper: GradientSink | None,  # None: ordinary gradients of weight and bias
         use: Use | None,
     ) -> Tensor:
         classes, width = weight.shape
@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, labels: Tensor, keeper: Keeper | None
+    inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, labels: Tensor, keeper: GradientSink | None
 ) -> Tensor:
     """Losses of shape [examples, positions] from inputs [examples, positions, width]."""
     if torch.is_autocast_enabled(inputs.device.type):  # as autocast does for a linear layer

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Rows
-from dpoptim.clipping.layers.rule import Keeper, Use, applied, differentiated_once, only_input
+from dpoptim.clipping.layers.rule import GradientSink, Use, applied, differentiated_once, only_input
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, keeper: Keeper, use: Use
+        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, keeper: GradientSink, use: Use
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.weight, ctx.padding_idx = keeper, use, weight, padding_idx
         ctx.save_for_backward(ids)
@@ -33,13 +33,15 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def embedding(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
-    ids = keeper.agree_on_batch(only_input(args, kwargs), name)
+    ids = keeper.expand_to_batch(only_input(args, kwargs), name)
     return applied(_Embedding, ids, module.weight, module.padding_idx, keeper, keeper.use())
 
 
-def scaled_embedding(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def scaled_embedding(
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
     """The rule of transformers' tables whose rows are multiplied by a number, as Gemma's and BART's are."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):

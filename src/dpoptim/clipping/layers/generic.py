@@ -19,16 +19,16 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Dense
-from dpoptim.clipping.layers.rule import Keeper, Use, batch_axis, differentiated_once
+from dpoptim.clipping.layers.rule import GradientSink, Use, batch_axis, differentiated_once
 from dpoptim.clipping.trials import is_trying
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """Which modules have been compared with their own forward, for which axes of which arguments."""
 
 
-class OneCopyAnExample(torch.autograd.Function):
+class PerExampleCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: Keeper, use: Use) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: GradientSink, use: Use) -> Tensor:
         ctx.keeper, ctx.use, ctx.parameter = keeper, use, parameter
         return parameter.detach().expand(examples, *parameter.shape)
 
@@ -39,14 +39,14 @@ class OneCopyAnExample(torch.autograd.Function):
         return None, None, None, None
 
 
-def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of every module that has no rule of its own."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
-    examples = keeper.agree_on_batch(first.movedim(examples_axis, 0), name).shape[0]
+    examples = keeper.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
         raise ValueError(
             f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
@@ -60,7 +60,7 @@ def generic(keeper: Keeper, name: str, module: nn.Module, args: tuple[Any, ...],
     ]
     use = keeper.use()
     copies = {
-        key: OneCopyAnExample.apply(parameter, examples, keeper, use)
+        key: PerExampleCopy.apply(parameter, examples, keeper, use)
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -110,7 +110,7 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
 
 
 def _seen_to_be(
-    keeper: Keeper, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
+    keeper: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
 ) -> list[int | None]:
     """The axes that the model's trial on one example less has shown; a length alone can agree by chance."""
     was_tried, shown = keeper.axes_of(name)
@@ -132,7 +132,7 @@ def _seen_to_be(
 
 
 @contextlib.contextmanager
-def _plain(keeper: Keeper) -> Iterator[None]:
+def _plain(keeper: GradientSink) -> Iterator[None]:
     """Layers inside the module run their own forward: their parameters are the copies."""
     before, keeper.inside_generic = keeper.inside_generic, True
     try:

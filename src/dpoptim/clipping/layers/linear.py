@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Dense, Outer
-from dpoptim.clipping.layers.rule import Keeper, Use, applied, by_position, differentiated_once, only_input, trainable
+from dpoptim.clipping.layers.rule import (
+    GradientSink,
+    Use,
+    applied,
+    by_position,
+    differentiated_once,
+    only_input,
+    trainable,
+)
 from dpoptim.kernels.norms import wide_dtype
 
 
@@ -25,7 +33,7 @@ class _Linear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         inputs_first: bool,
-        keeper: Keeper,
+        keeper: GradientSink,
         use: Use,
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.inputs_first = keeper, use, inputs_first
@@ -52,28 +60,28 @@ class _Linear(torch.autograd.Function):
         return to_inputs, None, None, None, None, None
 
 
-def apply_linear(keeper: Keeper, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+def apply_linear(keeper: GradientSink, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
     """inputs @ weight.T + bias, through the engine."""
     return applied(_Linear, inputs, weight, bias, False, keeper, keeper.use())
 
 
-def linear(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def linear(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Linear`."""
     inputs = _with_batch(keeper, name, only_input(args, kwargs))
     return apply_linear(keeper, inputs, module.weight, module.bias)
 
 
 def conv1d_of_transformers(
-    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
     inputs = _with_batch(keeper, name, only_input(args, kwargs))
     return applied(_Linear, inputs, module.weight, module.bias, True, keeper, keeper.use())
 
 
-def _with_batch(keeper: Keeper, name: str, inputs: Tensor) -> Tensor:
+def _with_batch(keeper: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
         )
-    return keeper.agree_on_batch(inputs, name)
+    return keeper.expand_to_batch(inputs, name)

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Dense
-from dpoptim.clipping.layers.rule import Keeper, Use, applied, by_position, differentiated_once, only_input, trainable
+from dpoptim.clipping.layers.rule import (
+    GradientSink,
+    Use,
+    applied,
+    by_position,
+    differentiated_once,
+    only_input,
+    trainable,
+)
 from dpoptim.kernels import normalization as normalisation
 from dpoptim.kernels.norms import on_gpu, wide, wide_dtype
 
@@ -26,7 +34,7 @@ class _ScaleAndShift(torch.autograd.Function):
         weight: nn.Parameter | None,
         bias: nn.Parameter | None,
         first_axis: int,  # the parameter's axes begin here in `normalised`
-        keeper: Keeper,
+        keeper: GradientSink,
         use: Use,
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.first_axis = keeper, use, weight, bias, first_axis
@@ -73,7 +81,7 @@ class _WholeNorm(torch.autograd.Function):
         norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
         settings: tuple[Any, ...],  # what the norm takes besides
         gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
-        keeper: Keeper,
+        keeper: GradientSink,
         use: Use,
     ) -> Tensor:
         ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.gradient = keeper, use, weight, bias, gradient
@@ -92,8 +100,8 @@ class _WholeNorm(torch.autograd.Function):
         return to_inputs, *[None] * 7
 
 
-def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+def layer_norm(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.expand_to_batch(only_input(args, kwargs), name)
     fits = tuple(module.normalized_shape) == inputs.shape[-1:]
     if fits and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
         settings = (normalisation.layer_norm, (module.eps,), normalisation.layer_norm_gradient)
@@ -104,8 +112,8 @@ def layer_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kw
     return _apply(normalised, module, first_axis, name, keeper)
 
 
-def group_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+def group_norm(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.expand_to_batch(only_input(args, kwargs), name)
     # torch's own statistics have the inputs' dtype
     exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias) is not None
     fits = inputs.is_contiguous() and inputs.numel() > 0 and inputs.shape[1] == module.num_channels
@@ -127,26 +135,30 @@ def _is_wide(inputs: Tensor) -> bool:
     return inputs.dtype == wide_dtype(inputs.dtype)
 
 
-def rms_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+def rms_norm(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    inputs = keeper.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
     first_axis = inputs.ndim - len(module.normalized_shape)
     return _apply(normalised, module, first_axis, name, keeper)
 
 
-def instance_norm(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+def instance_norm(
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    inputs = keeper.expand_to_batch(only_input(args, kwargs), name)
     return _apply(F.instance_norm(inputs, eps=module.eps), module, 1, name, keeper)
 
 
-def batch_norm_in_eval(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def batch_norm_in_eval(
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
     """BatchNorm with frozen statistics is an affine map; in training mode it is refused before it comes here."""
-    inputs = keeper.agree_on_batch(only_input(args, kwargs), name)
+    inputs = keeper.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)
     return _apply(normalised, module, 1, name, keeper)
 
 
-def _apply(normalised: Tensor, module: Any, first_axis: int, name: str, keeper: Keeper) -> Tensor:
+def _apply(normalised: Tensor, module: Any, first_axis: int, name: str, keeper: GradientSink) -> Tensor:
     if first_axis < 1:
         raise ValueError(f"layer '{name}' normalises over the batch axis; add the batch in front of its input")
     bias = getattr(module, "bias", None)

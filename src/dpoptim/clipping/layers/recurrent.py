@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpoptim.clipping.layers.linear import apply_linear
-from dpoptim.clipping.layers.rule import Keeper
+from dpoptim.clipping.layers.rule import GradientSink
 
 State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size]
 
 
-def recurrent(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def recurrent(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of the three recurrent layers: any number of layers, both directions, projections, dropout between
     layers.
     """
@@ -30,7 +30,7 @@ def recurrent(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwa
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them"
         )
-    inputs = keeper.agree_on_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
+    inputs = keeper.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)
     final: list[State] = []
@@ -66,7 +66,7 @@ def _initial_states(module: Any, inputs: Tensor, states: Any, directions: int) -
 
 
 def _one_direction(
-    keeper: Keeper, module: Any, suffix: str, inputs: Tensor, state: State, *, backwards: bool
+    keeper: GradientSink, module: Any, suffix: str, inputs: Tensor, state: State, *, backwards: bool
 ) -> tuple[Tensor, State]:
     def parameter(kind: str) -> nn.Parameter | None:
         return getattr(module, kind + suffix, None)

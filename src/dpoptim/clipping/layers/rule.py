@@ -25,20 +25,20 @@ class Use(NamedTuple):
     recomputed_in: int | None
 
 
-class Keeper(Protocol):
+class GradientSink(Protocol):
     """What a rule sees of the engine."""
 
     inside_generic: bool
 
     @property
     def capturing(self) -> bool: ...
-    def agree_on_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
+    def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
     def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]: ...
     def use(self) -> Use: ...
     def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None: ...
 
 
-RuleFunction = Callable[[Keeper, str, Any, tuple[Any, ...], dict[str, Any]], Any]
+RuleFunction = Callable[[GradientSink, str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.app.models.padding_check import full_precision, same_losses
-from dpoptim.clipping import check_examples_do_not_mix, public_data
+from dpoptim.clipping import check_example_independence, public_data
 from dpoptim.data.rng_check import noted_generators, refuse_noted
-from dpoptim.data.secret_randomness import generator_states, keep_states, seed_generators
+from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
 from dpoptim.integrations.hugging_face.replaced_check import NOTHING_BOUNDS, all_of_one, check_replaced, half_of_them
 from dpoptim.integrations.hugging_face.trial_batches import (
     Evaluated,
@@ -62,7 +62,7 @@ def check_batches(trainer: Any, losses: Losses, collate: Callable[[list[Any]], A
     Cost: four dozen forwards of one to four examples, nine of a whole batch, and one backward.
     """
     size = min(_ROWS, trainer.args.per_device_train_batch_size, len(dataset))
-    put_back = keep_states()
+    put_back = save_rng_states()
     try:
         trial = TrialBatches(trainer=trainer, collate=collate)
         if size < 2:
@@ -109,7 +109,7 @@ def check_gradients(model: nn.Module, losses: Losses, batch: Any, examples: int)
         refuse_noted(_RUNS, noted)
         return generator_states()
 
-    one = tried(0, lambda: check_examples_do_not_mix(model, counted, None))
+    one = tried(0, lambda: check_example_independence(model, counted, None))
     with torch.no_grad():
         other = tried(1, lambda: counted(model, None))
     refuse_noted(_RUNS, [name for name in one if one[name] == other[name]])

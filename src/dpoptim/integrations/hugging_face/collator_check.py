@@ -9,15 +9,15 @@ from typing import Any
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from dpoptim.data.record_fingerprint import digest_values
-from dpoptim.data.record_schema import OneForm
+from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import MEND, check_generators, noted_generators, refuse_noted
-from dpoptim.data.secret_randomness import generator_states, keep_states, seed_generators
+from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
 from dpoptim.noise import NoiseKey
 
 _TRIED = 32  # examples: so many that masks of a generator of one's own do not agree by chance
 
 
-def same_form(collate: Callable[[list[Any]], Any], args: Any) -> OneForm | None:
+def same_form(collate: Callable[[list[Any]], Any], args: Any) -> RecordSchema | None:
     """What holds training examples to one form, at the columns that the collator is given.
 
     Edge cases: None with per_device_train_batch_size=1, where no two records are collated together. Columns that
@@ -26,7 +26,7 @@ def same_form(collate: Callable[[list[Any]], Any], args: Any) -> OneForm | None:
     if args.per_device_train_batch_size == 1:
         return None
     columns = collate.signature_columns if isinstance(collate, RemoveColumnsCollator) else None
-    return OneForm("train_dataset", columns=columns)
+    return RecordSchema("train_dataset", columns=columns)
 
 
 def check_repeats(collate: Callable[[list[Any]], Any], dataset: Any, key: NoiseKey) -> None:
@@ -38,7 +38,7 @@ def check_repeats(collate: Callable[[list[Any]], Any], dataset: Any, key: NoiseK
     Edge cases: batches of objects that cannot be compared are taken as they are.
     """
     check_generators(data_collator=collate)
-    put_back = keep_states()
+    put_back = save_rng_states()
     found, after = [], []
     try:
         for seed in (0, 0, 0, 1):

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from dpoptim.data import RecordDigests, digest_records
-from dpoptim.data.record_schema import OneForm
+from dpoptim.data.record_schema import RecordSchema
 from dpoptim.noise import NoiseKey
 
 _LABELS = ("label", "labels", "label_ids")
@@ -29,7 +29,7 @@ def named_held_out(eval_dataset: Any) -> dict[str, Any]:
 
 
 def digests_of(
-    train: Any, held_out: Mapping[str, Any], key: NoiseKey, *, look: OneForm | None = None
+    train: Any, held_out: Mapping[str, Any], key: NoiseKey, *, look: RecordSchema | None = None
 ) -> dict[str, RecordDigests]:
     """Keyed digests of the training and held-out examples; each is read once, by `look` too.
 

@@ -13,7 +13,7 @@ from dpoptim.data.record_fingerprint import digest_values
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.hugging_face.secret_folder import RunSecrets
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import RunIdentity
+from dpoptim.privacy import RunHeader
 
 _SETTINGS = (
     "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
@@ -30,7 +30,7 @@ def identity_for(
     optimizer: PrivateOptimizer,
     model: nn.Module,
     records: Mapping[str, RecordDigests],
-) -> RunIdentity:
+) -> RunHeader:
     """Of a run whose optimizer was just made: settings, the model's build, frozen weights.
 
     Frozen parameters (LoRA) are not in a checkpoint, so they are read, a gigabyte a second. Code (loss, collator,
@@ -49,7 +49,7 @@ def identity_for(
         "the frozen weight": digest_values(frozen, key),
         "the optimizer": digest_values(_optimizer(optimizer), key),
     }
-    return RunIdentity(key=key, settings=settings, records={name: found.whole for name, found in records.items()})
+    return RunHeader(key=key, settings=settings, records={name: found.whole for name, found in records.items()})
 
 
 def _optimizer(optimizer: PrivateOptimizer) -> Any:

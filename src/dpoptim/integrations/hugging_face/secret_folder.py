@@ -16,7 +16,7 @@ from typing import Any
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.hugging_face.checkpoint_files import check_checkpoint, read_loader_state
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import ReleasedSteps, RunIdentity
+from dpoptim.privacy import RunHeader, StepLedger
 from dpoptim.privacy.step_ledger import released_count
 
 
@@ -76,11 +76,11 @@ def secrets_of(checkpoint: str | Path, privacy: PrivacyArguments, args: Any, *, 
     return RunSecrets(name=name, key=key, steps_file=steps_file, step=check_checkpoint(checkpoint, key))
 
 
-def open_steps(secrets: RunSecrets, identity: RunIdentity) -> ReleasedSteps:
+def open_steps(secrets: RunSecrets, identity: RunHeader) -> StepLedger:
     """The released steps of a run that begins, or goes on from a checkpoint; refused where it may not."""
     if secrets.step is None:
-        return ReleasedSteps.begin(secrets.steps_file, identity)
-    return ReleasedSteps.resume(secrets.steps_file, identity, step=secrets.step)
+        return StepLedger.begin(secrets.steps_file, identity)
+    return StepLedger.resume(secrets.steps_file, identity, step=secrets.step)
 
 
 def check_key_file(privacy: PrivacyArguments, args: Any) -> None:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_l
 from dpoptim.clipping import Released
 from dpoptim.data import RecordDigests, private_loader
 from dpoptim.data.rng_check import check_generators
-from dpoptim.data.secret_randomness import seed_generators, seed_secretly
+from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.integrations.hugging_face.batch_check import check_batches
 from dpoptim.integrations.hugging_face.checkpoint_files import read_loader_state, write_loader_state
@@ -41,7 +41,7 @@ from dpoptim.integrations.hugging_face.step_loader import Step, StepLoader
 from dpoptim.integrations.losses.batch_losses import losses_for
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import PrivacyPlan, ReleasedSteps
+from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 from dpoptim.privacy.seals import seal_folder
 
@@ -107,7 +107,7 @@ class PrivateTrainer(transformers.Trainer):
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
         self._records: dict[str, RecordDigests] = {}
-        self._released_steps: ReleasedSteps | None = None
+        self._released_steps: StepLedger | None = None
         self._released: dict[str, Tensor] = {}
         self._spent: EpsilonSpent | None = None
         self._plan = plan
@@ -149,7 +149,7 @@ class PrivateTrainer(transformers.Trainer):
             key=self._run_secrets().key,
             micro_batch_size=self.args.per_device_train_batch_size,
             collate_fn=collate,
-            check_forms=False,  # they were compared, at the columns that are used
+            check_schema=False,  # they were compared, at the columns that are used
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             digest=self._records["training"].whole,
@@ -208,7 +208,7 @@ class PrivateTrainer(transformers.Trainer):
         assert self._steps is not None
         assert self.private_optimizer is not None
         model.train()
-        seed_secretly(self.private_optimizer)
+        seed_for_step(self.private_optimizer)
         shown, examples = torch.zeros((), device=self.args.device), 0
         for part in inputs:
             losses = self._losses(model, self._prepare_inputs(part))
@@ -369,7 +369,7 @@ class PrivateTrainer(transformers.Trainer):
             records=self._records,
         )
         self._released_steps = open_steps(secrets, identity)
-        self.private_optimizer.release.before_release = self._released_steps.note
+        self.private_optimizer.release.before_step = self._released_steps.note
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -54,7 +54,7 @@ _WRAPPERS = {
 _NOT_OPTIONS = {
     "key": "pass key= to make_private itself, which gives it to the optimizer and to the loader",
     "loss_reduction": "pass loss_reduction= to make_private itself",
-    "own_batches": "batches are always those of the loader that make_private returns; leave it out",
+    "external_batches": "batches are always those of the loader that make_private returns; leave it out",
     "run_id": "every run draws noise of its own, and load_checkpoint restores it; leave it out",
     **dict.fromkeys(
         ("model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay"),

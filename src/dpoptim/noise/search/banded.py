@@ -12,7 +12,7 @@ import torch
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.dense import optimal_dense
 from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from dpoptim.noise.strategies.base import check_bands, check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.strategies.short_repr import ShortRepr
@@ -74,7 +74,7 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
     if bands == steps:
         return optimal_dense(steps, workload)
     inverse = torch.from_numpy(workload.inverse_diagonals(steps))
-    coefs = torch.tensor(optimized_bands(Goal(steps=steps, workload=workload), bands), dtype=torch.float64)
+    coefs = torch.tensor(optimized_bands(SearchObjective(steps=steps, workload=workload), bands), dtype=torch.float64)
     inside = torch.arange(bands)[:, None] + torch.arange(steps) < steps
     band = normalised(torch.where(inside, coefs[:, None], 0.0)).requires_grad_()
     search = torch.optim.LBFGS(

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import optimize
 
 from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.base import check_bands, check_participation
 from dpoptim.noise.strategies.short_repr import ShortRepr
@@ -47,19 +47,19 @@ class BandedToeplitz(ShortRepr):
         """
         check_participation(steps, max_participations, min_separation)
         check_bands(self.bands, steps)
-        found = optimized_bands(Goal(steps=steps, workload=self.workload), self.bands)
+        found = optimized_bands(SearchObjective(steps=steps, workload=self.workload), self.bands)
         return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(found.tolist()))
 
 
 @remembered("banded-toeplitz", version=1)
-def optimized_bands(goal: Goal, bands: int) -> Array:
+def optimized_bands(goal: SearchObjective, bands: int) -> Array:
     """The coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS in float64.
 
     The search starts from the square root's coefficients. What it ends with is verified to be stationary,
     non-negative and non-increasing, so that `sensitivity` is exact. Where the best coefficients increase, as they
     may for an erratic learning rate, those that may not are searched instead.
 
-    >>> optimized_bands(Goal(steps=2), 2)[1] < 0.5  # below the square root's
+    >>> optimized_bands(SearchObjective(steps=2), 2)[1] < 0.5  # below the square root's
     np.True_
     """
     if bands == 1:
@@ -75,7 +75,9 @@ def optimized_bands(goal: Goal, bands: int) -> Array:
 _Pull = Callable[[Series], Series]
 
 
-def _minimum(goal: Goal, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series) -> tuple[Series, float]:
+def _minimum(
+    goal: SearchObjective, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series
+) -> tuple[Series, float]:
     """The best (1, *tail_of(x)) for x within [0, 1], and how far from stationary it is.
 
     Beyond 1 the inverse of the series grows without bound.

@@ -7,7 +7,7 @@ from scipy import optimize
 
 from dpoptim.noise.powers import noising_series, powers
 from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from dpoptim.noise.series import Series
 
 _GRID = 64  # decays tried for a further buffer
@@ -15,7 +15,7 @@ _SAME_DECAY = 1e-4  # buffers whose decays differ by less, in parts of 1 - decay
 
 
 @remembered("buffered-toeplitz", version=1)
-def optimized_buffers(goal: Goal, buffers: int) -> Array:
+def optimized_buffers(goal: SearchObjective, buffers: int) -> Array:
     """The best buffers, found one after another: the best with one fewer, one more put in, all moved by L-BFGS.
 
     The further buffer gets the decay at which a little weight lowers the error most, and weight as long as it
@@ -23,7 +23,7 @@ def optimized_buffers(goal: Goal, buffers: int) -> Array:
 
     Decays and weights come as float64 [2, buffers].
 
-    >>> optimized_buffers(Goal(steps=20, max_participations=20), 1).shape  # in each step: nothing to correlate
+    >>> optimized_buffers(SearchObjective(steps=20, max_participations=20), 1).shape  # in each step: nothing to correlate
     (2, 0)
     """
     if buffers == 0:
@@ -39,7 +39,7 @@ def optimized_buffers(goal: Goal, buffers: int) -> Array:
 
 
 def _with_another(
-    decays: Series, weights: Series, lowest: float, pull: Series, goal: Goal
+    decays: Series, weights: Series, lowest: float, pull: Series, goal: SearchObjective
 ) -> tuple[Series, Series] | None:
     """The buffers and the one more that promises most; None where none lowers the error. `pull` is dL/dc_{i≥1}."""
     grid = 1.0 - np.geomspace(0.1 / goal.steps, 1.0, _GRID)
@@ -57,7 +57,7 @@ def _with_another(
     return None
 
 
-def _refined(decays: Series, weights: Series, goal: Goal) -> tuple[Series, Series]:
+def _refined(decays: Series, weights: Series, goal: SearchObjective) -> tuple[Series, Series]:
     """A local minimum by L-BFGS over the logits of the decays, and of the weights beside 1 - Σ weights.
 
     Any logits are decays in (0, 1) and positive weights that sum to less than 1, so nothing must be refused.
@@ -103,7 +103,7 @@ def _merged(decays: Series, weights: Series) -> tuple[Series, Series]:
     return np.array([decay for decay, _ in kept]), np.array([weight for _, weight in kept])
 
 
-def _log_error(decays: Series, weights: Series, goal: Goal) -> tuple[float, Series]:
+def _log_error(decays: Series, weights: Series, goal: SearchObjective) -> tuple[float, Series]:
     """The goal, and its gradient in each of the coefficients c_0 .. c_{steps-1}."""
     coefs = np.concatenate([[1.0], weights @ powers(decays, goal.steps - 1)])
     return goal.by_strategy(coefs, noising_series(decays, weights, goal.steps))

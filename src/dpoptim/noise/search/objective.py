@@ -15,14 +15,14 @@ Objective = Literal["mean", "max"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Goal:
+class SearchObjective:
     """ln(error²·sensitivity²) for a workload, a number of steps and a pattern of participations.
 
     `error` is the mean or the max error of the workload, as `objective` says. Both gradients are for
     non-negative, non-increasing coefficients of C, whose sensitivity is that of participations from the first step
     on, as close as they may be.
 
-    >>> goal = Goal(steps=4)
+    >>> goal = SearchObjective(steps=4)
     >>> round(goal.by_strategy(np.array([1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0]))[0], 6)  # ln(2.5)
     0.916291
     """

@@ -10,7 +10,7 @@ from scipy import optimize
 
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import Goal
+from dpoptim.noise.search.objective import SearchObjective
 from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
 from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategies.base import check_bands, check_steps
@@ -61,7 +61,7 @@ class BandedInverse(ShortRepr):
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:
         """The best coefficients for this many steps and that participation; a second call is answered from memory."""
-        goal = Goal(
+        goal = SearchObjective(
             steps=steps,
             max_participations=max_participations,
             min_separation=min_separation,
@@ -137,7 +137,7 @@ class BandedInverseStrategy(ToeplitzStrategy):
 
 
 @remembered("banded-inverse", version=1)
-def optimized_banded_inverse(goal: Goal, bands: int) -> Array:
+def optimized_banded_inverse(goal: SearchObjective, bands: int) -> Array:
     """The coefficients of least mean_error·sensitivity among those of log-convex prefix sums, by L-BFGS-B in float64.
 
         -ln p_i = Σ_{l ≤ i} Σ_{j ≥ l} bends_j,    bends_j ≥ 0  for j = 1 .. bands-1
@@ -145,7 +145,7 @@ def optimized_banded_inverse(goal: Goal, bands: int) -> Array:
     are all of them, so that the search has bounds alone to keep to. It starts from the inverse square root, and
     is begun again from where it ends until that no longer helps: at a bound it tends to stop early.
 
-    >>> optimized_banded_inverse(Goal(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
+    >>> optimized_banded_inverse(SearchObjective(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
     np.False_
     """
     if bands == 1:
@@ -187,7 +187,7 @@ def _prefix_and_coefs(falls: Series) -> tuple[Series, Series]:
     return prefix, np.concatenate([[1.0], prefix[:-1] * np.expm1(-falls)])
 
 
-def _log_error(falls: Series, goal: Goal) -> tuple[float, Series]:
+def _log_error(falls: Series, goal: SearchObjective) -> tuple[float, Series]:
     """The goal, and its gradient in `falls`."""
     prefix, inverse = _prefix_and_coefs(falls)
     noising = np.concatenate([inverse, np.zeros(goal.steps - len(inverse))])

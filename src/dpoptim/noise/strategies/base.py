@@ -13,7 +13,7 @@ from dpoptim.noise.key import NoiseKey
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.series import Series
 from dpoptim.noise.source import NormalSource, TensorPart
-from dpoptim.noise.streams import NoiseStream, OnHost
+from dpoptim.noise.streams import HostStream, NoiseStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 
@@ -128,7 +128,7 @@ class Strategy(ABC):
         where = "cpu" if memory.on_host else device
         source = NormalSource(key=key, stream=stream, parts=tuple(parts), dtype=dtype, device=where)
         made = self._rows(source, memory)
-        return OnHost(made, device) if memory.on_host and torch.device(device).type != "cpu" else made
+        return HostStream(made, device) if memory.on_host and torch.device(device).type != "cpu" else made
 
     @abstractmethod
     def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream: ...

@@ -10,7 +10,7 @@ import numpy as np
 from dpoptim.noise.memory import NoiseMemory
 from dpoptim.noise.powers import noising_series, powers
 from dpoptim.noise.search.buffered_search import optimized_buffers
-from dpoptim.noise.search.objective import Goal, Objective
+from dpoptim.noise.search.objective import Objective, SearchObjective
 from dpoptim.noise.series import Series, divide
 from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategies.base import check_steps
@@ -59,7 +59,7 @@ class BufferedToeplitz(ShortRepr):
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BufferedToeplitzStrategy:
         """The best buffers for this many steps and that participation; a second call is answered from memory."""
-        goal = Goal(
+        goal = SearchObjective(
             steps=steps,
             max_participations=max_participations,
             min_separation=min_separation,

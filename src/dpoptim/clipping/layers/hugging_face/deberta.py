@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.clipping.layers.generic import OneCopyAnExample
+from dpoptim.clipping.layers.generic import PerExampleCopy
 from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
 from dpoptim.clipping.layers.linear import apply_linear
-from dpoptim.clipping.layers.rule import Keeper, any_trainable, trainable
+from dpoptim.clipping.layers.rule import GradientSink, any_trainable, trainable
 
 
-def deberta_encoder(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def deberta_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DebertaV2Encoder`, which hands the table to its layers."""
     forward = partial(type(module).forward, module, *args, **kwargs)
     norm = module.LayerNorm if "layer_norm" in module.norm_rel_ebd else nn.Identity()
@@ -30,30 +30,32 @@ def deberta_encoder(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
     if keeper.capturing:
-        hidden = keeper.agree_on_batch(hidden, name)
+        hidden = keeper.expand_to_batch(hidden, name)
         shared = partial(type(module).get_rel_embedding, module)
         check_same(name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
 
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
         if trainable(table):
-            return norm(OneCopyAnExample.apply(table, len(hidden), keeper, keeper.use()))
+            return norm(PerExampleCopy.apply(table, len(hidden), keeper, keeper.use()))
         return norm(table.expand(len(hidden), -1, -1))
 
     with replaced(module, get_rel_embedding=copies):
         return forward()
 
 
-def deberta_attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def deberta_attention(
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The rule of `DisentangledSelfAttention`."""
     if keeper.capturing:
-        keeper.agree_on_batch(args[0] if args else kwargs["hidden_states"], name)
+        keeper.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
     with replaced(module, disentangled_attention_bias=partial(_position_scores, keeper, name, module)):
         return type(module).forward(module, *args, **kwargs)
 
 
 def _position_scores(
-    keeper: Keeper,
+    keeper: GradientSink,
     name: str,
     module: Any,
     query: Tensor,  # [examples · heads, positions, width of a head]
@@ -112,14 +114,14 @@ def _projections(module: Any) -> tuple[Any, Any]:
 
 
 def deberta_prediction_head(
-    keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """The rule of `DebertaV2LMPredictionHead`, which multiplies by the table of words, another layer's parameter."""
     hidden, words = _bind(*args, **kwargs)
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
     if keeper.capturing:
-        hidden = keeper.agree_on_batch(hidden, name)
+        hidden = keeper.expand_to_batch(hidden, name)
         one = hidden[:1]
         check_same(
             name,
@@ -130,7 +132,7 @@ def deberta_prediction_head(
     return _predicted(keeper, module, hidden, words)
 
 
-def _predicted(keeper: Keeper, module: Any, hidden: Tensor, words: Any) -> Tensor:
+def _predicted(keeper: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
     hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
     return apply_linear(keeper, hidden, words.weight, module.bias)
 

@@ -15,16 +15,18 @@ from torch import Tensor
 from dpoptim.clipping.layers.embedding import embedding
 from dpoptim.clipping.layers.generic import generic
 from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
-from dpoptim.clipping.layers.rule import Keeper, any_trainable
+from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
-def opt_decoder_layer(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def opt_decoder_layer(
+    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The rule of `OPTDecoderLayer`."""
     if not any_trainable(module.final_layer_norm, module.fc1, module.fc2):
         return type(module).forward(module, *args, **kwargs)
     hidden = args[0] if args else kwargs["hidden_states"]
     if keeper.capturing:
-        one = keeper.agree_on_batch(hidden, name)[:1]
+        one = keeper.expand_to_batch(hidden, name)[:1]
         with replaced(module, self_attn=_no_attention):  # which has nothing to do with the fold, and fills a cache
             check_same(name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
@@ -64,7 +66,7 @@ def _no_attention(hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
     return hidden_states, None
 
 
-def opt_positions(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def opt_positions(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `OPTLearnedPositionalEmbedding` where it is given the positions, as OPT gives them."""
     positions = kwargs.get("position_ids")
     if positions is None:

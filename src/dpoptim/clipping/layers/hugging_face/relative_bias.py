@@ -13,21 +13,21 @@ from typing import Any
 from torch import Tensor
 
 from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
-from dpoptim.clipping.layers.rule import Keeper, any_trainable
+from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
-def t5_attention(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def t5_attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `T5Attention` and of its likes in mT5 and UMT5; of T5's layers the first alone has a table."""
     return _with_biases_for_each("compute_bias", keeper, name, module, args, kwargs)
 
 
-def mpnet_encoder(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mpnet_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `MPNetEncoder`."""
     return _with_biases_for_each("compute_position_bias", keeper, name, module, args, kwargs)
 
 
 def _with_biases_for_each(
-    method: str, keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    method: str, keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's own forward, whose `method` makes the biases of each example."""
     forward = partial(type(module).forward, module, *args, **kwargs)
@@ -36,7 +36,7 @@ def _with_biases_for_each(
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
     if keeper.capturing:
-        hidden = keeper.agree_on_batch(hidden, name)
+        hidden = keeper.expand_to_batch(hidden, name)
     own = partial(getattr(type(module), method), module)
 
     def biases(*given: Any, **options: Any) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.layers.generic import OneCopyAnExample, generic
-from dpoptim.clipping.layers.rule import Keeper
+from dpoptim.clipping.layers.generic import PerExampleCopy, generic
+from dpoptim.clipping.layers.rule import GradientSink
 
 
-def vit_embeddings(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def vit_embeddings(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule where images have the size of the configuration and none is masked; else the generic way."""
     pixels = args[0] if args else kwargs.get("pixel_values")
     options = [*args[1:], *(value for key, value in kwargs.items() if key != "pixel_values")]
@@ -23,13 +23,13 @@ def vit_embeddings(keeper: Keeper, name: str, module: Any, args: tuple[Any, ...]
         return generic(keeper, name, module, args, kwargs)
     if tuple(pixels.shape[-2:]) != tuple(module.image_size):
         return generic(keeper, name, module, args, kwargs)
-    pixels = keeper.agree_on_batch(pixels, name)
+    pixels = keeper.expand_to_batch(pixels, name)
     patches, use = module.patch_embeddings(pixels), keeper.use()
 
     def copies(parameter: Tensor) -> Tensor:
         if not parameter.requires_grad:
             return parameter.expand(pixels.shape[0], -1, -1)
-        return OneCopyAnExample.apply(parameter, pixels.shape[0], keeper, use).squeeze(1)
+        return PerExampleCopy.apply(parameter, pixels.shape[0], keeper, use).squeeze(1)
 
     tokens = torch.cat([copies(module.cls_token), patches], dim=1)
     return module.dropout(tokens + copies(module.position_embeddings))
