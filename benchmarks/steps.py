@@ -93,7 +93,7 @@ def steps_of(case: Case, way: str) -> Step:
     def private() -> None:
         (captured or ordinary)(*batch)
         optimizer.step()
-        if captured is not None and optimizer.release.step == 3 and not captured.graphs:
+        if captured is not None and optimizer.mechanism.step == 3 and not captured.graphs:
             raise RuntimeError("nothing was captured")
 
     return private

@@ -196,7 +196,7 @@ def lightning_fit(steps: int, **settings: Any) -> tuple[Any, Any]:
 
 def test_lightning_trains_as_a_plain_loop_does() -> None:
     module, twin = lightning_fit(steps=4)
-    assert module.optimizers().optimizer.release.step == 4
+    assert module.optimizers().optimizer.mechanism.step == 4
     for one, other in zip(module.layers.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 

@@ -79,7 +79,7 @@ class RunMetrics:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         states = [self._optimizer.state[parameter]["second_moment"] for parameter in parameters]
         moments = torch.cat([state.reshape(-1) for state in states]).double()
-        moments = moments / (1 - rule.betas[1] ** self._optimizer.release.step)
+        moments = moments / (1 - rule.betas[1] ** self._optimizer.mechanism.step)
         logs = torch.where(moments > 0, moments.clamp(min=1e-300).log10(), -math.inf)
         edges = torch.tensor(BINS, dtype=torch.float64, device=logs.device)
         places = torch.bucketize(logs, edges)

@@ -146,7 +146,7 @@ class _Training:
         generator = torch.Generator(ground.device)
         vocabulary = self.model.bert.config.vocab_size
         for indices, width, most, _ in self.loader:
-            step = self.optimizer.release.step
+            step = self.optimizer.mechanism.step
             if begins:
                 generator.manual_seed(int.from_bytes(self._secret.subkey("masks", str(step))[:8], "little") % 2**63)
                 self.sights.before(step)

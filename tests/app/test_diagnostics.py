@@ -34,7 +34,7 @@ def watched(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, nois
     for _ in range(steps):
         watch.before()
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        scale = None if optimizer.release.scale is None else dict(optimizer.release.scale)
+        scale = None if optimizer.mechanism.scale is None else dict(optimizer.mechanism.scale)
         model(inputs).square().sum(1).sum().backward()
         optimizer.step()
         found = watch.after()

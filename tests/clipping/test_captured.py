@@ -99,8 +99,8 @@ def test_replays_add_what_the_ordinary_way_adds(monkeypatch, variant, reduction)
     # Sums of squares are not captured; of two ways in turns, each shape is met anew in each.
     assert replays == {"squares": [], "in turns": [2, 1]}.get(variant, [3, 2])
     assert_same(found, expected)
-    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
-    assert 0 < ordinary.release.counts_not_private.clipped < 56
+    assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
+    assert 0 < ordinary.mechanism.counts_not_private.clipped < 56
 
 
 def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
@@ -110,8 +110,8 @@ def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
     found, optimizer = trained("flat", batches, is_captured=True)
     assert replays == [7]
     assert_same(found, expected)
-    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
-    assert optimizer.release.counts_not_private.examples == sum(len(x) for x, _ in batches)
+    assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
+    assert optimizer.mechanism.counts_not_private.examples == sum(len(x) for x, _ in batches)
 
 
 def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
@@ -123,9 +123,9 @@ def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
     warm(run, *first, optimizer)
     last[0][0] = math.nan
     run(*last)
-    assert optimizer.release._sums.engine.batch.add_ready is not None
-    optimizer.release._sums.engine.flush()
-    counts = optimizer.release.counts_not_private
+    assert optimizer.mechanism._sums.engine.batch.add_ready is not None
+    optimizer.mechanism._sums.engine.flush()
+    counts = optimizer.mechanism.counts_not_private
     assert (counts.examples, counts.nonfinite) == (10, 1)
 
 
@@ -139,8 +139,8 @@ def test_norms_are_those_of_the_examples_alone(monkeypatch):
         optimizer.step()
     ((x, y),) = batches_of((5, 4))
     run(x, y)
-    optimizer.release._sums.engine.flush()
-    (norms,) = optimizer.release._sums.norms
+    optimizer.mechanism._sums.engine.flush()
+    (norms,) = optimizer.mechanism._sums.norms
     for j in range(5):
         own = copy.deepcopy(model)
         losses_of(own)(x[j : j + 1], y[j : j + 1]).sum().backward()
@@ -159,7 +159,7 @@ def test_two_batches_make_one_step(monkeypatch):
             differentiate(x, y)
             if number % 2:
                 optimizer.step()
-        assert optimizer.release.counts_not_private.examples == 32
+        assert optimizer.mechanism.counts_not_private.examples == 32
 
     assert_same(*both_ways(loop))
     assert replays == [7]
@@ -175,7 +175,7 @@ def test_an_ordinary_batch_may_follow(monkeypatch, apart):
             differentiate(x, y)
             ordinary(x[:2], y[:2])
             optimizer.step()
-        assert optimizer.release.counts_not_private.examples == 24
+        assert optimizer.mechanism.counts_not_private.examples == 24
 
     assert_same(*both_ways(loop))
 
@@ -189,7 +189,7 @@ def test_examples_apart_are_looked_at_once(monkeypatch):
     found, optimizer = trained("scaled", batches, is_captured=True)
     assert sum(replays) == 3
     assert_same(found, expected)
-    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+    assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
 
 
 @pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
@@ -212,7 +212,7 @@ def test_a_loader_is_followed(monkeypatch, sampling, apart):
                 if not loader.step_ends and loader.next_step == 5 and not broken_off:
                     broken_off = True
                     break
-        assert optimizer.release.step == 12
+        assert optimizer.mechanism.step == 12
 
     assert_same(*both_ways(loop, together=3, plan=plan, external_batches=False))
     assert sum(replays) > 3
@@ -263,7 +263,7 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
         found, optimizer = trained("scaled", batches, is_captured=True)
     assert len([w for w in warned if "captured" in str(w.message)]) == 1
     assert_same(found, expected)
-    assert optimizer.release.counts_not_private == ordinary.release.counts_not_private
+    assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
 
 
 def test_more_shapes_than_graphs_run_as_they_are(monkeypatch):
@@ -338,14 +338,14 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
     ((x, y),) = batches_of((1, 2))
     run(x, y)
     optimizer.step()
-    engine = optimizer.release._sums.engine
+    engine = optimizer.mechanism._sums.engine
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         if where == "sums":
-            patched.setattr(optimizer.release._sums, "clip_and_sum_into", interrupt)
+            patched.setattr(optimizer.mechanism._sums, "clip_and_sum_into", interrupt)
         else:
             # Of three flushes, one when the call begins and one in each of two runs, the second or the third.
             passed = [engine.flush] * (1 if where == "warm-up" else 2)
@@ -355,7 +355,7 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
     seen = seen_by(optimizer)
     optimizer.step()
     assert float(seen[0].norm()) < 1e-6
-    assert optimizer.release.counts_not_private.examples == 1
+    assert optimizer.mechanism.counts_not_private.examples == 1
 
 
 def test_a_call_that_fails_does_not_count(monkeypatch):
@@ -366,20 +366,20 @@ def test_a_call_that_fails_does_not_count(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer.release._sums.engine.buffers, "begin", fail)
+        patched.setattr(optimizer.mechanism._sums.engine.buffers, "begin", fail)
         with pytest.raises(MemoryError):
             run(x, y)
     run(x[:2], y[:2])
     run(x[2:], y[2:])
     optimizer.step()
-    assert optimizer.release.counts_not_private.examples == 12
+    assert optimizer.mechanism.counts_not_private.examples == 12
 
 
 def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
     tape_graphs(monkeypatch)
     _, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
-    sums = optimizer.release._sums
+    sums = optimizer.mechanism._sums
 
     def fail(*args: Any) -> None:
         sums._sums.add_all(args[0])
@@ -408,7 +408,7 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
             model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", external_batches=True
         )
         losses = losses_of(model)
-        run, sums = optimizer.captured(losses, together=4), optimizer.release._sums
+        run, sums = optimizer.captured(losses, together=4), optimizer.mechanism._sums
         x, y = (torch.empty_like(tensor) for tensor in parts[0])
         for number, part in enumerate(parts):
             x.copy_(part[0])
@@ -424,7 +424,7 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
                 norms[number, is_captured] = torch.cat(sums.norms).sort().values
                 assert sums.examples == 4 * (number + 1)
                 optimizer.step()
-        found.append((model, optimizer.release.counts_not_private))
+        found.append((model, optimizer.mechanism.counts_not_private))
     for number in range(2, 15, 3):
         torch.testing.assert_close(norms[number, True], norms[number, False], rtol=1e-4, atol=1e-6)
     assert_same(found[0][0], found[1][0])
@@ -467,7 +467,7 @@ def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
     assert_forgotten(monkeypatch, run, fail, step, seen)
     optimizer.step()
     assert float(seen[2].norm()) < 1e-6
-    assert optimizer.release.counts_not_private.examples == 32
+    assert optimizer.mechanism.counts_not_private.examples == 32
 
 
 @pytest.mark.parametrize("by", ["the step", "the next batch"])
@@ -528,10 +528,10 @@ def test_the_scale_that_clipped_a_batch_lives_until_it_is_taken_in(monkeypatch):
     for is_replayed in (False, True):  # with a scale
         scale = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
         lives = [weakref.ref(value) for value in scale.values()]
-        optimizer.release.scale = scale
+        optimizer.mechanism.scale = scale
         run(x, y)
         del scale
-        optimizer.release.scale = None
+        optimizer.mechanism.scale = None
         assert [value() is not None for value in lives] == [is_replayed] * len(lives)
         optimizer.step()
         assert all(value() is None for value in lives)
@@ -541,7 +541,7 @@ def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeyp
     tape_graphs(monkeypatch)
     hold_apart(monkeypatch, APART["all apart"])
     model, optimizer, run, (x, y) = with_a_graph()
-    sums = optimizer.release._sums
+    sums = optimizer.mechanism._sums
     run(x, y)
     sums.engine.flush()
     captured_run(model)
@@ -560,13 +560,13 @@ def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch,
     ((x, y),) = batches_of((4, 2))
     ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     for number, differentiate in enumerate([run, run, run, lambda x, y: losses_of(model)(x, y).sum().backward()]):
-        optimizer.release.scale = {name: one.clone() for name, one in ones.items()}
+        optimizer.mechanism.scale = {name: one.clone() for name, one in ones.items()}
         differentiate(x, y)
         if number >= 2:
             if how == "another":
-                optimizer.release.scale = {name: 3 * one for name, one in ones.items()}
+                optimizer.mechanism.scale = {name: 3 * one for name, one in ones.items()}
             else:
-                for value in optimizer.release.scale.values():
+                for value in optimizer.mechanism.scale.values():
                     value.mul_(3)
         optimizer.step()
     torch.testing.assert_close(seen[2], seen[3], rtol=1e-5, atol=1e-8)
@@ -580,7 +580,7 @@ def test_a_clip_norm_and_a_precision_of_their_own_make_another_graph(monkeypatch
     seen = seen_by(optimizer)
     ((x, y),) = batches_of((4, 2))
     warm(run, x, y, optimizer)
-    optimizer.release._sums.clip_norm = 0.01
+    optimizer.mechanism._sums.clip_norm = 0.01
     warm(run, x, y, optimizer)
     assert replays == [1, 1]
     assert float(seen[3].norm()) < 0.1 * float(seen[1].norm())
@@ -723,14 +723,14 @@ def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
     expected = []
     for x, y in (one, other, many):
         losses_of(model)(x, y).sum().backward()
-        optimizer.release._sums.engine.flush()
-        expected.append(optimizer.release._sums.norms[-1])
+        optimizer.mechanism._sums.engine.flush()
+        expected.append(optimizer.mechanism._sums.norms[-1])
         optimizer.step()
     told = optimizer.explain()
     losses = [run(x, y) for x, y in (many, one, other)]
     torch.testing.assert_close(losses, [losses_of(model)(x, y).detach() for x, y in (many, one, other)])
-    optimizer.release._sums.engine.flush()
-    first, second, third = optimizer.release._sums.norms
+    optimizer.mechanism._sums.engine.flush()
+    first, second, third = optimizer.mechanism._sums.norms
     torch.testing.assert_close([second, third, first], expected)
     assert optimizer.explain() != told
     run(*many)

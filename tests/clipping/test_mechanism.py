@@ -39,7 +39,7 @@ def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.p
     if len(gradients):
         model(gradients).sum().backward()
     assert source.close_physical_batch()
-    return source.release()
+    return source.privatize()
 
 
 class TestLevel:
@@ -75,7 +75,7 @@ class TestLevel:
         strategy = the_plan.strategy
         for norm in strategy.row_norms():
             self.assert_level(
-                self.level(source.release().gradient["inner.weight"]), float(norm) * strategy.column_norm / 4
+                self.level(source.privatize().gradient["inner.weight"]), float(norm) * strategy.column_norm / 4
             )
 
     def test_squares_have_the_level_of_their_own_strategy(self):
@@ -86,7 +86,7 @@ class TestLevel:
         first, second = the_plan.strategy, dpoptim.SquareRoot().optimize(steps=10)
         levels = []
         for norm, square_norm in zip(first.row_norms(), second.row_norms(), strict=True):
-            released = source.release()
+            released = source.privatize()
             level = math.sqrt(2) * 0.6 / 4 * float(norm) * first.column_norm
             self.assert_level(self.level(released.gradient["inner.weight"]), level)
             assert released.noise_variance == pytest.approx(level**2)
@@ -100,7 +100,7 @@ class TestLevel:
         source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
         scale = torch.linspace(0.1, 1.0, self.WIDTH, dtype=torch.float64)[None]
         source.scale = {"inner.weight": scale}
-        self.assert_level(self.level(source.release().gradient["inner.weight"] * scale), 1 / 4)
+        self.assert_level(self.level(source.privatize().gradient["inner.weight"] * scale), 1 / 4)
 
     @pytest.mark.parametrize("squares", ["of_average", "average_of"])
     @pytest.mark.parametrize("sampling", [dpoptim.Shuffled(), dpoptim.Poisson()], ids=["shuffled", "poisson"])
@@ -213,10 +213,10 @@ class TestRefusals:
 
     def test_steps_are_spent(self):
         source = PrivateMechanism(Vector(3), plan(steps=2), dpoptim.Gradient())
-        source.release()
-        source.release()
+        source.privatize()
+        source.privatize()
         with pytest.raises(ValueError, match="steps=2 releases and all are spent"):
-            source.release()
+            source.privatize()
 
     def test_a_plan_that_is_not_private_stays_so(self):
         with pytest.raises(ValueError, match="not private"):
@@ -235,7 +235,7 @@ class TestRefusals:
         first = PrivateMechanism(model, plan(), dpoptim.Gradient())
         PrivateMechanism(model, plan(), dpoptim.Gradient())
         with pytest.raises(ValueError, match="another optimizer"):
-            first.release()
+            first.privatize()
 
 
 def test_example_that_is_not_finite_is_left_out_and_reported_only_where_nothing_is_private():
@@ -257,7 +257,7 @@ def test_noise_is_the_same_however_the_model_is_laid_out():
     first = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}).double()
     second = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(5, 5), "a": nn.Linear(3, 2)}).double()
     one, other = (
-        PrivateMechanism(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").release() for m in (first, second)
+        PrivateMechanism(m, plan(), dpoptim.Gradient(), key=KEY, run_id="").privatize() for m in (first, second)
     )
     for name, noise in one.gradient.items():
         assert torch.equal(noise, other.gradient[name])
@@ -276,7 +276,7 @@ def test_another_runs_state_is_refused_once_steps_are_released():
     model = Vector(3)
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY, external_batches=True)
     other = PrivateMechanism(Vector(3), plan(), dpoptim.Gradient(), key=KEY, external_batches=True).state()
-    source.release()
+    source.privatize()
     with pytest.raises(ValueError, match="belongs to another run"):
         source.resume(other)
     assert source.step == 1

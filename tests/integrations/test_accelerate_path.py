@@ -54,7 +54,7 @@ def test_the_loop_equals_the_plain_one():
         if loader.step_ends:
             scheduler.step()
         stepped.zero_grad()
-    assert optimizer.release.step == 6
+    assert optimizer.mechanism.step == 6
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -68,7 +68,7 @@ def test_bf16_runs():
             found = losses(prepared, batch)
         accelerator.backward(found.sum())
         stepped.step()
-    assert optimizer.release.step == 6
+    assert optimizer.mechanism.step == 6
 
 
 def test_a_private_loader_passes_accelerate_untouched():

@@ -297,7 +297,7 @@ def test_a_ready_optimizer_counts_nothing_of_it(tmp_path):
     model = classifier()
     optimizer = dpoptim.dp_sgd(model, plan, lr=0.1)
     trainer = checked(tmp_path, model, LABELLED, plan=plan, optimizers=(optimizer, None), max_steps=-1)
-    assert optimizer.release.counts_not_private.examples == 0
+    assert optimizer.mechanism.counts_not_private.examples == 0
     assert trainer.train().global_step == 2
 
 

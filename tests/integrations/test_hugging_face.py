@@ -118,7 +118,7 @@ def test_clipping_is_of_each_example_and_of_no_smaller_loss(tmp_path):
         privacy = PrivacyArguments(noise_multiplier=0.0, variant="dp_sgd", sampling="shuffled")
         trainer: Any = PrivateTrainer(model, args, collator, rows, privacy=privacy)
         trainer.train()
-        counts = trainer.private_optimizer.release.counts_not_private
+        counts = trainer.private_optimizer.mechanism.counts_not_private
         assert (counts.examples, counts.clipped) == (6, 6)
         lengths.append(torch.cat([(value - before[name]).flatten() for name, value in weights(model).items()]).norm())
     assert torch.allclose(lengths[0], lengths[1], rtol=1e-4)
@@ -180,7 +180,7 @@ def test_every_release_belongs_to_a_step_of_the_plan_over_several_epochs(tmp_pat
     trainer.create_optimizer().observers.append(lambda released: steps.append(released.step))
     output = trainer.train()
     assert steps == list(range(10))
-    assert output.global_step == trainer.state.global_step == trainer.private_optimizer.release.step == 10
+    assert output.global_step == trainer.state.global_step == trainer.private_optimizer.mechanism.step == 10
     assert trainer.state.epoch == pytest.approx(2.5)
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert evaluated == [4, 8, 10]
@@ -200,8 +200,8 @@ def test_empty_poisson_batches_are_steps_of_noise(tmp_path):
         classifier(), args, None, labelled(), processing_class=WORDS, privacy=PRIVACY, loss_per_example=spied
     )
     trainer.train()
-    assert trainer.private_optimizer.release.step == 40
-    assert 0 < trainer.private_optimizer.release.counts_not_private.examples < sum(seen)
+    assert trainer.private_optimizer.mechanism.step == 40
+    assert 0 < trainer.private_optimizer.mechanism.counts_not_private.examples < sum(seen)
 
 
 def test_micro_batches_bound_what_is_in_memory_and_not_the_step(tmp_path):
@@ -217,7 +217,7 @@ def test_micro_batches_bound_what_is_in_memory_and_not_the_step(tmp_path):
     trainer.train()
     assert sizes[-6:] == [2] * 6
     assert max(sizes) == 2, "what is tried before the first step has no more in memory"
-    assert trainer.private_optimizer.release.counts_not_private.examples == 12
+    assert trainer.private_optimizer.mechanism.counts_not_private.examples == 12
 
 
 def test_a_dataset_with_other_columns_and_workers(tmp_path):
@@ -225,7 +225,7 @@ def test_a_dataset_with_other_columns_and_workers(tmp_path):
     args = training_args(tmp_path, max_steps=2, dataloader_num_workers=1)
     trainer: Any = PrivateTrainer(classifier(), args, None, rows, processing_class=WORDS, privacy=PRIVACY)
     trainer.train()
-    assert trainer.private_optimizer.release.step == 2
+    assert trainer.private_optimizer.mechanism.step == 2
 
 
 def test_schedules_advance_once_a_step(tmp_path):
@@ -315,5 +315,5 @@ def test_lora_of_a_decoder_in_bf16_with_activation_checkpoints(tmp_path):
     trainer: Any = PrivateTrainer(model, args, collator, [PIECES(text) for text in TEXTS], privacy=PRIVACY)
     assert trainer.loss_per_example == BatchLosses(task=Task.CAUSAL_LM, targets_only=True)
     trainer.train()
-    assert trainer.private_optimizer.release.step == 2
+    assert trainer.private_optimizer.mechanism.step == 2
     assert all(value.abs().sum() > 0 for name, value in model.named_parameters() if "lora_B" in name)

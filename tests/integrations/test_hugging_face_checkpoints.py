@@ -39,7 +39,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path, kept, workers):
     resumed = masked_trainer(tmp_path, model=masked_model(dropout=0.2), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{kept}"))
     assert_equal_weights(weights(straight.model), weights(resumed.model))
-    assert resumed.state.global_step == resumed.private_optimizer.release.step == 8
+    assert resumed.state.global_step == resumed.private_optimizer.mechanism.step == 8
     assert resumed.state.epoch == straight.state.epoch
     logged = [(entry["step"], entry["epoch"]) for entry in resumed.state.log_history]
     assert logged == [(entry["step"], entry["epoch"]) for entry in straight.state.log_history]
@@ -50,7 +50,7 @@ def test_resume_from_the_last_checkpoint_of_a_finished_run_does_nothing(tmp_path
     trainer.train()
     again = class_trainer(tmp_path, save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == again.private_optimizer.release.step == 4
+    assert again.state.global_step == again.private_optimizer.mechanism.step == 4
     assert_equal_weights(weights(trainer.model), weights(again.model))
 
 

@@ -99,7 +99,7 @@ def test_evaluation_is_the_stock_one_and_leaves_training_alone(tmp_path):
     with torch.enable_grad():
         found = trainer.evaluate()
         predicted = trainer.predict(held_out)
-    assert trainer.private_optimizer.release.counts_not_private.examples == 0
+    assert trainer.private_optimizer.mechanism.counts_not_private.examples == 0
     args = training_args(tmp_path)
     stock = transformers.Trainer(
         classifier(), args, eval_dataset=held_out, processing_class=WORDS, compute_metrics=accuracy

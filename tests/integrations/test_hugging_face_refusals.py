@@ -43,7 +43,7 @@ def test_a_ready_plan_and_optimizer(tmp_path):
     )
     trainer.train()
     assert trainer.plan is plan
-    assert trainer.private_optimizer.release.step == 3
+    assert trainer.private_optimizer.mechanism.step == 3
     model = classifier()
     plan = plan.replace()
     optimizer = dpoptim.joint_moments(model, plan, 1e-3)
@@ -52,7 +52,7 @@ def test_a_ready_plan_and_optimizer(tmp_path):
         model, args, None, labelled(), processing_class=WORDS, plan=plan, optimizers=(optimizer, None)
     )
     trainer.train()
-    assert optimizer.release.step == 3
+    assert optimizer.mechanism.step == 3
     assert isinstance(trainer.plan.release, dpoptim.JointMoments)
 
 
@@ -203,7 +203,7 @@ def test_a_failure_before_the_first_release_leaves_the_object_as_it_was(tmp_path
         trainer.train()
     trainer.loss_per_example = own
     trainer.train()
-    assert trainer.private_optimizer.release.step == 4
+    assert trainer.private_optimizer.mechanism.step == 4
 
 
 def test_it_is_imported_when_it_is_asked_for():

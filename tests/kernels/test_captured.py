@@ -84,7 +84,7 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
         graphs = [graph for graph in run._graphs.values() if graph is not None]
         assert bool(graphs) == (is_captured and variant != "squares")
         assert None not in run._graphs.values()
-        found.append((released, optimizer.release.counts_not_private))
+        found.append((released, optimizer.mechanism.counts_not_private))
     rounding = 1e-4 if dtype == torch.float32 else 0.05
     for step, (ordinary, own) in enumerate(zip(found[0][0], found[1][0], strict=True)):
         assert float((own - ordinary).norm() / ordinary.norm()) <= rounding, step
@@ -104,8 +104,8 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
         run(x.to(DEVICE), y.to(DEVICE))
         optimizer.step()
     assert all(run._graphs.values())
-    assert optimizer.release.counts_not_private.nonfinite == 3
-    assert optimizer.release.counts_not_private.examples == 29
+    assert optimizer.mechanism.counts_not_private.nonfinite == 3
+    assert optimizer.mechanism.counts_not_private.examples == 29
     x, y = last
     losses_of(model)(x.to(DEVICE), y.to(DEVICE)).sum().backward()
     optimizer.step()
@@ -179,9 +179,9 @@ def test_a_graph_outlives_the_tables_of_others():
         losses_of(model)(
             x[:1].repeat(count % 40 + 1, 1 + count // 40, 1), y[:1].repeat(count % 40 + 1)
         ).sum().backward()
-        optimizer.release._sums.engine.flush()
-        optimizer.release._sums.clear_sums()
-        optimizer.release._at_last_release = optimizer.release._sums.examples
+        optimizer.mechanism._sums.engine.flush()
+        optimizer.mechanism._sums.clear_sums()
+        optimizer.mechanism._at_last_release = optimizer.mechanism._sums.examples
         torch.cuda.empty_cache()
         torch.full((1 << 16,), -1, dtype=torch.int64, device=DEVICE)
     run(x, y)

@@ -80,7 +80,7 @@ def test_every_mechanism_continues_bitwise(noise, memory):
     advance(resumed, again, range(9, 20))
     assert torch.equal(resumed.theta(), unbroken.theta())
     parameters = sum(p.numel() for p in unbroken.model.parameters())
-    assert optimizer.release.noise_memory_bytes == the_plan.strategy.memory_bytes(parameters, memory=memory)
+    assert optimizer.mechanism.noise_memory_bytes == the_plan.strategy.memory_bytes(parameters, memory=memory)
 
 
 def test_two_strategies_continue_bitwise():
@@ -116,8 +116,8 @@ class TestStrategyInTheCheckpoint:
         state = self.state()
         coefs = state["privacy"]["strategies"]["gradient"]["strategy_coefs"]
         coefs[2] *= 1 - 1e-7
-        ours = self.resumed(self.state()).release.release().gradient["0.bias"]
-        theirs = self.resumed(state).release.release().gradient["0.bias"]
+        ours = self.resumed(self.state()).mechanism.privatize().gradient["0.bias"]
+        theirs = self.resumed(state).mechanism.privatize().gradient["0.bias"]
         assert 0 < float((ours - theirs).abs().max()) < 1e-5
         assert self.resumed(state).state_dict()["privacy"]["strategies"]["gradient"]["strategy_coefs"].equal(coefs)
 
@@ -160,11 +160,11 @@ class TestStateDict:
         starts = []
         for _ in range(2):
             optimizer = dpoptim.dp_sgd(made.model, plan(), 0.0, key=KEY)
-            starts.append(optimizer.release.release().gradient["0.weight"])
+            starts.append(optimizer.mechanism.privatize().gradient["0.weight"])
         assert float((starts[0] - starts[1]).abs().min()) > 0
         again = dpoptim.dp_sgd(made.model, plan(), 0.0, key=KEY)
         again.load_state_dict({**optimizer.state_dict(), "privacy": {**optimizer.state_dict()["privacy"], "step": 0}})
-        assert torch.equal(again.release.release().gradient["0.weight"], starts[1])
+        assert torch.equal(again.mechanism.privatize().gradient["0.weight"], starts[1])
 
     def test_refuses_to_go_back(self):
         made = task(plan(), torch.float64)
@@ -180,9 +180,9 @@ class TestStateDict:
         optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
         made.losses(made.model, made.batches[0]).sum().backward()
         optimizer.load_state_dict(optimizer.state_dict())
-        noise = optimizer.release.release().gradient["0.bias"]
+        noise = optimizer.mechanism.privatize().gradient["0.bias"]
         fresh = dpoptim.scale_then_privatize(task(plan(), torch.float64).model, plan(), LR, **RUN)
-        assert torch.equal(noise, fresh.release.release().gradient["0.bias"])
+        assert torch.equal(noise, fresh.mechanism.privatize().gradient["0.bias"])
 
     def test_refuses_another_key_plan_or_optimizer(self):
         made = task(plan(), torch.float32)

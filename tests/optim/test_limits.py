@@ -193,7 +193,7 @@ def test_bias_correction_on_pure_noise_is_negative_two_thirds_of_the_time_at_fir
     for _ in range(400):
         optimizer.step()
         (state,) = optimizer.state.values()
-        t = optimizer.release.step
+        t = optimizer.mechanism.step
         nu_hat = state["second_moment"] / (1 - 0.999**t)
         bias = float(state["noise_moment"]) / (1 - 0.999**t)
         fractions.append(float((nu_hat < bias).double().mean()))

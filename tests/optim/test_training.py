@@ -46,7 +46,7 @@ def train(the_plan: dpoptim.PrivacyPlan, make=dpoptim.scale_then_privatize, **lo
     for batch in loader:
         losses(model, batch).sum().backward()
         optimizer.step()
-    assert optimizer.release.step == the_plan.steps
+    assert optimizer.mechanism.step == the_plan.steps
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -127,7 +127,7 @@ def test_a_scheduler_advances_where_a_step_ends():
         optimizer.step()
         if loader.step_ends:
             scheduler.step()
-    assert scheduler.last_epoch == the_plan.steps == optimizer.release.step
+    assert scheduler.last_epoch == the_plan.steps == optimizer.mechanism.step
 
 
 class TestMisuseIsCaught:

@@ -63,11 +63,11 @@ def contents(model: nn.Module, plan: dpoptim.PrivacyPlan, *, make: str, shift: f
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     optimizer = getattr(dpoptim, make)(copy.deepcopy(model), plan, lr=0.1, key=key, run_id="run", external_batches=True)
     found: list[bytes] = []
-    optimizer.release.before_step = lambda step, content: found.append(content)
+    optimizer.mechanism.before_step = lambda step, content: found.append(content)
     for step in range(2):
         inputs = torch.linspace(-1, 1, 12).view(4, 3) + step
         inputs[2, 1] += shift
-        optimizer.release._sums.engine.model(inputs).square().sum(1).sum().backward()
+        optimizer.mechanism._sums.engine.model(inputs).square().sum(1).sum().backward()
         optimizer.step()
     return found
 

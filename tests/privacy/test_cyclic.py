@@ -379,7 +379,7 @@ class TestTraining:
                 torch.testing.assert_close(moved, noise.row(step) * plan.strategy.column_norm)
         assert step == 59
         assert 5 < empty < 50
-        assert optimizer.release.step == 60
+        assert optimizer.mechanism.step == 60
 
     def test_length_and_size_of_the_dataset(self):
         plan = make(num_examples=50, batch_size=2, steps=10, sampling=CyclicPoisson(bands=4))

@@ -243,7 +243,7 @@ class PrivateMechanism:
                 "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
             )
 
-    def release(self) -> Released:
+    def privatize(self) -> Released:
         """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
         self._check_attached()
         if self.step >= self.plan.steps:
@@ -299,7 +299,7 @@ class PrivateMechanism:
             return
         self._nonfinite_reported = True
         warnings.warn(
-            "an example's gradient was not finite and was left out; optimizer.release.counts_not_private counts such "
+            "an example's gradient was not finite and was left out; optimizer.mechanism.counts_not_private counts such "
             "examples (under a plan with noise nothing is said, since that would tell of the data)",
             RuntimeWarning,
             stacklevel=6,

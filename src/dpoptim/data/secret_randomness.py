@@ -19,7 +19,7 @@ from dpoptim.data.rng_check import check_generators
 from dpoptim.noise import NoiseKey
 
 
-class Release(Protocol):
+class Mechanism(Protocol):
     run_id: str
     step: int
 
@@ -32,7 +32,7 @@ class Optimizer(Protocol):
     @property
     def key(self) -> NoiseKey: ...
     @property
-    def release(self) -> Any: ...
+    def mechanism(self) -> Any: ...
 
 
 def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[Any]:
@@ -95,8 +95,8 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
 
 def seed_for_step(optimizer: Optimizer) -> None:
     """Seed torch, numpy and `random` for the optimizer's present step: a function of (key, run, step) alone."""
-    release: Release = optimizer.release
-    secret = optimizer.key.for_run(release.run_id).subkey("randomness of the model", str(release.step))
+    mechanism: Mechanism = optimizer.mechanism
+    secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))
     seed_generators(int.from_bytes(secret[:8], "little"))
 
 

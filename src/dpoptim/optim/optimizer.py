@@ -28,7 +28,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.clipping`.
 
     `observers` are called in every step with what was released, before the parameters move; they read it and do not
-    change it. At that moment `release.scale` is still the scale of the step.
+    change it. At that moment `mechanism.scale` is still the scale of the step.
 
     `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass
     it again as `key=` to continue a run; the noise of every step is made again from it.
@@ -70,7 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         names = {p: name for name, p in model.named_parameters()}
         groups = _checked_groups(names, param_groups)
         super().__init__(groups, {"lr": lr, **rule.defaults()})
-        self.release = PrivateMechanism(
+        self.mechanism = PrivateMechanism(
             model,
             plan,
             release,
@@ -94,19 +94,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> PrivacyPlan:
         """The plan as it runs, with what this optimizer releases."""
-        return self.release.plan
+        return self.mechanism.plan
 
     @property
     def key(self) -> NoiseKey:
         """The secret behind noise; save it with `key.save(path)` to be able to continue this run."""
-        return self.release.key
+        return self.mechanism.key
 
     def explain(self) -> str:
         """How the last physical batch was clipped: which way was chosen for each parameter, and what it held.
 
         The choice follows from shapes, the scale and `clipping_memory`; print it to see where time and memory go.
         """
-        return str(self.release.explain())
+        return str(self.mechanism.explain())
 
     def captured(self, losses: Callable[..., Tensor], *, together: int | None = None) -> Captured:
         """A function that does for a batch what `losses(*batch).sum().backward()` does, and returns the losses: on a
@@ -128,7 +128,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         >>> shape
         torch.Size([4])
         """
-        return Captured(self.release, losses, together=together)
+        return Captured(self.mechanism, losses, together=together)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -137,9 +137,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.release.close_physical_batch():
+        if not self.mechanism.close_physical_batch():
             return loss
-        released = self.release.release()
+        released = self.mechanism.privatize()
         for observer in self.observers:
             observer(released)
         noisy_vectors = []
@@ -168,13 +168,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Give the model back its own forward; the optimizer cannot be used afterwards."""
-        self.release.detach()
+        self.mechanism.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, settings, the plan and the number of steps taken; plain values, no secrets."""
         state = super().state_dict()
         state["privacy"] = {
-            **self.release.state(),
+            **self.mechanism.state(),
             "plan": self.plan.to_dict(),
             "variant": self._variant(),
             "key_fingerprint": self.key.fingerprint(),
@@ -203,7 +203,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"state_dict is of {' with '.join(privacy['variant'])} and this optimizer is "
                 f"{' with '.join(self._variant())}; make the optimizer by the same call as the run's"
             )
-        self.release.resume(privacy)
+        self.mechanism.resume(privacy)
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._restore_precision(state_dict)
         self._gather_state()
@@ -238,7 +238,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for (index, parameters), (state, passing) in zip(self._members, self._kept, strict=True):
             names = [self._names[parameter] for parameter in parameters]
             bundle = ParameterBundle(
-                names, list(parameters), state, passing, self.param_groups[index], self.release.step
+                names, list(parameters), state, passing, self.param_groups[index], self.mechanism.step
             )
             yield bundle
             for key, vector in state.items():
@@ -269,7 +269,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             vector = self.geometry.scale(bundle, self.rule)
             if vector is not None:
                 scale.update(zip(bundle.names, bundle.split(vector), strict=True))
-        self.release.scale = scale or None
+        self.mechanism.scale = scale or None
 
 
 def _checked_groups(names: dict[nn.Parameter, str], groups: Iterable[dict[str, Any]] | None) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class StepLedger:
     """The steps that were released, kept in a file of mode 0600.
 
         steps = StepLedger.resume(path, identity, step=checkpoint)   # refused unless the run may go on from there
-        optimizer.release.before_step = steps.note                   # called before the noise of a step is made
+        optimizer.mechanism.before_step = steps.note                   # called before the noise of a step is made
 
     Guarantee: when a step's noisy values exist, the file on the disk has the digest of its un-noised ones, and a step
     that is there is released again only with the same digest, whatever has changed since. `resume` refuses other

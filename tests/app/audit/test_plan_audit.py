@@ -79,7 +79,7 @@ def noise_by(change: Any) -> Any:
     """Makes row t of the gradient's noise what `change` says of the true rows and t."""
 
     def damage(optimizer: Any) -> None:
-        for rows in optimizer.release._noise["gradient"]:
+        for rows in optimizer.mechanism._noise["gradient"]:
             rows.row = lambda step, true=rows.row: change(true, step)
 
     return damage
@@ -97,19 +97,19 @@ def copied_half(true: Any, step: int) -> Any:
 
 
 def longer_clips(optimizer: Any) -> None:
-    optimizer.release._sums.clip_norm *= 1.5
+    optimizer.mechanism._sums.clip_norm *= 1.5
 
 
 def independent_instead(optimizer: Any) -> None:
     """Noise of another strategy than the plan's, as strong at each step."""
     strategy = dpoptim.Independent().optimize(steps=PLAN["steps"])
-    optimizer.release._strategies = {"gradient": strategy}
-    optimizer.release._begin_run("other")
+    optimizer.mechanism._strategies = {"gradient": strategy}
+    optimizer.mechanism._begin_run("other")
 
 
 def one_key_for_all(optimizer: Any) -> None:
-    optimizer.release.key = dpoptim.NoiseKey.from_bytes(bytes(32))
-    optimizer.release._begin_run("audit")
+    optimizer.mechanism.key = dpoptim.NoiseKey.from_bytes(bytes(32))
+    optimizer.mechanism._begin_run("audit")
 
 
 LEVEL, AGAIN, KEYS = "noise level", "noise is never the same", "another key is another noise"
@@ -141,11 +141,11 @@ def failures(found: PlanAudit) -> set[str]:
 
 
 def silent_squares(optimizer: Any) -> None:
-    optimizer.release._stddevs["square"] = 0.0
+    optimizer.mechanism._stddevs["square"] = 0.0
 
 
 def one_stream_for_both(optimizer: Any) -> None:
-    optimizer.release._noise["square"] = optimizer.release._noise["gradient"]
+    optimizer.mechanism._noise["square"] = optimizer.mechanism._noise["gradient"]
 
 
 @pytest.mark.parametrize(

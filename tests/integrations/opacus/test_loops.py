@@ -169,7 +169,7 @@ def test_the_image_loop_runs_with_the_import_changed():
     assert isinstance(ours.model[1], nn.GroupNorm)
     assert np.isfinite(ours.losses).all()
     assert max(ours.sizes) <= 16
-    assert ours.optimizer.release.step == 2 * len(ours.train_loader) == 10
+    assert ours.optimizer.mechanism.step == 2 * len(ours.train_loader) == 10
     assert 5.0 - 1e-3 < ours.epsilon <= 5.0
     pytest.importorskip("opacus")
     theirs = run_loop(IMAGES, OPACUS)
@@ -191,7 +191,7 @@ def test_the_name_loop_runs_with_the_import_changed():
 def test_the_text_loop_runs_with_the_import_changed():
     ours = run_loop(TEXTS, OURS)
     assert np.isfinite(ours.losses).all()
-    assert ours.optimizer.release.step == 8
+    assert ours.optimizer.mechanism.step == 8
     assert ours.epsilon <= 7.5
     pytest.importorskip("opacus")
     theirs = run_loop(TEXTS, OPACUS)

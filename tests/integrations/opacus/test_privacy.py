@@ -107,7 +107,7 @@ def test_epsilon_is_that_of_opacus(epochs):
     """Its PRV accountant within a percent, and below its Rényi accountant."""
     accountants = pytest.importorskip("opacus.accountants")
     private = of_linear(5000, 50, epochs=epochs)
-    private.optimizer.release.step = 100 * epochs
+    private.optimizer.mechanism.step = 100 * epochs
     prv, rdp = accountants.PRVAccountant(), accountants.RDPAccountant()
     prv.history = rdp.history = [(1.0, 1 / 100, 100 * epochs)]
     ours = private.epsilon(DELTA)
@@ -261,7 +261,7 @@ def test_shuffled_batches_get_the_epsilon_of_what_runs():
     twice = dpoptim.PrivacyPlan(num_examples=2, batch_size=1, steps=4, noise_multiplier=1.0)  # two participations
     assert shuffled.epsilon(DELTA) == pytest.approx(twice.epsilon(delta=DELTA))
     poisson = of_linear(50, 8)
-    poisson.optimizer.release.step = 12
+    poisson.optimizer.mechanism.step = 12
     assert shuffled.epsilon(DELTA) > 1.5 * poisson.epsilon(DELTA)
     assert "zero-out" in shuffled.statement(DELTA)
     calibrated = of_linear(50, 8, poisson_sampling=False, target_epsilon=4.0, target_delta=DELTA, epochs=2)
@@ -280,7 +280,7 @@ def test_dropout_is_drawn_from_the_key_whatever_the_public_seed():
             max_grad_norm=1.0,
             data_loader=torch.utils.data.DataLoader(data, batch_size=8), key=dpoptim.NoiseKey.from_bytes(bytes(32)),
         )  # fmt: skip
-        private.optimizer.release._begin_run("one")
+        private.optimizer.mechanism._begin_run("one")
         private.data_loader.private_loader._begin_run("one")
         torch.manual_seed(seed)
         before = torch.get_rng_state()

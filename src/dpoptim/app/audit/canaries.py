@@ -92,7 +92,7 @@ def play(
     square = np.zeros((steps, canaries)) if plan.noise_stddevs().square else None
 
     def observe(released: Released) -> None:
-        seen = _ends_to_end(released.gradient, optimizer.release.scale) * (plan.batch_size / plan.clip_norm)
+        seen = _ends_to_end(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / plan.clip_norm)
         if not np.isfinite(seen).all():
             raise ValueError(
                 f"release {released.step + 1} of the training over canaries is not finite: the optimizer has diverged "

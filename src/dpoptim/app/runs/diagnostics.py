@@ -60,7 +60,7 @@ class Diagnostics:
     def _observe(self, released: Released) -> None:
         if not self._wanted:
             return
-        scale = self._optimizer.release.scale
+        scale = self._optimizer.mechanism.scale
         gradient, noise = map(float, released_norms(released, scale))
         signal = math.sqrt(max(gradient**2 - noise**2, 0.0))
         self._found = {
@@ -74,11 +74,11 @@ class Diagnostics:
 
     def _negative_fraction(self) -> float | None:
         optimizer = self._optimizer
-        if not isinstance(optimizer.rule, Adam) or optimizer.release.scale is not None:
+        if not isinstance(optimizer.rule, Adam) or optimizer.mechanism.scale is not None:
             return None
         bias = 0.0
         if isinstance(optimizer.second_moment, OfNoisyGradient | NoiseCorrected):
-            bias = self._noise_share() * (1 - optimizer.param_groups[0]["betas"][1] ** optimizer.release.step)
+            bias = self._noise_share() * (1 - optimizer.param_groups[0]["betas"][1] ** optimizer.mechanism.step)
         elif not isinstance(optimizer.second_moment, OfReleasedSquare):
             return None
         moments = [optimizer.state[parameter]["second_moment"] for parameter in self._parameters]
@@ -87,7 +87,7 @@ class Diagnostics:
 
     def _noise_share(self) -> float:
         """b_t: what the noise adds to the debiased second moment on average."""
-        return float(self._noise_shares[self._optimizer.release.step - 1])
+        return float(self._noise_shares[self._optimizer.mechanism.step - 1])
 
     @functools.cached_property
     def _noise_shares(self) -> Any:

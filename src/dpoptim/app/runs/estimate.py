@@ -65,14 +65,14 @@ def estimate(setup: RunSetup) -> Estimate:
         update = _now(setup.device) - began
     working = max(0, _peak(setup.device) - before)
     kept = sum(value.numel() * value.element_size() for state in optimizer.state.values() for value in state.values())
-    scale = optimizer.release.scale
+    scale = optimizer.mechanism.scale
     kept += sum(value.numel() * value.element_size() for value in scale.values()) if scale else 0
     optimizer.detach()
     step_seconds = len(parts) * float(np.mean(seconds)) + update
     return Estimate(
         parameter_bytes=sum(p.numel() * p.element_size() for p in setup.model.parameters()),
         optimizer_bytes=kept,
-        noise_bytes=optimizer.release.noise_memory_bytes,
+        noise_bytes=optimizer.mechanism.noise_memory_bytes,
         working_bytes=working,
         disk_bytes=bytes_on_disk(setup),
         step_seconds=step_seconds,

@@ -36,7 +36,7 @@ class Loop:
         self._setup = setup
         setup.model.train()
         self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
-        self._optimizer.release.before_step = steps.note
+        self._optimizer.mechanism.before_step = steps.note
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
@@ -99,7 +99,7 @@ class Loop:
         opens = True
         for batch in self._setup.prepared.batches(loader):
             if opens:
-                began, number = time.perf_counter(), optimizer.release.step
+                began, number = time.perf_counter(), optimizer.mechanism.step
                 rate = self._begin(number)
                 losses = []
             with self._setup.precision():
@@ -134,7 +134,7 @@ class Loop:
         return rate
 
     def _counts(self) -> tuple[int, int, int]:
-        counts = self._optimizer.release.counts_not_private
+        counts = self._optimizer.mechanism.counts_not_private
         return counts.examples, counts.clipped, counts.nonfinite
 
     def _is_logged(self, number: int) -> bool:

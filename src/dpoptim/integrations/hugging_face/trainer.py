@@ -269,7 +269,7 @@ class PrivateTrainer(transformers.Trainer):
     def _note_released(self, released: Released) -> None:
         """Norms of the noisy gradient and of the noise expected in it; read when they are logged."""
         assert self.private_optimizer is not None
-        gradient, noise = released_norms(released, self.private_optimizer.release.scale)
+        gradient, noise = released_norms(released, self.private_optimizer.mechanism.scale)
         self._released = {"released_gradient_norm": gradient, "expected_noise_norm": noise}
 
     def _clip_grad_norm(self, model: Any) -> None:
@@ -282,7 +282,7 @@ class PrivateTrainer(transformers.Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
         """Train for the plan's steps, once, or go on from a checkpoint; the model is then its own again."""
-        if self.private_optimizer is not None and self.private_optimizer.release.step > 0:
+        if self.private_optimizer is not None and self.private_optimizer.mechanism.step > 0:
             raise ValueError(
                 "train() was called before, and its steps are spent; make a new PrivateTrainer: to go on from a "
                 "checkpoint with train(resume_from_checkpoint=True), or for another run with a guarantee of its own"
@@ -300,7 +300,7 @@ class PrivateTrainer(transformers.Trainer):
                 self._released_steps.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
-                if not ready and self.private_optimizer.release.step == 0:  # nothing is spent: it may be tried again
+                if not ready and self.private_optimizer.mechanism.step == 0:  # nothing is spent: it may be tried again
                     self.optimizer = self.private_optimizer = self._secrets = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ class PrivateTrainer(transformers.Trainer):
             key = None if optimizer is None else optimizer.key
             self._secrets = secrets_of(checkpoint, self.privacy, self.args, key=key)
         elif self._secrets is None:
-            given = (None, "") if optimizer is None else (optimizer.key, optimizer.release.run_id)
+            given = (None, "") if optimizer is None else (optimizer.key, optimizer.mechanism.run_id)
             self._secrets = new_secrets(self.privacy, self.args, key=given[0], run_id=given[1])
         return self._secrets
 
@@ -369,7 +369,7 @@ class PrivateTrainer(transformers.Trainer):
             records=self._records,
         )
         self._released_steps = open_steps(secrets, identity)
-        self.private_optimizer.release.before_step = self._released_steps.note
+        self.private_optimizer.mechanism.before_step = self._released_steps.note
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

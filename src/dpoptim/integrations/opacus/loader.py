@@ -76,7 +76,7 @@ class DPDataLoader:
         return -(-self.steps_per_epoch * self.batch_size // self.max_physical_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        released = self.optimizer.release.step
+        released = self.optimizer.mechanism.step
         if released >= self.private_loader.steps:
             raise ValueError(
                 f"all {self.private_loader.steps} steps have been taken, and more are not covered by the epsilon asked "

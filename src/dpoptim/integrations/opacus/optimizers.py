@@ -38,7 +38,7 @@ class DPOptimizer(PrivateOptimizer):
 
     def __init__(self, module: nn.Module, plan: PrivacyPlan, **slots: Any) -> None:
         super().__init__(module, plan, **slots)
-        self.release.needs_loader = True
+        self.mechanism.needs_loader = True
         self._module = module
 
     @property

@@ -30,7 +30,7 @@ class Private(NamedTuple):
 
     @property
     def steps_taken(self) -> int:
-        return self.optimizer.release.step
+        return self.optimizer.mechanism.step
 
     def epsilon(self, delta: float) -> float:
         """ε of the steps taken so far, an upper bound; 0 before the first.
@@ -83,7 +83,7 @@ def make_private(
     >>> for inputs, labels in loader:
     ...     nn.functional.cross_entropy(model(inputs), labels).backward()
     ...     optimizer.step()
-    >>> len(loader), optimizer.release.step, optimizer.expected_batch_size
+    >>> len(loader), optimizer.mechanism.step, optimizer.expected_batch_size
     (5, 5, 8)
     """
     return _assembled(
