@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.utils.data
 
 from dpoptim.data import PrivateLoader, secret_randomness
-from dpoptim.data.rng_check import check_generators
+from dpoptim.data.rng_check import check_rng
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
 _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
@@ -165,7 +165,7 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
             "data_loader has a generator, and private batches are drawn with a secret key; leave it out, and pass key= "
             "to make_private to draw the same again"
         )
-    check_generators(collate_fn=data_loader.collate_fn)
+    check_rng(collate_fn=data_loader.collate_fn)
     left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
     if left:
         warnings.warn(
