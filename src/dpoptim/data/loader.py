@@ -347,8 +347,8 @@ def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> 
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
         raise ValueError(
-            f"Expected a map-style dataset (__getitem__ and __len__), got {type(dataset).__name__}. Put a stream into a "
-            "list or an indexed file first."
+            f"Expected a map-style dataset (__getitem__ and __len__), got {type(dataset).__name__}. Put a stream into "
+            "a list or an indexed file first."
         )
     size = len(cast(Sized, dataset))
     if size == 0:

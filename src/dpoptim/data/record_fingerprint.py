@@ -82,8 +82,8 @@ def fingerprint_records(
     for place in sorted({*range(min(size, _READ_TWICE)), *range(max(0, size - _READ_TWICE), size)}):
         if _digest(form(records[place]), secret) != _digest(form(records[place]), secret):
             raise ValueError(
-                f"{name}: record {place} differs each time it is read. Move random augmentation from the dataset to the "
-                "collator."
+                f"{name}: record {place} differs each time it is read. Move random augmentation from the dataset to "
+                "the collator."
             )
     whole, each = blake2b(key=secret, digest_size=16), np.empty(size, dtype=np.uint64)
     for place, record in enumerate(_in_order(records)):
@@ -162,7 +162,7 @@ def _encode(value: Any, to: bytearray, read_files: bool) -> None:
         _encode(["image", value.mode, list(value.size), shown.tobytes()], to, read_files)
     else:
         raise ValueError(
-            f"cannot fingerprint a record with a {kind.__name__}. Use strings, numbers, arrays, tensors, lists and dicts."
+            f"cannot fingerprint a {kind.__name__} in a record. Use strings, numbers, arrays, tensors, lists and dicts."
         )
 
 

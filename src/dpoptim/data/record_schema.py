@@ -43,9 +43,10 @@ and types.
             return
         for key in [*self._schema, *schema]:
             then, now = self._schema.get(key, "nothing"), schema.get(key, "nothing")
-            if then == "empty list" and now != "nothing":
+            may_be_empty = "empty list" in (then, now) and "nothing" not in (then, now)
+            if then == "empty list" and may_be_empty:
                 self._schema[key] = now
-            elif now not in (then, "empty list"):
+            elif then != now and not may_be_empty:
                 at = "" if key is None else f" at {key!r}"
                 raise ValueError(
                     f"{self._name}: record {place} has {now}{at}, but earlier records have {then}. Give all records "

@@ -157,9 +157,10 @@ def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None) -> Check:
     name = "released steps are counted"
     try:
         header, count = read_ledger(run.steps_file)
-    except (ValueError, FileNotFoundError) as error:
-        said = f"{run.steps_file.name} is missing" if isinstance(error, FileNotFoundError) else str(error)
-        return Check(name=name, passed=False, found=said)
+    except FileNotFoundError:  # a run that was handed on has neither key nor ledger
+        return Check(name=name, passed=None if key is None else False, found=f"{run.steps_file.name} is missing")
+    except ValueError as error:
+        return Check(name=name, passed=False, found=str(error))
     if count > plan.steps:
         return Check(name=name, passed=False, found=f"{count:,} were released and the plan covers {plan.steps:,}")
     logged = max((step for entry in _entries(run) if isinstance(step := entry.get("step"), int)), default=0)

@@ -69,8 +69,8 @@ class PrivateTrainer(transformers.Trainer):
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
     Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A resumed run repeats released steps exactly. Different examples or settings are refused before anything is computed,
-    and a step with different gradients (changed code, another device) before its noise is made. For this, and to check
+    A resumed run repeats released steps exactly. It refuses different examples or settings before it computes anything,
+    and a step with different gradients (changed code, another device) before it makes noise. For this, and to check
     that all examples have the same keys and types, every example is read once when training begins (30 s for a million
     short tokenised texts).
     Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation
