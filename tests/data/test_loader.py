@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,36 @@ def test_rows_without_a_transform_are_read_together(monkeypatch):
     for kind in (None, "torch"):
         loader = private_loader(data.with_format(kind), plan, **RUN)
         assert [number - 1 for number in next(iter(loader))["x"].tolist()] == drawn(plan, 0) == reads[-1]
+
+
+class Collator:
+    """A collator with its own generator or seed."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def __call__(self, rows: Any) -> Any:
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"seed": 42},
+        {"rng": np.random.default_rng(0)},
+        {"rng": np.random.RandomState(0)},
+        {"rng": random.Random(0)},
+        {"rng": torch.Generator()},
+    ],
+)
+def test_a_collator_with_its_own_seed_or_generator_is_refused(held):
+    with pytest.raises(ValueError, match=rf"collate_fn\.{next(iter(held))}.* secret key"):
+        private_loader(Numbers(20), make_plan(), collate_fn=Collator(**held))
+
+
+def test_collators_that_draw_from_the_seeded_generators_are_taken():
+    for collate in (Collator(seed=None, draw=random.random, rng=torch.default_generator), lambda rows: rows):
+        private_loader(Numbers(20), make_plan(), collate_fn=collate)
 
 
 class Stream(IterableDataset[int]):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 
 ONES: Any = list(torch.ones(12, 3))
@@ -129,36 +126,3 @@ def test_a_checkpoint_after_a_step_has_no_trace_of_the_secret():
         model(batch).sum(1).sum().backward()
         optimizer.step()
         assert torch.equal(torch.get_rng_state(), public)
-
-
-class Collator:
-    """A collator with its own generator or seed."""
-
-    def __init__(self, **held: Any) -> None:
-        self.__dict__.update(held)
-
-    def __call__(self, rows: Any) -> Any:
-        return torch.stack(rows)
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        {"seed": 42},
-        {"rng": np.random.default_rng(0)},
-        {"rng": np.random.RandomState(0)},
-        {"rng": random.Random(0)},
-        {"rng": torch.Generator()},
-    ],
-)
-def test_a_collator_with_its_own_seed_or_generator_is_refused(held):
-    plan = dpoptim.PrivacyPlan(num_examples=12, batch_size=4, steps=2, noise_multiplier=0.5)
-    loader = dpoptim.private_loader(ONES, plan, collate_fn=Collator(**held))
-    optimizer = dpoptim.dp_sgd(nn.Linear(3, 1), plan, lr=0.1)
-    with pytest.raises(ValueError, match=rf"collate_fn\.{next(iter(held))}.* secret key"):
-        next(iter(dpoptim.secret_randomness(loader, optimizer)))
-    assert optimizer.observers == []
-
-
-def test_collators_that_draw_from_the_seeded_generators_are_taken():
-    check_rng(collate_fn=Collator(seed=None, draw=random.random, rng=torch.default_generator), loss=lambda rows: rows)

@@ -17,6 +17,7 @@ from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
 from dpoptim.data.record_schema import check_all_records, collate_checked, is_in_memory
+from dpoptim.data.rng_check import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
 
@@ -40,32 +41,20 @@ class PrivateLoader:
         lengths: Integers | None,
         micro_batch_tokens: int | None,
         bucket: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-        pin_memory: bool,
         start_step: int,
         digest: str | None,
-        compare_batches: bool,
+        **fetching: Any,
     ) -> None:
-        self.dataset = dataset
-        self.plan = plan
-        self.key = key
-        self.micro_batch_size = micro_batch_size
-        self.lengths = lengths
-        self.micro_batch_tokens = micro_batch_tokens
-        self.bucket = bucket
+        self.dataset, self.plan, self.key = dataset, plan, key
+        self.micro_batch_size, self.lengths = micro_batch_size, lengths
+        self.micro_batch_tokens, self.bucket = micro_batch_tokens, bucket
         self.generation = 0
         self.step_ends = False
         self._begin_run(run_id)
         self._dataset_size = len(cast(Sized, dataset))
         self._next_step = start_step
         self._digest, self._digest_is_known = digest, digest is not None
-        self._compare_batches = compare_batches
-        self._loader_options: dict[str, Any] = {
-            "collate_fn": collate_fn,
-            "num_workers": num_workers,
-            "pin_memory": pin_memory,
-        }
+        self._fetching = fetching  # collate_fn and workers, for torch's DataLoader
 
     def _begin_run(self, run_id: str) -> None:
         """Draw from (key, run_id, step): the privacy losses of two runs add up only if their draws are independent."""
@@ -104,23 +93,19 @@ class PrivateLoader:
         self.generation += 1
         return self._iterate(self.generation)
 
-    def _workers_generator(self) -> torch.Generator:
+    def _worker_seed(self) -> torch.Generator:
         """The seed of the workers. Torch would use the global generator, and change the dropout of a resumed run."""
         secret = self._draws.subkey("workers", str(self._next_step))
         return torch.Generator().manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
 
     def _iterate(self, generation: int) -> Iterator[Any]:
         pending: deque[Ticket] = deque()
-        options = dict(self._loader_options)
-        if self._compare_batches:
-            collate = options["collate_fn"] or torch.utils.data.default_collate
-            options["collate_fn"] = functools.partial(collate_checked, collate)
         # The batch sampler runs in this process, ahead of the workers; batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             _OneByOne(self.dataset) if _is_transformed(self.dataset) else self.dataset,
             batch_sampler=_PhysicalBatches(self, pending),
-            generator=self._workers_generator(),
-            **options,
+            generator=self._worker_seed(),
+            **self._fetching,
         )
         for batch in loader:
             if generation != self.generation:
@@ -144,17 +129,15 @@ class PrivateLoader:
         )
         parts = self._parts(indices)
         for number, part in enumerate(parts or [[0]]):
-            yield (
-                part,
-                Ticket(
-                    step=step,
-                    key_fingerprint=self._fingerprint,
-                    physical_examples=len(part),
-                    is_placeholder=not parts,
-                    opens_batch=number == 0,
-                    closes_batch=number >= len(parts) - 1,
-                ),
+            ticket = Ticket(
+                step=step,
+                key_fingerprint=self._fingerprint,
+                physical_examples=len(part),
+                is_placeholder=not parts,
+                opens_batch=number == 0,
+                closes_batch=number >= len(parts) - 1,
             )
+            yield part, ticket
 
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""
@@ -286,9 +269,8 @@ def private_loader(
         micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part. A longer
             example is a part by itself.
         bucket: Padded widths are multiples of this.
-        collate_fn: As in torch's DataLoader. Each example must come out the same whatever the others are.
-        num_workers: As in torch's DataLoader.
-        pin_memory: As in torch's DataLoader.
+        collate_fn: As in torch's DataLoader. It must not mix examples, nor have its own seed or random generator.
+        num_workers, pin_memory: As in torch's DataLoader.
         start_step: Resume here, with the run's own `key` and `run_id`.
         digest: A name for the examples and their order, which `load_state_dict` compares: a version, or
             `fingerprint_records(dataset, key).digest`. By default, lists, arrays and tensors are fingerprinted, and of
@@ -320,9 +302,12 @@ def private_loader(
         raise ValueError(f"Expected a string digest that names the examples, got {type(digest).__name__}.")
     if key is not None and not isinstance(key, NoiseKey):
         raise ValueError(f"Expected a NoiseKey as key, got {type(key).__name__}. Use NoiseKey.generate().")
-    compare = check_schema and micro_batch_size != 1
-    if compare and is_in_memory(dataset):
-        check_all_records(dataset)
+    check_rng(collate_fn=collate_fn)
+    if check_schema and micro_batch_size != 1:
+        if is_in_memory(dataset):
+            check_all_records(dataset)
+        else:
+            collate_fn = functools.partial(collate_checked, collate_fn or torch.utils.data.default_collate)
     return PrivateLoader(
         dataset,
         plan,
@@ -332,12 +317,11 @@ def private_loader(
         lengths=checked_lengths(lengths, micro_batch_tokens, bucket, examples=size),
         micro_batch_tokens=micro_batch_tokens,
         bucket=bucket,
+        start_step=start_step,
+        digest=digest,
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        start_step=start_step,
-        digest=digest,
-        compare_batches=compare and not is_in_memory(dataset),
     )
 
 

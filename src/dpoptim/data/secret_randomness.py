@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from dpoptim.data.loader import PrivateLoader
-from dpoptim.data.rng_check import check_rng
 from dpoptim.noise import NoiseKey
 
 
@@ -51,9 +50,6 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
     Yields:
         The batches of the loader.
 
-    Raises:
-        ValueError: The collate_fn has its own seed or random generator.
-
     Guarantee: the draws of step t are a function of (key, run, t) only, so a resumed run repeats them. They are seeded
     before the step's first batch is fetched; its micro-batches share one stream. When the step is released, the
     generators get their earlier state back, so saving them afterwards reveals nothing.
@@ -72,7 +68,6 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
     """
     if not hasattr(optimizer, "mechanism"):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Accelerate's optimizer
-    check_rng(collate_fn=loader._loader_options["collate_fn"])
     saved: list[Callable[[], None]] = []
 
     def put_back(released: Any = None) -> None:
