@@ -192,7 +192,7 @@ class TestMisuseIsCaught:
             losses(second, batch).sum().backward()
             newer.step()
             losses(model, batch).sum().backward()
-            with pytest.raises(ValueError, match="another optimizer was made with this plan object"):
+            with pytest.raises(ValueError, match="a newer optimizer was made with this plan object"):
                 optimizer.step()
 
         self.run(misuse)
