@@ -64,13 +64,13 @@ def hold_apart(monkeypatch: pytest.MonkeyPatch, is_apart: Callable[[Tensor], Ten
 
     def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> ClipResult:
         found = clip_and_sum(self, into, batch, scale)
-        found.apart.copy_(is_apart(found.norms) & (found.weights > 0))
-        shares = torch.where(found.apart, found.weights, 0.0)
+        found.needs_recompute.copy_(is_apart(found.norms) & (found.weights > 0))
+        shares = torch.where(found.needs_recompute, found.weights, 0.0)
         for name, own in batch.gradients.items():
             for j, share in enumerate(shares):
                 into[name].sub_(share * own.example(j))
         found.weights.sub_(shares)
-        found.counts[2] += found.apart.sum()
+        found.counts[2] += found.needs_recompute.sum()
         return found
 
     monkeypatch.setattr(ClippedSums, "clip_and_sum_into", told)

@@ -45,12 +45,3 @@ def test_steps_of_adam(dtype, decoupled):
     torch.testing.assert_close(second.double(), nu, rtol=1e-5, atol=1e-6)
     if dtype != torch.float32:
         assert float(rounding.abs().max()) > 0
-
-
-def test_inverse_root():
-    from dpoptim.kernels import adam_triton as triton_adam
-
-    moment = made(3001).to(DEVICE)
-    found = triton_adam.inverse_root(moment, share=2.0, start=0.1, top=3.0, eps=0.01)
-    expected = 3.0 / ((2.0 * moment.double() + 0.1).clamp(min=0).sqrt() + 0.01)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dpoptim.kernels.clip_weights import length_products, sum_of_parts, weighed
+from dpoptim.kernels.clip_weights import clip_weights, length_products, sum_of_parts
 
 
 def of(*numbers):
@@ -15,27 +15,27 @@ def of(*numbers):
 
 
 def test_weights():
-    found = weighed(
+    found = clip_weights(
         of(0, 1, 16, math.inf, math.nan, 16), of(0, 0, 0, 0, 0, 4.1), clip_norm=6.0, factor=2, dtype=torch.float32
     )
     assert found.norms[:3].tolist() == [0, 2, 8]
     assert found.weights.tolist() == [2, 2, 1.5, 0, 0, 0]
     assert found.weights.dtype == found.norms.dtype == torch.float32
-    assert found.apart.tolist() == [False] * 5 + [True]
+    assert found.needs_recompute.tolist() == [False] * 5 + [True]
     assert found.counts.tolist() == [3, 2, 1]  # infinity is more than the clip norm
 
 
 def test_a_bound_that_is_met_is_trusted_and_one_that_is_no_number_is_not():
-    found = weighed(of(4, 4, 4), of(2, math.nan, 2.001), clip_norm=9.0, factor=1, dtype=torch.float64)
-    assert found.apart.tolist() == [False, True, True]
+    found = clip_weights(of(4, 4, 4), of(2, math.nan, 2.001), clip_norm=9.0, factor=1, dtype=torch.float64)
+    assert found.needs_recompute.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("is_gram", [False, True])
 def test_sums_of_parts(is_gram):
-    squares, least = sum_of_parts(of(9), of(16), of(-11), of(700), of(300), trust=1000.0, is_gram=is_gram)
+    squares, min_trusted = sum_of_parts(of(9), of(16), of(-11), of(700), of(300), trust=1000.0, is_gram=is_gram)
     whole = 9 + 16 + (100_000 if is_gram else 140)  # 1000 · 1000/10, or 1000 · 7/50
     assert squares.tolist() == [3.0]
-    assert float(least) == pytest.approx((3 + 300 + 140) / 1000 + math.sqrt(whole / 1000), rel=1e-14)
+    assert float(min_trusted) == pytest.approx((3 + 300 + 140) / 1000 + math.sqrt(whole / 1000), rel=1e-14)
 
 
 def test_a_product_that_is_not_finite_makes_the_sum_no_number():

@@ -168,32 +168,6 @@ def test_quadratic_forms(width):
     torch.testing.assert_close(kernels.quadratic_forms(matrices, factors), expected, rtol=1e-10, atol=1e-9)
 
 
-@pytest.mark.parametrize("sizes", [(3, 1, 5), (2, 4, 128), (5, 7, 1000), (3, 20, 515), (2, 130, 65)])
-def test_quadratic_forms_by_loop(sizes):
-    examples, positions, width = sizes
-    generator = torch.Generator().manual_seed(width)
-    matrices = torch.randn(examples, positions, positions, generator=generator)  # not symmetric
-    factors = torch.randn(examples, positions, width + 2, generator=generator)[..., :width]
-    found = compiled_outer.quadratic_forms(matrices, factors)
-    assert found is not None
-    assert torch.equal(kernels.quadratic_forms(matrices, factors), found)
-    wide = factors.double()
-    terms = (matrices.double() @ wide) * wide
-    size = terms.abs().sum((1, 2))  # terms of both signs cancel
-    assert bool(((found - terms.sum((1, 2))).abs() <= 1e-6 * size).all())
-    factors[0, 0, 0] = torch.nan
-    again = compiled_outer.quadratic_forms(matrices, factors)
-    assert again is not None
-    assert again[0].isnan()
-    assert torch.equal(again[1:], found[1:])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(compiled_outer.quadratic_forms(matrices, factors)[1:], found[1:])  # type: ignore[index]
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_sums_made_in_place():
     left, right, _ = drawn(3, 5, 10, 4)
     weights, total = torch.tensor([0.5, 0.0, 2.0]), torch.full((10, 4), torch.nan)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
-from dpoptim.kernels import clip_weights as per_example
 from dpoptim.kernels import normalization as normalisation
 from dpoptim.kernels import norms as kernels
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
@@ -244,82 +242,3 @@ def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch
     assert found is begun
     assert torch.equal(found, again)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)
-
-
-@pytest.fixture
-def plainly(monkeypatch):
-    """Calls a function where no kernels are."""
-
-    def call(function, *args, **settings):
-        with monkeypatch.context() as without:
-            without.setattr(kernels, "_kernels", lambda: None)
-            return function(*args, **settings)
-
-    return call
-
-
-ODD = [0.0, 1e-320, 1e-90, 1.0, 1e76, 1e80, 1e308, math.inf, math.nan]
-
-
-@needs_triton
-@pytest.mark.gpu
-@pytest.mark.parametrize("examples", [0, 1, 1024, 2500])
-@pytest.mark.parametrize("clip_norm", [1e-45, 0.1, 1.0, 1e30, math.inf])
-@pytest.mark.parametrize(("factor", "dtype"), [(1, torch.float32), (7, torch.float32), (100_003, torch.float64)])
-def test_weights(examples, clip_norm, factor, dtype, plainly):
-    """For norms of all sizes and near the clip norm, with bounds that are met, missed and not numbers."""
-    last_bits = 2.5 * torch.finfo(dtype).eps  # five roundings are not shared: PyTorch takes a reciprocal and multiplies
-    generator = torch.Generator().manual_seed(examples)
-    near = torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64) * 4)
-    squared = torch.cat([torch.tensor(ODD, dtype=torch.float64), near])[len(ODD) if examples == 1 else 0 :][:examples]
-    least = squared.sqrt() * torch.exp(torch.randn(examples, generator=generator, dtype=torch.float64))
-    least[::5] = torch.nan
-    least[1::5] = squared[1::5].sqrt()
-    squared, least = (torch.stack([each, -each], 1).to(DEVICE)[:, 0] for each in (squared, least))  # at a stride
-    for bounds in (None, least):
-        settings = {"clip_norm": clip_norm, "factor": factor, "dtype": dtype}
-        found = per_example.weighed(squared, bounds, **settings)
-        expected = plainly(per_example.weighed, squared, bounds, **settings)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.dtype == theirs.dtype
-            torch.testing.assert_close(ours, theirs, rtol=last_bits, atol=0, equal_nan=True)
-
-
-@needs_triton
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_gram", [False, True])
-@pytest.mark.parametrize("examples", [0, 3, 700])
-def test_sums_of_parts(is_gram, examples, plainly):
-    generator = torch.Generator().manual_seed(examples)
-    given = torch.exp(torch.randn(5, examples, generator=generator, dtype=torch.float64) * 3)
-    given[2] *= torch.randn(examples, generator=generator)
-    if examples > 100:
-        for row, number in enumerate((math.inf, math.nan, -math.inf, math.nan, math.inf)):
-            given[row, row::17] = number
-        given[2, 9::17] = math.nan
-    given = given.mT.contiguous().mT.to(DEVICE)  # at a stride
-    for trust in (1e3, 1e11):
-        found = per_example.sum_of_parts(*given, trust=trust, is_gram=is_gram)
-        expected = plainly(per_example.sum_of_parts, *given, trust=trust, is_gram=is_gram)
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-12, equal_nan=True)
-
-
-@needs_triton
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (1, 1, 1), (3, 33, 128), (2, 16, 700)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_products_of_lengths(shape, dtype, scaled, plainly):
-    vectors = made(*shape, dtype=dtype, device=DEVICE)
-    known = made(*shape[:2], seed=1, dtype=torch.float32, device=DEVICE).abs()
-    factor = torch.tensor(3.7, device=DEVICE) if scaled else None
-    if shape[1] > 1 and len(vectors) > 1:
-        vectors[0, 1, 2] = torch.nan
-        vectors[1] = 0
-        vectors[1, 0, 1] = -1e-30 if dtype == torch.float32 else -1e-7  # whose square may vanish
-    if scaled:  # at a stride
-        vectors, known = vectors.mT.contiguous().mT, known.mT.contiguous().mT
-    found = per_example.length_products(vectors, vectors, left_lengths=known, factor=factor)
-    expected = plainly(per_example.length_products, vectors, vectors, left_lengths=known, factor=factor)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)

@@ -1,10 +1,9 @@
 """Clip and sum: Σ_j c_j g_j with c_j = min(1, clip_norm / ‖scale ⊙ g_j‖).
 
-Formal guarantee: one example adds to the sum a vector v with ‖scale ⊙ v‖ ≤ clip_norm (up to the rounding of the
-sum), whatever the example is; an example whose gradient is not finite adds nothing. So under zero-out or add-remove
-adjacency the sum, measured in the scaled norm, changes by at most clip_norm, and by at most 2·clip_norm when one
-example replaces another. The scale enters the norm only: dividing the noise by it is the same as scaling, noising
-and unscaling.
+Guarantee: each example adds a vector v with ‖scale ⊙ v‖ ≤ clip_norm, up to the rounding of the sum. An example whose
+gradient is not finite adds nothing. In the scaled norm, the sum therefore changes by at most clip_norm under zero-out
+or add-remove adjacency, and by at most 2·clip_norm when one example replaces another. The scale enters the norm only:
+dividing the noise by it equals scaling, adding noise and unscaling.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.kernels import norms as kernels
-from dpoptim.kernels.clip_weights import ClipResult, weighed
+from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 
 
 @dataclass
 class ClippingCounts:
-    """What clipping did since the start. NOT private: it depends on single examples and carries no noise."""
+    """What clipping did since the start. NOT private: it depends on single examples and has no noise."""
 
     examples: int = 0
     clipped: int = 0
@@ -35,12 +34,17 @@ class ClippingCounts:
 
 
 class ClippedSums:
-    """Accumulates Σ_j c_j g_j (and, where asked, Σ_j (c_j g_j)²) over the physical batches of one step.
+    """Accumulates Σ_j c_j g_j, and optionally Σ_j (c_j g_j)², over the physical batches of one step.
 
-    `scale` maps parameter names to positive tensors s_t of the parameter's shape; None is 1 everywhere. It must be a
+    `scale` maps parameter names to positive tensors s_t of the parameter's shape; None means 1 everywhere. It must be a
     function of released values alone and stays fixed from one `take` to the next.
-    `mean_loss` says that the loop reduces the losses of a physical batch by their mean, which is undone here.
-    `extra_memory` is what a physical batch may take beyond activations and their gradients to go faster.
+
+    Args:
+        model: The model whose trainable parameters are summed.
+        clip_norm: The bound on ‖scale ⊙ g_j‖.
+        squares: Whether to sum the squares of the clipped gradients too.
+        mean_loss: Whether the loop averages the losses of a physical batch; the division is undone here.
+        extra_memory: Bytes that a physical batch may use beyond activations and their gradients to run faster.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class ClippedSums:
 
     @property
     def examples(self) -> int:
-        """How many have been clipped and summed since the start."""
+        """How many examples have been clipped and summed since the start."""
         return self._examples
 
     @property
@@ -83,15 +87,16 @@ class ClippedSums:
         return self._counted
 
     def explain(self) -> Explanation:
-        """How the norms of the last physical batch were taken."""
+        """How the norms of the last physical batch were computed."""
         self.engine.flush()
         if self._explanation is None:
             raise ValueError("nothing has been differentiated yet; ask after the first step")
         return self._explanation
 
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
-        """(Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, zeros where nothing arrived; the accumulator is
-        emptied.
+        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, and empty the accumulator.
+
+        Parameters that received no gradient have zeros.
         """
         try:
             self.engine.end_step()
@@ -104,7 +109,7 @@ class ClippedSums:
         return taken
 
     def clear_sums(self) -> None:
-        """Forget every physical batch that has been summed since the last `take`."""
+        """Drop everything summed since the last `take`."""
         self._unsettled: Callable[[], None] | None = None
         self._sums = _Accumulator(self.parameters)
         self._square_sums = _Accumulator(self.parameters) if self.with_squares else None
@@ -116,20 +121,22 @@ class ClippedSums:
                 self._clip_and_sum(batch)
             else:
                 batch.add_ready()
-        except BaseException:  # out of memory, an interrupt: half a batch must never be released
+        except BaseException:  # for example out of memory or Ctrl-C: half a batch must never be released
             self._forget()
             raise
 
     def _forget(self) -> None:
-        """All of the step, and a batch that was running again."""
+        """Drop everything of this step, including a batch that was being recomputed."""
         self.engine.discard()
         self.clear_sums()
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared, least = self._measured(batch.gradients, self.scale)
-        found = weighed(squared, least, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients))
-        indices = list if least is None else recompute_rows_later(found)
+        squared, min_trusted_norm = self._measured(batch.gradients, self.scale)
+        found = clip_weights(
+            squared, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients)
+        )
+        indices = list if min_trusted_norm is None else recompute_rows_later(found)
         _sum(batch.gradients, found.weights, self._sums, self._square_sums)
         self._examples += batch.examples
         self._remember_ways(batch)
@@ -139,7 +146,7 @@ class ClippedSums:
             self._clip_and_sum_one(batch, j, factor)
 
     def _remember_ways(self, batch: PhysicalBatch) -> None:
-        """For `explain`; made anew only where shapes are new, since it takes a while."""
+        """Record the norm methods for `explain`; they are slow to describe, so once per set of shapes."""
         kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
         if kind not in self._explained:
             if len(self._explained) == 16:
@@ -148,20 +155,22 @@ class ClippedSums:
         self._explanation = self._explained[kind]
 
     def bounds(self) -> Hashable:
-        """What examples are clipped by now: another value where clip norm or scale are others, or were written to."""
+        """A value that changes whenever the clip norm or the scale changes."""
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 
     def clip_and_sum_into(
         self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None
     ) -> ClipResult:
-        """Clip and sum a batch into `into`, for `add_sums`. It asks nothing of the device, so that a graph can hold it;
-        the losses must have been summed, not averaged.
+        """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device (a graph can hold it).
 
-        Examples whose norms cannot be trusted are left out, and must run again.
+        The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out and must be
+        recomputed.
         """
-        squared, least = self._measured(batch.gradients, scale)
-        found = weighed(squared, least, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients))
+        squared, min_trusted_norm = self._measured(batch.gradients, scale)
+        found = clip_weights(
+            squared, min_trusted_norm, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients)
+        )
         sums = _Accumulator(self.parameters, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
@@ -176,38 +185,40 @@ class ClippedSums:
         explanation: Explanation,
         again: Callable[[list[int]], None],
     ) -> None:
-        """Add what `clip_and_sum_into` made of a batch whose first `examples` rows count; it is copied.
+        """Add a copy of what `clip_and_sum_into` made of a batch whose first `examples` rows count.
 
-        Examples that must be looked at by themselves are not in it: `again(rows)` differentiates them in the ordinary
-        way, and them alone, as no example may change what the others add. The host learns of them when the next such
-        batch is added or the sums are taken, so that it prepares one batch while the device is busy with another.
+        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone in the ordinary way,
+        since no example may change what the others add. The host asks for them only when the next such batch is added
+        or the sums are taken, so it can prepare one batch while the device is busy with another.
         """
-        apart = found.apart[:examples].clone()
-        number = recompute_count_later(found)  # known when the copy is there, too
+        needs_recompute = found.needs_recompute[:examples].clone()
+        number = recompute_count_later(found)  # available once the copy is
         self._settle()
         self._sums.add_all(of_batch)
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
-        counts[1] -= ((found.weights == 0) & ~found.apart)[examples:].sum()  # copies of a first row that is not finite
+        counts[1] -= ((found.weights == 0) & ~found.needs_recompute)[
+            examples:
+        ].sum()  # padding rows that copy a non-finite row
         self._outcomes.append(counts)
         self.norms.append(found.norms[:examples].clone())
 
         def settle() -> None:
-            rows = torch.nonzero(apart).flatten().tolist() if number() else []
+            rows = torch.nonzero(needs_recompute).flatten().tolist() if number() else []
             if not rows:
                 return
             counted, norms, outcomes = (self._examples, self._explanation), len(self.norms), len(self._outcomes)
             try:
                 again(rows)
-            finally:  # they were counted with their batch, and that they are apart is nobody's business
+            finally:  # they were counted with their batch; that they were recomputed must not be observable
                 self._examples, self._explanation = counted
             del self.norms[norms:], self._outcomes[outcomes:]
 
         self._unsettled = settle
 
     def _settle(self) -> None:
-        """Run again what the last captured batch has left out; where that fails the caller forgets the sums."""
+        """Recompute what the last captured batch left out; if that fails, the caller drops the sums."""
         settle, self._unsettled = self._unsettled, None
         if settle is not None:
             settle()
@@ -215,10 +226,10 @@ class ClippedSums:
     def _measured(
         self, gradients: Mapping[str, ParameterGradients], scale: Mapping[str, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Squared norms over all parameters, and the least norms that can be trusted, if any cannot."""
+        """Squared norms over all parameters, and the smallest norms that can be trusted (None: all can)."""
         dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
         squared: Tensor | float = 0.0
-        least: Tensor | None = None
+        min_trusted_norm: Tensor | None = None
         if dense:
             scales = None if scale is None else [scale[name] for name in dense]
             squared = kernels.many_squares(list(dense.values()), scales)
@@ -227,18 +238,19 @@ class ClippedSums:
                 continue
             more, trusted = own.measured(None if scale is None else scale[name])
             squared = squared + more
-            if trusted is not None:  # what parameters are off by adds up as their gradients do
-                least = trusted if least is None else torch.hypot(least, trusted)
+            if trusted is not None:  # errors of the parameters add up as their gradients do
+                none_yet = min_trusted_norm is None
+                min_trusted_norm = trusted if none_yet else torch.hypot(min_trusted_norm, trusted)
         assert isinstance(squared, Tensor)
-        return squared, least
+        return squared, min_trusted_norm
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
-        """An example whose positions nearly cancel: the very vector that is measured is the one that is summed."""
+        """Clip one example whose positions nearly cancel: the vector that is measured is the one that is summed."""
         own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)
-        found = weighed(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
-        found.counts[0] = 0  # whether it is clipped was counted with its batch
+        found = clip_weights(squared, None, clip_norm=self.clip_norm, factor=factor, dtype=torch.float64)
+        found.counts[0] = 0  # clipping was counted with its batch
         self._outcomes.append(found.counts)
         alone = {name: ParameterGradients(g.shape, g.dtype, dense=g[None]) for name, g in own.items()}
         _sum(alone, found.weights, self._sums, self._square_sums)
@@ -252,7 +264,7 @@ def _widest(gradients: Mapping[str, ParameterGradients]) -> torch.dtype:
 def _sum(
     gradients: Mapping[str, ParameterGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
 ) -> None:
-    """Add Σ_j weights[j]·g_j to `sums`, and the squares of what is summed to `square_sums`."""
+    """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     sums.add_dense(dense, weights)
     if square_sums is not None:
@@ -266,7 +278,7 @@ def _sum(
 
 
 def recompute_count_later(found: ClipResult) -> Callable[[], int]:
-    """How many examples are apart, to be asked for later: the host then waits for that number alone."""
+    """Return a function that gives the number of examples to recompute; only calling it waits for the device."""
     if not found.counts.is_cuda:
         now = int(found.counts[2])
         return lambda: now
@@ -282,18 +294,16 @@ def recompute_count_later(found: ClipResult) -> Callable[[], int]:
 
 
 def recompute_rows_later(found: ClipResult) -> Callable[[], list[int]]:
-    """The indices of examples that are apart, to be asked for when the sums are queued: the device is still busy with
-    them while the next batch is prepared.
-    """
+    """Return a function that gives the rows to recompute; call it once the sums are queued, to keep the device busy."""
     number = recompute_count_later(found)
-    return lambda: torch.nonzero(found.apart).flatten().tolist() if number() else []
+    return lambda: torch.nonzero(found.needs_recompute).flatten().tolist() if number() else []
 
 
 class _Accumulator:
-    """Sums by parameter, end to end; what nothing was added to is 0 when they are taken."""
+    """Sums by parameter in flat storage; parameters that received nothing are 0 when the sums are taken."""
 
     def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
-        """`sums`, where they are given, are written to; what they held is of no matter."""
+        """If `sums` is given, it is used as storage and existing contents are overwritten."""
         self._parameters = parameters
         self._sums = sums
         self._begun: set[str] = set()
@@ -312,7 +322,7 @@ class _Accumulator:
             self._begun.add(name)
 
     def add_sum(self, name: str, gradients: ParameterGradients, weights: Tensor) -> None:
-        """Add Σ_j weights[j]·g_j; the first one is made where it stays."""
+        """Add Σ_j weights[j]·g_j; the first sum is computed in place."""
         total = self._target(name)
         if name in self._begun or total.dtype != weights.dtype:
             self.add(name, gradients.weighted_sum(weights))
@@ -321,7 +331,7 @@ class _Accumulator:
             self._begun.add(name)
 
     def add_dense(self, gradients: Mapping[str, Tensor], weights: Tensor, *, squared: bool = False) -> None:
-        """Add Σ_j weights[j]·gradients[name][j] for all names, or the squares of what is summed."""
+        """Add Σ_j weights[j]·gradients[name][j] for all names, or the squares of the summands."""
         kinds: dict[tuple[bool, torch.dtype, torch.device], list[str]] = {}
         for name in gradients:
             target = self._target(name)
@@ -332,7 +342,7 @@ class _Accumulator:
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:
-        """Add sums of all parameters; they are copied."""
+        """Add a copy of these sums of all parameters."""
         if self._sums is None:
             self._sums = sums.mapped(torch.clone)
         else:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.tables_triton import DTYPES, addresses_of, cdiv, parts_of
+from dpoptim.kernels.tables_triton import DTYPES, addresses_of, parts_of
 
 _BLOCK = 1024
 
@@ -69,19 +69,3 @@ def adam_step_(
             1 - betas[1] ** step, eps, lr, added_decay, kept,
             DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def _inverse_root(moment, out, numel, share, start, top, eps, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numel
-    estimate = share * tl.load(moment + at, mask=inside, other=0.0) + start
-    root = tl.sqrt_rn(tl.maximum(estimate, 0.0))
-    tl.store(out + at, tl.div_rn(top, root + eps), mask=inside)
-
-
-def inverse_root(moment: Tensor, *, share: float, start: float, top: float, eps: float) -> Tensor:
-    out = torch.empty_like(moment)
-    if len(moment):
-        _inverse_root[(cdiv(len(moment), _BLOCK),)](moment, out, len(moment), share, start, top, eps, BLOCK=_BLOCK)
-    return out

@@ -1,6 +1,6 @@
-"""Small arithmetic of norms and weights.
+"""From norms to clip weights: arithmetic on one number per example.
 
-On a CUDA device with Triton one kernel replaces the many small operations, which take longer to launch than to run.
+Everything runs on the device without waiting for it, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -11,82 +11,76 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpoptim.kernels import norms as kernels
 from dpoptim.kernels.norms import wide_dtype
 
 
 class ClipResult(NamedTuple):
-    """What each example of a physical batch counts for."""
+    """The clip weight of each example of a physical batch."""
 
     norms: Tensor  # ‖scale ⊙ g_j‖·factor, [examples]
-    weights: Tensor  # c_j·factor; 0 for those that add nothing, and for those apart
-    apart: Tensor  # bool: norms that cannot be trusted, of examples that must be looked at by themselves
-    counts: Tensor  # int64 [3]: how many exceed the clip norm, add nothing, are apart
+    weights: Tensor  # c_j·factor; 0 for examples that add nothing or need recomputing
+    needs_recompute: Tensor  # bool: the norm cannot be trusted, so the example is clipped by itself
+    counts: Tensor  # int64 [3]: how many exceed the clip norm, add nothing, need recomputing
 
 
-def weighed(squared: Tensor, least: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype) -> ClipResult:
-    """Norms and weights of examples with squared norms `squared`, float64 [examples], where a loss that was divided by
-    `factor` is multiplied by it again: c_j = min(1, clip_norm/norm), and 1 where the norm is 0.
+def clip_weights(
+    squared: Tensor, min_trusted_norm: Tensor | None, *, clip_norm: float, factor: int, dtype: torch.dtype
+) -> ClipResult:
+    """Turn squared norms, float64 [examples], into clip weights c_j = min(1, clip_norm / norm); c_j = 1 for norm 0.
 
-    A weight of 0 leaves an example out: where the norm is not finite or so large that float32 has no such weight in
-    full precision, as rounded it could be twice as much. Apart are those others whose norm is not at least
-    `least`·factor, which may be NaN.
+    `factor` undoes a loss that was divided by it. An example gets weight 0 if its norm is not finite, or so large that
+    float32 has no such weight at full precision (rounding could double it). The norm of an example cannot be trusted
+    if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
-    on_gpu = kernels.wide_on_gpu(squared, least)
-    if on_gpu is not None:
-        return ClipResult(*on_gpu.weighed(squared, least, clip_norm, factor, dtype))
     norms = squared.sqrt() * factor
     weights = (clip_norm / norms).clamp(max=1.0)
     weights = torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0) * factor
-    if least is None:
-        apart = torch.zeros_like(weights, dtype=torch.bool)
+    if min_trusted_norm is None:
+        needs_recompute = torch.zeros_like(weights, dtype=torch.bool)
     else:
-        apart = (weights > 0) & ~(least * factor <= norms)
-        weights = weights.masked_fill(apart, 0.0)
-    counts = torch.stack([norms > clip_norm, (weights == 0) & ~apart, apart]).sum(1)
-    return ClipResult(norms.to(dtype), weights.to(dtype), apart, counts)
+        needs_recompute = (weights > 0) & ~(min_trusted_norm * factor <= norms)
+        weights = weights.masked_fill(needs_recompute, 0.0)
+    counts = torch.stack([norms > clip_norm, (weights == 0) & ~needs_recompute, needs_recompute]).sum(1)
+    return ClipResult(norms.to(dtype), weights.to(dtype), needs_recompute, counts)
 
 
 def sum_of_parts(
     d_squared: Tensor, e_squared: Tensor, cross: Tensor, d_parts: Tensor, e_parts: Tensor, *, trust: float,
     is_gram: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """‖D + E‖² and the least norm that can be trusted, float64 [examples], of ‖D‖², ‖E‖² and `cross` = ⟨D, E⟩.
+    """Return ‖D + E‖² and the smallest norm that can be trusted, float64 [examples].
 
-    `d_parts` and `e_parts` are what ‖D‖ and ‖E‖ could be at the most if nothing in them cancelled, `trust` is how many
-    times its parts may exceed a whole before their rounding shows. What the three are off by is linear in their own
-    parts, unless ‖D‖² was added up of squares (`is_gram`); but where D and E cancel it shows in full. Where parts of D
-    cancel, its rounding shows beside E; a fifth of their bound is bound enough.
+    Args:
+        d_squared: ‖D‖².
+        e_squared: ‖E‖².
+        cross: ⟨D, E⟩.
+        d_parts: A bound on ‖D‖ that holds even if nothing in D cancels.
+        e_parts: The same for E.
+        trust: How many times larger than the whole its parts may be before their rounding shows.
+        is_gram: Whether ‖D‖² is a sum of squares; otherwise its rounding error is linear in its parts.
+
+    Where D and E cancel, rounding shows in full. Where parts of D cancel, its rounding shows beside E; a fifth of
+    their bound is enough there.
     """
-    on_gpu = kernels.wide_on_gpu(d_squared, e_squared, cross, d_parts, e_parts)
-    if on_gpu is not None:
-        found: tuple[Tensor, Tensor] = on_gpu.sum_of_parts(
-            d_squared, e_squared, cross, d_parts, e_parts, trust, is_gram
-        )
-        return found
     d, e, parts = d_squared.sqrt(), e_squared.sqrt(), d_parts + e_parts
     summands = d_squared + e_squared + parts * (parts / 10 if is_gram else (d + e) / 50)
-    least = (d + e_parts + d_parts / 5) / trust + (summands / trust).sqrt()
+    min_trusted_norm = (d + e_parts + d_parts / 5) / trust + (summands / trust).sqrt()
     squares = (d_squared + 2 * cross + e_squared).clamp(min=0)
-    return torch.where(cross.isfinite(), squares, torch.nan), least  # cross may be -inf where the others are finite
+    # `cross` may be -inf where the other two are finite.
+    return torch.where(cross.isfinite(), squares, torch.nan), min_trusted_norm
 
 
 def length_products(
     left: Tensor, right: Tensor, *, left_lengths: Tensor | None = None, factor: Tensor | None = None
 ) -> Tensor:
     """Σ_t ‖left[j, t]‖·‖right[j, t]‖·factor for each j, float64; `left_lengths` are the first norms, if known."""
-    if left_lengths is not None:
-        on_gpu = kernels.on_gpu(left_lengths, right, factor)
-        if on_gpu is not None:
-            found: Tensor = on_gpu.length_products(left_lengths, right, factor)
-            return found
     known = row_lengths(left) if left_lengths is None else left_lengths.double()
     total = (known * row_lengths(right)).sum(1)
     return total if factor is None else total * factor.double()
 
 
 def row_lengths(vectors: Tensor) -> Tensor:
-    """Norms along the last axis, float64; never 0 for a vector that is not, though its squares underflow."""
+    """Norms along the last axis, float64; positive for every nonzero vector, even if its squares underflow."""
     dtype = wide_dtype(vectors.dtype)
     largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1, dtype=dtype)
     return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype), largest).double()

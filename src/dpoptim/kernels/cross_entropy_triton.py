@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.clip_weights_triton import length_products, sum_of_parts, weighed
 from dpoptim.kernels.group_norm_triton import group_norm, group_norm_gradient
 from dpoptim.kernels.many_triton import many_squares, many_weighted_sums
 from dpoptim.kernels.normalization_triton import WIDEST, layer_norm, layer_norm_gradient
@@ -20,15 +19,12 @@ __all__ = [
     "group_norm_gradient",
     "layer_norm",
     "layer_norm_gradient",
-    "length_products",
     "many_squares",
     "many_weighted_sums",
     "position_sums",
     "row_squares",
     "row_weighted_sum",
     "softmax_gradient_",
-    "sum_of_parts",
-    "weighed",
 ]
 
 

@@ -59,11 +59,6 @@ def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
     return _kernels() if _run_on_gpu(tensors) else None
 
 
-def wide_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
-    """The same for those kernels that take float64 too."""
-    return _kernels() if _on_current_device(tensors) else None
-
-
 def outer_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
     """The kernels of outer products, where they run for all of these tensors: nothing is stored then."""
     return _outer_kernels() if _run_on_gpu(tensors) else None
@@ -156,9 +151,6 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 @torch.no_grad()
 def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
-    found = compiled_outer.quadratic_forms(matrices, factors)
-    if found is not None:
-        return found
     examples, positions, _ = factors.shape
     total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
     # On a CPU one example after another: what is made of it is still in the cache when it is reduced.

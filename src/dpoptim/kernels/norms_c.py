@@ -26,8 +26,6 @@ WORTH_COMPILING_SQUARES = 1 << 22
 
 _ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
 
-_PANEL = 128  # columns that a quadratic form takes together
-
 _BAND = 128  # rows that all examples pass by, one after the other, while their scale stays in a cache
 
 _SOURCE = """
@@ -48,7 +46,6 @@ _SOURCE = """
 #endif
 #define ACROSS (2 * WIDTH)
 #define BAND BAND_ROWS
-#define PANEL PANEL_COLUMNS  /* a multiple of 4 * WIDTH */
 #define STRIP 1024    /* a multiple of ACROSS */
 #define STRETCH 4096  /* a multiple of 4 * WIDTH */
 
@@ -146,49 +143,6 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
     }
 }
 
-/* Sum over columns c, and over t <= u, of coefs[t, u] * factors[t, c] * factors[u, c], in float32 for each lane of a
-   panel of columns. `coefs` are in blocks of four t, [positions / 4][u][4]; positions is a multiple of 4, of which
-   `real` are given. `panel` has room for positions * PANEL numbers. */
-double quadratic_form(const float *factors, const float *coefs, int64_t positions, int64_t real, int64_t cols,
-                      int64_t stride, float *panel) {
-    double total = 0;
-    memset(panel, 0, sizeof(float) * positions * PANEL);
-    for (int64_t col = 0; col < cols; col += PANEL) {
-        const int64_t width = cols - col < PANEL ? cols - col : PANEL;
-        for (int64_t t = 0; t < real; t++) {
-            memcpy(panel + t * PANEL, factors + t * stride + col, sizeof(float) * width);
-            if (width < PANEL) memset(panel + t * PANEL + width, 0, sizeof(float) * (PANEL - width));
-        }
-        vector squares[4] = {{0}};
-        for (int64_t block = 0; block < positions; block += 4)
-            for (int64_t at = 0; at < width; at += 4 * WIDTH) {
-                vector sum[4][4] = {{{0}}};
-                for (int64_t u = block; u < positions; u++) {
-                    const float *r = panel + u * PANEL + at;
-                    quad c = *(const quad *)(coefs + (block / 4 * positions + u) * 4);
-#if defined(__aarch64__)
-                    __asm__("" : "+w"(c));
-#endif
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; k++) {
-                        const vector x = *(const vector *)(r + k * WIDTH);
-                        sum[0][k] += c[0] * x;
-                        sum[1][k] += c[1] * x;
-                        sum[2][k] += c[2] * x;
-                        sum[3][k] += c[3] * x;
-                    }
-                }
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++)
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; k++)
-                        squares[k] += sum[i][k] * *(const vector *)(panel + (block + i) * PANEL + at + k * WIDTH);
-            }
-        total += lanes(squares);
-    }
-    return total;
-}
-
 /* out[j] = sum over rows [begin, end); left [examples, positions, rows] and right have unit stride in their last axis.
    `packed` has room for positions * BAND numbers: those of a band, side by side. */
 void outer_squares(const float *left, const float *right, const float *scale, double *out, int64_t examples,
@@ -214,13 +168,11 @@ void outer_squares(const float *left, const float *right, const float *scale, do
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE.replace("BAND_ROWS", str(_BAND)).replace("PANEL_COLUMNS", str(_PANEL)), contract=True)
+    loops = library(_SOURCE.replace("BAND_ROWS", str(_BAND)), contract=True)
     if loops is not None:
         loops.outer_squares.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 9, ctypes.c_void_p)
         loops.scaled_squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
         loops.outer_squares.restype = loops.scaled_squares.restype = None
-        loops.quadratic_form.argtypes = (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p)
-        loops.quadratic_form.restype = ctypes.c_double
     return loops if loops is not None and _right(loops) else None
 
 
@@ -303,29 +255,3 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | 
 
     in_threads([partial(measure, *given) for given in zip(grads, scales, parts, strict=True)])
     return parts.sum(0)
-
-
-def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor | None:
-    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64; float32 within a panel of columns.
-
-    A pair of positions is taken once, with the sum of both of its coefficients.
-    """
-    examples, positions, cols = factors.shape
-    much = examples * positions * positions * cols >= WORTH_COMPILING
-    loops = _loops_for([matrices, factors]) if much else None
-    if loops is None:
-        return None
-    factors, whole = _by_rows(factors), -(-positions // 4) * 4
-    pairs = torch.triu(matrices + matrices.mT, 1) + torch.diag_embed(matrices.diagonal(dim1=1, dim2=2))
-    padded = torch.nn.functional.pad(pairs, (0, whole - positions, 0, whole - positions))
-    coefs = padded.view(examples, whole // 4, 4, whole).mT.contiguous()  # blocks of four rows, column by column
-    found = torch.empty(examples, dtype=torch.float64)
-
-    def measure(begin: int, end: int) -> None:
-        panel = torch.empty(whole * _PANEL)
-        for j in range(begin, end):
-            pointers, sizes = (factors[j].data_ptr(), coefs[j].data_ptr()), (whole, positions, cols, factors.stride(1))
-            found[j] = loops.quadratic_form(*pointers, *sizes, panel.data_ptr())
-
-    in_chunks(measure, examples, chunk=-(-examples // 8))
-    return found

@@ -84,11 +84,3 @@ def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, noisy: Tensor) -> None:
         eps=bundle.group["eps"],
         maximize=False,
     )
-
-
-def inverse_root(bundle: ParameterBundle, *, share: float, start: float, top: float, eps: float) -> Tensor | None:
-    """top/(√max(share·ν + start, 0) + eps)."""
-    kernels = _kernels_for(bundle)
-    if kernels is None:
-        return None
-    return kernels.inverse_root(bundle.get("second_moment"), share=share, start=start, top=top, eps=eps)

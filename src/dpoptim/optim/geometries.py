@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpoptim.optim import fused
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import CachedPublicGradients
@@ -89,10 +88,6 @@ class InverseRoot:
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        if self.exponent == 0.5:
-            scale = fused.inverse_root(bundle, share=share, start=start, top=top, eps=self.eps_scale)
-            if scale is not None:
-                return scale
         return top / ((share * total + start).clamp_(min=0) ** self.exponent + self.eps_scale)
 
 
