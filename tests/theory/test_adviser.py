@@ -26,8 +26,7 @@ from dpoptim.theory import (
     negative_probability,
     second_moment_bias,
 )
-from dpoptim.theory.advice_moments import moment_laws
-from dpoptim.theory.second_moments import moment_weights, squared_weight
+from dpoptim.theory.second_moments import moment_laws, moment_weights, squared_weight
 
 DELTA = 1e-6
 
@@ -204,7 +203,7 @@ def relative_second_moment(
     return float(nu_hat.sum() / (gradient**2).sum())
 
 
-def seen_fate(relative: float) -> SecondMomentRegime:
+def seen_regime(relative: float) -> SecondMomentRegime:
     if relative == math.inf:
         return SecondMomentRegime.DIVERGES
     return SecondMomentRegime.STEADY if relative > 0.7 else SecondMomentRegime.COLLAPSES
@@ -227,7 +226,7 @@ class WindowCase:
         for eps_scale in values:
             seen = relative_second_moment(self.gradient, self.noise, clip_norm=self.plan.clip_norm, eps_scale=eps_scale)
             rest = 1 / (1 - (right.low / eps_scale) ** 2)
-            found.append((window.fate(eps_scale), seen_fate(seen), seen / rest))
+            found.append((window.regime(eps_scale), seen_regime(seen), seen / rest))
         return found
 
 
@@ -275,7 +274,7 @@ def test_the_window_is_as_simulated_inside_and_outside(without_alternatives, mon
 
 
 def test_the_setting_of_the_paper(monkeypatch):
-    monkeypatch.setattr("dpoptim.theory.advice_moments._LONGEST_BLOCK", 600)  # for time: the rest is scaled
+    monkeypatch.setattr("dpoptim.theory.second_moments._LONGEST_BLOCK", 600)  # for time: the rest is scaled
     plan = PrivacyPlan(num_examples=1_700_000, batch_size=2048, steps=2000)
     advice = advise(plan, epsilon=10.0, delta=1e-7, parameters=4_400_000)
     assert (advice.variant, advice.many_negative) == ("scale_then_privatize", True)

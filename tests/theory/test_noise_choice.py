@@ -149,7 +149,7 @@ def test_sampling_of_a_shuffled_choice_stays():
 def test_what_was_too_dear_is_a_sentence():
     tight = choose_noise(shuffled(), **TARGET, parameters=1000, memory_budget=1).reason
     assert ", in no memory; " in tight
-    assert tight.endswith("above the 1 B allowed") or "rows of normals a step, above 16" in tight
+    assert tight.endswith("above the 1 B allowed") or "rows of normals per step, above 16" in tight
     assert "of the" not in tight
 
 
@@ -157,7 +157,7 @@ def test_searches_without_end_are_refused():
     with pytest.raises(ValueError, match="at most 100,000 steps"):
         choose_noise(PrivacyPlan(num_examples=10_000_000, batch_size=64, steps=1_000_000), **TARGET, parameters=1000)
     secret = shuffled(sampling=Poisson())
-    with pytest.raises(ValueError, match="up to epsilon=100"):
+    with pytest.raises(ValueError, match="exceeds 100"):
         choose_noise(secret, epsilon=1e6, delta=1e-6, parameters=1000)
     assert choose_noise(shuffled(), epsilon=1e6, delta=1e-6, parameters=1000).chosen.plan.noise_multiplier
     assert choose_noise(secret, epsilon=math.inf, delta=1e-6, parameters=1000).plan.noise_multiplier == 0
