@@ -48,7 +48,9 @@ def test_steady_state(clip_norm):
     gradient = np.full(M, 0.5)
     simulated = float(simulate(gradient, clip_norm, steps=2000, runs=6, start=0.25)[1000:].mean())
     phi = clip_norm**2 / 100**2
-    assert float(theory.steady_second_moment(0.25, clip_norm=clip_norm, **SETTING)) == pytest.approx(simulated, rel=0.01)
+    assert float(theory.steady_second_moment(0.25, clip_norm=clip_norm, **SETTING)) == pytest.approx(
+        simulated, rel=0.01
+    )
     for wrong in (0.25**2 / (1 - phi), 0.25 * (1 - phi), 0.25):
         assert wrong != pytest.approx(simulated, rel=0.03)
     field = theory.mean_field(gradient, clip_norm=clip_norm, steps=2000, beta2=0.99, start=0.25, **SETTING)
@@ -134,7 +136,9 @@ def test_mean_field_follows_clipped_runs(clip_norm, start, tolerance):
     assert field == pytest.approx(simulated, rel=tolerance)
     assert simulated != pytest.approx(1.0, rel=0.1)  # noise does not come back
     if theory.predict(clip_norm, dimension=M, **SETTING) is SecondMomentRegime.COLLAPSES:  # nothing is clipped
-        assert simulated != pytest.approx(float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **SETTING)), rel=0.9)
+        assert simulated != pytest.approx(
+            float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **SETTING)), rel=0.9
+        )
 
 
 def test_contraction():
