@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from experiments import result_files, theory
+from experiments import results_file, theory
 from experiments.__main__ import main
-from experiments.experiment import Experiment, MissingInput
+from experiments.framework import Experiment, MissingInput
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
 def test_makes_lines_tables_and_pictures(made, name):
-    lines = result_files.read(made / f"{name}.jsonl").lines
+    lines = results_file.read(made / f"{name}.jsonl").lines
     assert {line["experiment"] for line in lines} == {name}
     assert {line["scale"] for line in lines} == {"smoke"}
     text = (made / f"{name}.md").read_text()
@@ -37,7 +37,7 @@ def test_makes_lines_tables_and_pictures(made, name):
 
 def test_what_is_not_private_says_so_and_the_rest_has_an_epsilon(made):
     for name in ("logistic", "quadratic"):
-        for line in result_files.read(made / f"{name}.jsonl").lines:
+        for line in results_file.read(made / f"{name}.jsonl").lines:
             free = "NOT private" in line["note"]
             assert free == (line["epsilon"] is None), line["cell"]
             assert free or (line["epsilon"] > 0 and line["adjacency"] == "zero_out" and line["plan"])
@@ -61,12 +61,12 @@ def test_goes_on_with_a_file_that_was_cut(made, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "1 of them new" in captured.out
     assert "cut short" in captured.err
-    results = [[line["result"] for line in result_files.read(p).lines] for p in (path, made / "theory.jsonl")]
+    results = [[line["result"] for line in results_file.read(p).lines] for p in (path, made / "theory.jsonl")]
     assert results[0] == results[1], "the same cell gives the same numbers"
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    def interrupted(request, voice):
+    def interrupted(request, reporter):
         raise KeyboardInterrupt
 
     broken = Experiment(name="theory", run=interrupted, markdown=lambda lines: "", pictures=lambda lines: {})
@@ -87,7 +87,7 @@ def test_render_runs_nothing_and_fills_a_page(made, tmp_path, capsys):
 
 
 def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
-    def missing(request, voice):
+    def missing(request, reporter):
         raise MissingInput("no data in nowhere; give --data")
 
     one = Experiment(name="theory", run=missing, markdown=lambda lines: "", pictures=lambda lines: {})
@@ -137,11 +137,11 @@ def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
     ],
 )
 def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
-    lines = result_files.read(made / f"{name}.jsonl").lines
+    lines = results_file.read(made / f"{name}.jsonl").lines
     kept = [line for line in lines if line["cell"].get(setting) == value]
     assert kept
     for line in kept:
-        result_files.append(tmp_path / f"{name}.jsonl", line)
+        results_file.append(tmp_path / f"{name}.jsonl", line)
     assert main([name, "--render", "--out", str(tmp_path)]) == 0
     text = (tmp_path / f"{name}.md").read_text()
     assert "|" in text
@@ -152,10 +152,10 @@ def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
 
 def test_two_that_share_a_file_begin_it_afresh_once(tmp_path, capsys):
     row = ["--only", "column=independent_low", "--only", "row=scale_then_privatize"]
-    arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--again"]
+    arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--overwrite"]
     for _ in range(2):
         assert main(arguments) == 0
-        purposes = [line["cell"]["purpose"] for line in result_files.read(tmp_path / "tinybert.jsonl").lines]
+        purposes = [line["cell"]["purpose"] for line in results_file.read(tmp_path / "tinybert.jsonl").lines]
         assert purposes == ["no fine-tuning", "final", "clip norms", "clip norms"]
     assert (tmp_path / "tinybert.jsonl.old").exists()
 

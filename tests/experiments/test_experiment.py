@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from experiments import provenance, result_files
-from experiments.experiment import Experiment, MissingInput, Outcome, Request, run_cells
-from experiments.experiments import NAMES, chosen
+from experiments.framework import Experiment, MissingInput, Outcome, Request, run_cells
+from experiments.framework import NAMES, chosen
 from experiments.markdown import table
-from experiments.rendering import lines_of, marks, render, render_into
-from experiments.voice import Voice
+from experiments.framework import lines_of, marks, render, render_into
+from experiments.progress import ProgressReporter
 
 CELLS = [{"kind": kind, "size": size} for kind in ("a", "b") for size in (1, 2)]
 
 
-class Heard(Voice):
+class Heard(ProgressReporter):
     """Keeps what was said."""
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ def markdown(lines):
 
 EXPERIMENT = Experiment(
     name="x",
-    run=lambda request, voice: 0,
+    run=lambda request, reporter: 0,
     markdown=markdown,
     pictures=lambda lines: {},
 )
 
 
-def _computed(request, voice=None):
+def _computed(request, reporter=None):
     """Runs all cells, and counts those that were computed."""
     seen = []
 
@@ -55,7 +55,7 @@ def _computed(request, voice=None):
         seen.append(cell)
         return outcome(cell)
 
-    assert run_cells("x", CELLS, watched, request, voice or Voice()) == 0, "none is left"
+    assert run_cells("x", CELLS, watched, request, reporter or ProgressReporter()) == 0, "none is left"
     return len(seen)
 
 
@@ -73,25 +73,25 @@ def test_goes_on_after_an_interruption(tmp_path):
         return watched(cell)
 
     with pytest.raises(KeyboardInterrupt):
-        run_cells("x", CELLS, interrupted, request(tmp_path), Voice())
+        run_cells("x", CELLS, interrupted, request(tmp_path), ProgressReporter())
     assert seen == CELLS[:3]
-    run_cells("x", CELLS, watched, request(tmp_path), Voice())
+    run_cells("x", CELLS, watched, request(tmp_path), ProgressReporter())
     assert seen == CELLS, "the fourth cell alone is new"
-    assert [line["cell"] for line in result_files.read(tmp_path / "x.jsonl").lines] == CELLS
+    assert [line["cell"] for line in results_file.read(tmp_path / "x.jsonl").lines] == CELLS
 
 
 def test_a_torn_line_is_run_again(tmp_path):
-    run_cells("x", CELLS, outcome, request(tmp_path), Voice())
-    path, voice = tmp_path / "x.jsonl", Heard()
+    run_cells("x", CELLS, outcome, request(tmp_path), ProgressReporter())
+    path, reporter = tmp_path / "x.jsonl", Heard()
     path.write_bytes(path.read_bytes()[:-20])
-    assert _computed(request(tmp_path), voice) == 1
-    assert any("cut short" in text for text in voice.texts)
-    assert [line["cell"] for line in result_files.read(path).lines] == CELLS
+    assert _computed(request(tmp_path), reporter) == 1
+    assert any("cut short" in text for text in reporter.texts)
+    assert [line["cell"] for line in results_file.read(path).lines] == CELLS
 
 
 def test_a_line_says_where_it_comes_from(tmp_path):
-    run_cells("x", CELLS[:1], outcome, request(tmp_path), Voice())
-    (line,) = result_files.read(tmp_path / "x.jsonl").lines
+    run_cells("x", CELLS[:1], outcome, request(tmp_path), ProgressReporter())
+    (line,) = results_file.read(tmp_path / "x.jsonl").lines
     assert (line["experiment"], line["scale"], line["cell"]) == ("x", "smoke", CELLS[0])
     assert line["setting"]["commit"] == "abc"
     assert set(line["setting"]) == {"commit", "machine", "versions", "made", "seconds"}
@@ -102,26 +102,26 @@ def test_only_and_scale_and_again(tmp_path):
     assert _computed(request(tmp_path, only=("kind=b", "size=2"))) == 1
     assert _computed(request(tmp_path)) == 3
     assert _computed(request(tmp_path, scale="paper")) == 4, "another scale"
-    assert _computed(request(tmp_path, again=True)) == 4
-    assert len(result_files.read(tmp_path / "x.jsonl").lines) == 4
-    assert len(result_files.read(tmp_path / "x.jsonl.old").lines) == 8
+    assert _computed(request(tmp_path, overwrite=True)) == 4
+    assert len(results_file.read(tmp_path / "x.jsonl").lines) == 4
+    assert len(results_file.read(tmp_path / "x.jsonl.old").lines) == 8
     with pytest.raises(MissingInput, match="leaves no cell"):
-        run_cells("x", CELLS, outcome, request(tmp_path, only=("kind=c",)), Voice())
+        run_cells("x", CELLS, outcome, request(tmp_path, only=("kind=c",)), ProgressReporter())
     with pytest.raises(ValueError, match="NAME=VALUE"):
         request(tmp_path, only=("kind",))
 
 
 def test_past_the_time_limit_no_cell_is_begun(tmp_path):
-    voice = Heard()
+    reporter = Heard()
     late = request(tmp_path, time_limit=10.0, started=time.perf_counter() - 20.0)
-    assert run_cells("x", CELLS, outcome, late, voice) == 4
+    assert run_cells("x", CELLS, outcome, late, reporter) == 4
     assert not (tmp_path / "x.jsonl").exists()
-    assert "4 cells are left" in voice.texts[-1]
+    assert "4 cells are left" in reporter.texts[-1]
 
 
 def test_renders_the_largest_scale_from_the_file(tmp_path):
-    run_cells("x", CELLS, outcome, request(tmp_path), Voice())
-    run_cells("x", CELLS[:1], outcome, request(tmp_path, scale="paper"), Voice())
+    run_cells("x", CELLS, outcome, request(tmp_path), ProgressReporter())
+    run_cells("x", CELLS[:1], outcome, request(tmp_path, scale="paper"), ProgressReporter())
     assert [line["scale"] for line in lines_of(EXPERIMENT, tmp_path)] == ["paper"]
     (page,) = render(EXPERIMENT, tmp_path)
     assert page.read_text().startswith("sum 2\n")

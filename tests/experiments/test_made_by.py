@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.markdown import made_by
-from experiments.tinybert.command import command
+from experiments.tinybert.report import command
 
 
 @pytest.mark.parametrize(

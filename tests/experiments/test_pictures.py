@@ -10,12 +10,12 @@ import pytest
 
 from dpoptim.app import plot_style as style
 from dpoptim.theory import clip_norm_window
-from experiments.experiments import experiment
-from experiments.rendering import lines_of
-from experiments.tinybert.captions import WORDS, markdown
-from experiments.tinybert.claims import LEVEL
+from experiments.framework import experiment
+from experiments.framework import lines_of
+from experiments.tinybert.pictures import WORDS, markdown
+from experiments.tinybert.report import LEVEL
 from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, pictures, shown
-from experiments.tinybert.table_of_cells import ROWS
+from experiments.tinybert.grid import ROWS
 
 RESULTS = Path(__file__).parents[2] / "results"
 

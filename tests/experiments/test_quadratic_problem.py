@@ -17,9 +17,9 @@ from dpoptim.noise import NormalSource, StrategySpec
 from dpoptim.theory.second_moments import negative_probability
 from dpoptim.theory.update_noise import post_processing_update_rms
 from experiments.quadratic import problem as quadratic
-from experiments.quadratic.plot import draw_ranking
+from experiments.quadratic.pictures import draw_ranking
 from experiments.quadratic.problem import VARIANTS, Quadratic, simulate
-from experiments.quadratic.tuning import GRIDS, NEAR, compared, tuned
+from experiments.quadratic.problem import GRIDS, NEAR, compared, tuned
 
 Z = 4.0
 """Standard errors that a bound allows: a right value falls outside with probability 2Φ(−4) = 6.3e-5, one seed in

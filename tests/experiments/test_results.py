@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from dpoptim.privacy import PrivacyPlan
-from experiments import result_files
-from experiments.experiment import SCALES
-from experiments.experiments import NAMES, experiment
-from experiments.rendering import lines_of, section
-from experiments.result_files import cell_key
+from experiments import results_file
+from experiments.framework import SCALES
+from experiments.framework import NAMES, experiment
+from experiments.framework import lines_of, section
+from experiments.results_file import cell_key
 from experiments.tinybert import report
-from experiments.tinybert.privacy import described, guarantee, plan_of
+from experiments.tinybert.grid import described, guarantee, plan_of
 from experiments.tinybert.schedule import SETTINGS
-from experiments.tinybert.scores import scores
-from experiments.tinybert.table_of_cells import ROWS
+from experiments.tinybert.report import scores
+from experiments.tinybert.grid import ROWS
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "results.md"
@@ -67,7 +67,7 @@ def _doubled(value):
 
 @pytest.mark.parametrize("name", FILES)
 def test_committed_results_are_whole_and_say_where_they_come_from(name):
-    found = result_files.read(RESULTS / f"{name}.jsonl")
+    found = results_file.read(RESULTS / f"{name}.jsonl")
     assert found.note is None
     assert (RESULTS / f"{name}.jsonl").stat().st_size < 800_000
     for line in found.lines:
@@ -78,7 +78,7 @@ def test_committed_results_are_whole_and_say_where_they_come_from(name):
 
 def test_no_cell_is_there_twice():
     for name in FILES:
-        lines = result_files.read(RESULTS / f"{name}.jsonl").lines
+        lines = results_file.read(RESULTS / f"{name}.jsonl").lines
         keys = [(line["scale"], cell_key(line["cell"])) for line in lines]
         assert len(set(keys)) == len(keys), name
 
@@ -146,5 +146,5 @@ def test_every_picture_of_the_page_is_there_and_each_has_a_text():
 
 
 def test_cells_of_tinybert_have_the_settings_that_can_be_asked_for():
-    cells = [line["cell"] for line in result_files.read(RESULTS / "tinybert.jsonl").lines]
+    cells = [line["cell"] for line in results_file.read(RESULTS / "tinybert.jsonl").lines]
     assert {name for cell in cells for name in cell} == SETTINGS | {knob.name for each in ROWS for knob in each.knobs}

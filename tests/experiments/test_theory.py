@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import result_files
+from experiments import results_file
 from experiments.theory import cells as theory_cells
 from experiments.theory import simulations
 from experiments.theory.report import agrees, deviation, draw
@@ -107,7 +107,7 @@ def test_prefix_sums_are_as_long_as_the_cell_says():
 def test_a_committed_window_comes_out_again(clip_norm):
     line = next(
         line
-        for line in result_files.read(COMMITTED).lines
+        for line in results_file.read(COMMITTED).lines
         if line["cell"].get("clip_norm") == clip_norm and "start" in line["cell"]
     )
     result, until = line["result"], 500
@@ -123,7 +123,7 @@ def test_a_committed_window_comes_out_again(clip_norm):
 
 
 def test_the_picture_tells_how_many_coordinates_were_averaged():
-    lines = result_files.read(COMMITTED).lines
+    lines = results_file.read(COMMITTED).lines
     other = [
         line | {"cell": line["cell"] | ({"dimension": 77} if "dimension" in line["cell"] else {})} for line in lines
     ]

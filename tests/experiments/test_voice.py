@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from experiments.voice import BarVoice
+from experiments.progress import BarReporter
 
 
 @pytest.mark.parametrize(
@@ -15,11 +15,11 @@ from experiments.voice import BarVoice
 )
 def test_numbers_and_times_are_never_cut_and_nothing_wraps(cell):
     console = Console(width=80, force_terminal=True, color_system=None)
-    voice = BarVoice(console)
-    voice.begin("quadratic", total=411, done=96)
-    voice.doing(cell)
+    reporter = BarReporter(console)
+    reporter.begin("quadratic", total=411, done=96)
+    reporter.doing(cell)
     with console.capture() as shown:
-        console.print(voice._progress.get_renderable())
+        console.print(reporter._progress.get_renderable())
     (line,) = shown.get().splitlines()
     found = re.fullmatch(r"quadratic [━╸╺ ]{12,}  96/411 0:00:0\d -:--:-- (.*)", line)
     assert found, line
