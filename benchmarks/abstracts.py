@@ -32,9 +32,8 @@ from torch import Tensor
 import dpoptim
 from dpoptim.clipping.captured import Captured
 from dpoptim.data.lengths import cut_together
-from experiments.tinybert.data import read_corpus
+from experiments.tinybert.data import Indices, Part, Texts, laid_out, make_part, read_corpus
 from experiments.tinybert.model import MaskedLM, load
-from experiments.tinybert.data import Indices, Part, Texts, laid_out, make_part
 
 LONGEST = 512
 EVERY = 100

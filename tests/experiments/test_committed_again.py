@@ -1,4 +1,4 @@
-"""Cells of the committed results, run again in a cheaper way that must give the same numbers."""
+"""Cells of the committed results, recomputed in a cheaper way that must give the same numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from experiments import results_file
 from experiments.logistic import cells as logistic_cells
 from experiments.quadratic import cells as quadratic_cells
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).parents[2] / "results"
 NEAR = 1e-4
-"""Relative, as machines round otherwise; what is committed comes out again to all of its seven digits where made."""
+"""Relative, because machines round differently."""
 
 
 def committed(name: str, **settings: object) -> results_file.Line:

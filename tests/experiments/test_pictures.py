@@ -10,19 +10,19 @@ import pytest
 
 from dpoptim.app import plot_style as style
 from dpoptim.theory import clip_norm_window
-from experiments.framework import experiment
-from experiments.framework import lines_of
-from experiments.tinybert.pictures import WORDS, markdown
-from experiments.tinybert.report import LEVEL
-from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, pictures, shown
+from experiments.framework import experiments, lines_of
 from experiments.tinybert.grid import ROWS
+from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, WORDS, markdown, pictures, shown
+from experiments.tinybert.report import LEVEL
+
+pytestmark = pytest.mark.slow
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.fixture(scope="module")
 def lines():
-    return lines_of(experiment("figures"), RESULTS)
+    return lines_of(experiments(["figures"])[0], RESULTS)
 
 
 def with_row(lines, name, like, *, seed=0, less=0.0):

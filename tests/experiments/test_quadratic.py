@@ -12,6 +12,8 @@ from experiments.quadratic import cells as quadratic_cells
 from experiments.quadratic import report
 from experiments.quadratic.problem import VARIANTS, Quadratic, simulate
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = Quadratic(steps=12, repeats=3, clip_norm=0.5, eps_scale=0.1, seed=3)
 
 

@@ -17,9 +17,9 @@ from dpoptim.noise import NormalSource, StrategySpec
 from dpoptim.theory.second_moments import negative_probability
 from dpoptim.theory.update_noise import post_processing_update_rms
 from experiments.quadratic import problem as quadratic
-from experiments.quadratic.pictures import draw_ranking
-from experiments.quadratic.problem import VARIANTS, Quadratic, simulate
-from experiments.quadratic.problem import GRIDS, NEAR, compared, tuned
+from experiments.quadratic.problem import VARIANTS, Quadratic, simulate, tuned
+
+pytestmark = pytest.mark.slow
 
 Z = 4.0
 """Standard errors that a bound allows: a right value falls outside with probability 2Φ(−4) = 6.3e-5, one seed in
@@ -302,26 +302,3 @@ def test_refuses_bad_runs():
 def test_tuning_takes_the_best_and_passes_over_what_diverges():
     problem = Quadratic(steps=100, repeats=10, noise_multiplier=0.0, clip_norm=math.inf)
     assert tuned(problem, "dp_sgd", lr=(1e3, 0.1, 1e-4)).lr == 0.1  # curvature 1: at lr 1e3 it diverges
-
-
-def test_compared_runs_every_variant():
-    assert list(GRIDS) == list(VARIANTS)
-    grids = {variant: {name: values[:1] for name, values in grid.items()} for variant, grid in GRIDS.items()}
-    paths = compared(Quadratic(steps=8, repeats=3, batch_size=2, spread=1.0), grids=grids, tuning_repeats=1)
-    assert [path.variant for path in paths] == list(VARIANTS)
-    assert {path.problem.seed for path in paths} == {1}  # not the seed that they were tuned with
-
-
-def test_the_picture_chooses_within_the_grid():
-    for variant, grid in NEAR.items():
-        assert all(set(values) <= set(GRIDS[variant][name]) for name, values in grid.items())
-    with pytest.raises(ValueError, match="results is empty"):
-        draw_ranking(None, {"nothing": []})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [1.0, 0.0])
-def test_the_picture_chooses_what_the_whole_grid_chooses(spread):
-    problem = Quadratic(spread=spread, repeats=40)
-    for variant, grid in NEAR.items():
-        assert tuned(problem, variant, None, **grid) == tuned(problem, variant, None, **GRIDS[variant]), variant

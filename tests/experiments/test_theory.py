@@ -11,8 +11,9 @@ import pytest
 
 from experiments import results_file
 from experiments.theory import cells as theory_cells
-from experiments.theory import simulations
 from experiments.theory.report import agrees, deviation, draw
+
+pytestmark = pytest.mark.slow
 
 Z = 4.0
 COMMITTED = Path(__file__).parents[2] / "results" / "theory.jsonl"
@@ -21,18 +22,18 @@ COMMITTED = Path(__file__).parents[2] / "results" / "theory.jsonl"
 def test_averaged_noise_has_the_moments_of_an_exponential_average():
     """Mean 1 and variance 2κ for squares, 0 and κ for normals, κ = (1−β)/(1+β); a β of .8 would be seen."""
     given: dict[str, Any] = {"beta2": 0.9, "steps": 200, "draws": 20_000, "seed": 1}
-    squares, plain = (simulations.averaged_noise(square=square, **given) for square in (True, False))
+    squares, plain = (theory_cells.averaged_noise(square=square, **given) for square in (True, False))
     kappa = 0.1 / 1.9
     assert abs(squares.mean() - 1) < Z * math.sqrt(2 * kappa / 20_000)
     for values, wanted in ((squares, math.sqrt(2 * kappa)), (plain, math.sqrt(kappa))):
-        found = simulations.spread_of(values)
+        found = theory_cells.spread_of(values)
         assert abs(found.value - wanted) < Z * found.standard_error
         assert abs(found.value - math.sqrt(0.2 / 1.8) / math.sqrt(kappa) * wanted) > 2 * Z * found.standard_error
 
 
 def test_standard_errors_are_those_of_the_mean():
     values = np.random.default_rng(0).standard_normal((2000, 50))
-    means = [simulations.average_of(row) for row in values]
+    means = [theory_cells.average_of(row) for row in values]
     real = np.std([one.value for one in means])
     assert np.mean([one.standard_error for one in means]) == pytest.approx(real, rel=0.06)
 
@@ -40,16 +41,16 @@ def test_standard_errors_are_those_of_the_mean():
 def test_prefix_errors_of_independent_noise():
     """√((n+1)/2) over all steps and √n at the last."""
     given: dict[str, Any] = {"column_norm": 1.0, "draws": 20_000, "seed": 0}
-    found = simulations.prefix_errors(np.eye(31), last=False, **given)
+    found = theory_cells.prefix_errors(np.eye(31), last=False, **given)
     assert abs(found.value - 4.0) < Z * found.standard_error
-    found = simulations.prefix_errors(np.eye(25), last=True, **given)
+    found = theory_cells.prefix_errors(np.eye(25), last=True, **given)
     assert abs(found.value - 5.0) < Z * found.standard_error
-    doubled = simulations.prefix_errors(np.eye(25), last=True, **(given | {"column_norm": 1.1}))
+    doubled = theory_cells.prefix_errors(np.eye(25), last=True, **(given | {"column_norm": 1.1}))
     assert abs(doubled.value - 5.0) > 2 * Z * doubled.standard_error
 
 
 def test_contraction_without_feedback_is_the_decay():
-    assert simulations.contraction(feedback=0.0, beta2=0.9, steps=10, draws=2, seed=0).value == pytest.approx(0.9)
+    assert theory_cells.contraction(feedback=0.0, beta2=0.9, steps=10, draws=2, seed=0).value == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("quantity", sorted({cell["quantity"] for cell in theory_cells.cells("smoke")} - {"window"}))

@@ -24,26 +24,33 @@ from dpoptim.optim import InverseRoot
 from experiments import results_file
 from experiments.__main__ import main
 from experiments.framework import MissingInput, Request
+from experiments.progress import ProgressReporter
 from experiments.tinybert import model as models
 from experiments.tinybert import report
-from experiments.tinybert.report import CLAIMS, compared
-from experiments.tinybert.data import synthetic_corpus, read_corpus
-from experiments.tinybert.model import mean_losses
+from experiments.tinybert.data import Marks, laid_out, make_part, read_corpus, synthetic_corpus
 from experiments.tinybert.experiment import build_workspace, run_table
-from experiments.tinybert.model import optimizer_of
-from experiments.tinybert.grid import guarantee, plan_of
-from experiments.tinybert.report import how_near, level
-from experiments.tinybert.schedule import Job, chosen, final_cell, jobs, tuning_cell
-from experiments.tinybert.report import scores
-from experiments.tinybert.schedule import first_setting, reached, wanted
-from experiments.tinybert.grid import SIZES, Scoring, Size
-from experiments.tinybert.grid import COLUMNS, NON_PRIVATE, ROWS, Hyperparameter, Row, places, row
-from experiments.tinybert.data import Marks, laid_out, make_part
-from experiments.tinybert.training_run import run
-from experiments.tinybert.training_run import Unfinished
+from experiments.tinybert.grid import (
+    COLUMNS,
+    NON_PRIVATE,
+    ROWS,
+    SIZES,
+    Hyperparameter,
+    Row,
+    Scoring,
+    Size,
+    guarantee,
+    places,
+    plan_of,
+    row,
+)
+from experiments.tinybert.model import mean_losses, optimizer_of
+from experiments.tinybert.report import CLAIMS, compared, how_close, level, scores
+from experiments.tinybert.schedule import Job, chosen, final_cell, first_setting, jobs, reached, tuning_cell, wanted
+from experiments.tinybert.training_run import Unfinished, run
 from experiments.tinybert.workers import workers
-from experiments.progress import ProgressReporter
 from tests.app.tiny import wordpiece
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 150
 SHARED = {"num_examples": 60, "model": "m"}
@@ -458,7 +465,7 @@ class TestTable:
             append(path, line)
 
         with monkeypatch.context() as patch:
-            patch.setattr(result_files, "append", full)
+            patch.setattr(results_file, "append", full)
             with pytest.raises(OSError, match="disk full"):
                 run_table(request, ProgressReporter())
         assert len(list(tmp_path.rglob("*.pt"))) == 1
@@ -575,8 +582,8 @@ def test_how_near_tuning_came_to_the_final_runs():
 
     tuned = line(tuning_cell(place, setting, size, shared), [[100, 4.5], [200, 4.25], [300, 4.0]])
     final = line(final_cell(place, setting, size, shared, 0), [[200, 4.0], [300, 3.875], [400, 3.0]])
-    assert how_near([tuned], size) == ""
-    said = how_near([tuned, final], size)
+    assert how_close([tuned], size) == ""
+    said = how_close([tuned, final], size)
     assert "1.000 (independent, σ = 1)" in said
     assert "up to 0.25 in private rows and 0.00 in others" in said
     assert "Behind post-processing" not in said
@@ -596,7 +603,7 @@ def test_how_far_rows_move_between_tuning_and_final_runs():
             result = {"curve": [[100, loss]], "validation": loss, "ended": "finished", "test": {"tokens": loss}}
             lines.append({"cell": cell, "result": result})
     expected = "by up to 0.25 (DP-SGD, independent, σ = 1: −0.100 in tuning, 0.150 in the final runs)."
-    assert expected in how_near(lines, size)
+    assert expected in how_close(lines, size)
 
 
 def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():

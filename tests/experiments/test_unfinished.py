@@ -8,14 +8,15 @@ import pytest
 
 from experiments import results_file
 from experiments.framework import Request
+from experiments.progress import ProgressReporter
 from experiments.tinybert import model as models
 from experiments.tinybert.data import synthetic_corpus
 from experiments.tinybert.experiment import build_workspace, run_table
 from experiments.tinybert.grid import Scoring
-from experiments.tinybert.training_run import run
-from experiments.tinybert.training_run import TimeLimitReached, Unfinished
-from experiments.progress import ProgressReporter
+from experiments.tinybert.training_run import TimeLimitReached, Unfinished, run
 from tests.experiments.test_tinybert import VOCABULARY, cell
+
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 
