@@ -171,7 +171,7 @@ def test_exponent_costs():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--only" in c])
 def test_commands_of_the_page_make_their_pictures(command, tmp_path, capsys, monkeypatch):
-    """A PNG of 700 to 1,600 by 400 to 700 pixels, 20 to 200 kB, as is the one that the page shows; axes are labelled."""
+    """A PNG of 700 to 1,600 by 400 to 700 pixels, 20 to 200 kB, like the one on the page; axes are labelled."""
     words, figures = shlex.split(command), []
     make = picture_style.new_figure
 
