@@ -77,10 +77,6 @@ def _shown(setting: str) -> str:
     return setting.replace(" a step", " per step")
 
 
-def _shown(setting: str) -> str:
-    return setting.replace(" a step", " per step")
-
-
 def _title(line: Line) -> str:
     cell = line["cell"]
     return (

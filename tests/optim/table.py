@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import dpoptim
-from dpoptim.optim import PrivateOptimizer
-from dpoptim.optim import reference
+from dpoptim.optim import PrivateOptimizer, reference
 
 LR = 0.02
 EPS_SCALE = 1.0
