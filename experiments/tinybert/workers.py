@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from experiments.tinybert.schedule import Job
 from experiments.tinybert.training_run import TimeLimitReached, Unfinished, Workspace, run
 
 Finished = tuple[Outcome | None, float]  # None: the time limit came first; and the seconds it took
-_here: tuple[Workspace, Unfinished] | None = None  # of a worker process
+STARTED_BY = "spawn"  # CUDA does not survive a fork
+_in_worker: tuple[Callable[[], Workspace], Unfinished] | None = None  # of a worker process
 
 
 class Workers:
@@ -59,7 +61,7 @@ def workers(
     if count == 1:
         yield Workers(workspace, unfinished, 1, None)
         return
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    context = multiprocessing.get_context(STARTED_BY)
     pool = ProcessPoolExecutor(count, context, _start_worker, (make_workspace, unfinished))
     try:
         yield Workers(workspace, unfinished, count, pool)
@@ -71,13 +73,15 @@ def workers(
 
 
 def _start_worker(make_workspace: Callable[[], Workspace], unfinished: Unfinished) -> None:
-    global _here
-    _here = make_workspace(), unfinished
+    """The workspace is made with the first job, so that its errors reach the caller."""
+    global _in_worker
+    _in_worker = functools.cache(make_workspace), unfinished
 
 
 def _run_in_worker(job: Job) -> Finished:
-    assert _here is not None
-    return _run(job, *_here)
+    assert _in_worker is not None
+    make_workspace, unfinished = _in_worker
+    return _run(job, make_workspace(), unfinished)
 
 
 def _run(job: Job, workspace: Workspace, unfinished: Unfinished) -> Finished:
