@@ -53,7 +53,7 @@ def library_path(data: Datasets, variant: str, noise: str) -> list[float]:
 
 @pytest.mark.parametrize("noise", ["independent", "dense"])
 @pytest.mark.parametrize("variant", ["post_processing", "independent_moments"])
-def test_is_the_library_step_for_step(variant, noise):
+def test_equals_the_library_step_for_step(variant, noise):
     data = datasets(SMALL)
     expected = library_path(data, variant, noise)
     walked = logistic_problem.walk(SMALL, data, variant, noise, lrs=(0.1, LR), eps=(EPS, 2.0))
@@ -74,7 +74,7 @@ def test_without_noise_it_is_torch_adagrad():
     assert float(last[1]) == pytest.approx(float(theta.detach()), abs=1e-12)
 
 
-def test_trials_and_draws_have_noise_of_their_own():
+def test_trials_and_draws_have_different_noise():
     *_, last = logistic_problem.walk(SMALL, datasets(SMALL), "post_processing", "independent", lrs=(LR,), eps=(EPS,))
     assert len(np.unique(last.numpy())) == 6
     more = dataclasses.replace(SMALL, draws=4)
@@ -82,7 +82,7 @@ def test_trials_and_draws_have_noise_of_their_own():
 
 
 @pytest.mark.parametrize("noise", ["independent", "dense"])
-def test_noise_levels_are_the_library_s(noise):
+def test_noise_levels_equal_the_library(noise):
     """IME pays √2 on the gradient and √2·Δ₂σ on the square, Δ₂ = (2B − 1)ζ²/B²; "for free" pays on the square alone."""
     size, clip_norm = SMALL.batch_size, SMALL.clip_norm
     post, ime, free = (
@@ -110,7 +110,7 @@ def test_examples_are_present_and_labelled_as_often_as_they_should():
     assert abs(values.mean() - 0.9 * 0.41324) > 8 * values.std() / 400
 
 
-def test_losses_are_the_means_they_stand_for():
+def test_losses_are_sample_means():
     signed = logistic_problem.signed_samples(np.random.default_rng(1), 300)
     theta = np.array([-4.99, -1.0, 0.33, 1.0, 2.777, 6.9])
     exact = np.logaddexp(0.0, -theta[:, None] * signed).mean(1)
@@ -124,7 +124,7 @@ def test_losses_are_the_means_they_stand_for():
 
 
 @pytest.mark.parametrize("count", [20, 400, 10_000])
-def test_losses_are_as_near_between_the_knots_as_they_say(count):
+def test_losses_are_accurate_between_the_knots(count):
     signed = logistic_problem.signed_samples(np.random.default_rng(0), count)
     theta = np.linspace(-5, 7, 241)
     off = np.abs(mean_loss(signed)(theta) - [np.logaddexp(0.0, -at * signed).mean() for at in theta])
@@ -132,7 +132,7 @@ def test_losses_are_as_near_between_the_knots_as_they_say(count):
     assert off.max() > 3e-8 * (signed**4).mean(), "the bound is not far from what is reached"
 
 
-def test_beyond_the_knots_a_loss_rises_whichever_way_it_goes():
+def test_losses_rise_beyond_the_knots():
     """Also that of samples of one sign, which in truth falls on."""
     loss = mean_loss(np.array([0.5, 1.0]))
     values = evaluate(loss, np.array([7.0, 8.0, 9.0]))
@@ -177,7 +177,7 @@ def test_tuning_goes_by_validation_and_the_first_half_and_reports_the_second():
     assert found["as_paper"] == [pytest.approx(means.min() - truth[0], rel=1e-5)]
 
 
-def test_scores_are_those_of_plain_loops():
+def test_scores_equal_plain_loops():
     """Three draws, four trials, five choices: losses summed sample by sample, halves and choices counted out."""
     rng = np.random.default_rng(1)
     held_out, test = ([logistic_problem.signed_samples(rng, 20) for _ in range(3)] for _ in range(2))
@@ -216,7 +216,7 @@ def test_scores_are_those_of_plain_loops():
     assert any(other_choices[1::2]), "the test samples would have chosen otherwise"
 
 
-def test_draws_have_examples_and_held_out_samples_of_their_own():
+def test_draws_have_different_samples():
     data = datasets(SMALL)
     losses = [float(loss(2.0)) for loss in (*data.validation, *data.test)]
     assert len(set(losses)) == 6

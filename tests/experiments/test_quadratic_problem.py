@@ -83,7 +83,7 @@ def library_path(problem: Quadratic, variant: str, noise: StrategySpec | None) -
     ids=["defaults, independent", "banded"],
 )
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "adam"])
-def test_is_the_library_step_for_step(variant, settings, noise):
+def test_equals_the_library_step_for_step(variant, settings, noise):
     """Also with the library's defaults of eps and eps_scale; `betas` there are the rule's own."""
     problem = Quadratic(batch_size=4, steps=40, spread=0.8, lr=0.03, clip_norm=0.7, repeats=1, seed=9, **settings)
     expected = library_path(problem, variant, noise).numpy()
@@ -95,7 +95,7 @@ def test_is_the_library_step_for_step(variant, settings, noise):
 
 
 @pytest.mark.parametrize("variant", ["post_processing", "independent_moments", "scale_then_privatize"])
-def test_repeats_are_runs_of_their_own(variant):
+def test_repeats_are_separate_runs(variant):
     """A coordinate's normals go by its place, so the first repeat is the same whatever the number of repeats."""
     problem = Quadratic(steps=30, repeats=5)
     alone, among = simulate(dataclasses.replace(problem, repeats=1), variant), simulate(problem, variant)
@@ -299,6 +299,6 @@ def test_refuses_bad_runs():
         simulate(Quadratic(eps=0.0), "bias_correction")
 
 
-def test_tuning_takes_the_best_and_passes_over_what_diverges():
+def test_tuning_takes_the_best_and_ignores_divergence():
     problem = Quadratic(steps=100, repeats=10, noise_multiplier=0.0, clip_norm=math.inf)
     assert tuned(problem, "dp_sgd", lr=(1e3, 0.1, 1e-4)).lr == 0.1  # curvature 1: at lr 1e3 it diverges

@@ -54,7 +54,7 @@ def test_contraction_without_feedback_is_the_decay():
 
 
 @pytest.mark.parametrize("quantity", sorted({cell["quantity"] for cell in theory_cells.cells("smoke")} - {"window"}))
-def test_every_quantity_is_found_where_it_is_predicted(quantity):
+def test_every_quantity_matches_its_prediction(quantity):
     """With 2,000 draws, within Z standard errors; the long averages with fewer steps than at any scale."""
     for cell in theory_cells.cells("smoke"):
         if cell["quantity"] != quantity or cell.get("steps", 0) > 5000:
@@ -84,7 +84,7 @@ def test_the_window(clip_norm, fate):
 
 
 @pytest.mark.parametrize("setting", ["dimension", "batch_size", "noise_multiplier", "beta2", "eps_scale", "start"])
-def test_the_window_is_run_as_its_cell_says(setting):
+def test_the_window_runs_with_its_settings(setting):
     """Each setting halved moves both paths: the mean field's and the simulation's."""
     cell = next(cell for cell in theory_cells.cells("smoke") if cell["quantity"] == "window")
     given, changed = (
@@ -105,7 +105,7 @@ def test_prefix_sums_are_as_long_as_the_cell_says():
 
 
 @pytest.mark.parametrize("clip_norm", [22.0, 120.0])
-def test_a_committed_window_comes_out_again(clip_norm):
+def test_a_committed_window_is_reproduced(clip_norm):
     line = next(
         line
         for line in results_file.read(COMMITTED).lines
@@ -123,7 +123,7 @@ def test_a_committed_window_comes_out_again(clip_norm):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
-def test_the_picture_tells_how_many_coordinates_were_averaged():
+def test_the_picture_names_the_number_of_coordinates():
     lines = results_file.read(COMMITTED).lines
     other = [
         line | {"cell": line["cell"] | ({"dimension": 77} if "dimension" in line["cell"] else {})} for line in lines
@@ -131,7 +131,7 @@ def test_the_picture_tells_how_many_coordinates_were_averaged():
     assert "mean of 77 coordinates" in draw(other).axes[0].get_ylabel()
 
 
-def test_cells_are_told_apart_and_have_seeds_of_their_own():
+def test_cells_are_distinct_and_have_different_seeds():
     for scale in ("smoke", "small", "paper"):
         found = theory_cells.cells(scale)
         seeds = [cell["seed"] for cell in found if "draws" in cell]

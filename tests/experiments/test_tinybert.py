@@ -1,4 +1,4 @@
-"""BERT-Tiny's table: texts, losses, tuning and runs, each against something plain."""
+"""BERT-Tiny's table: texts, losses, tuning and runs, each against a simple version."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TestCorpus:
         other = read_corpus(str(file), model, longest=64, cache=tmp_path)
         assert not np.array_equal(other.train, corpus.train), "another file of that name"
 
-    def test_a_line_that_is_no_abstract(self, tmp_path, model):
+    def test_a_line_without_an_abstract(self, tmp_path, model):
         file = tmp_path / "arxiv.json"
         file.write_text('{"abstract": "a"}\n{"title": "b"}\n')
         with pytest.raises(ValueError, match="line 2 is not a JSON object with an abstract"):
@@ -346,7 +346,7 @@ def test_a_run_is_scored_on_as_many_texts_and_as_often_as_asked(workspace):
     assert few.test_losses(model)["test"] == mean_losses(model, workspace.test, examples=5, longest=64)
 
 
-def test_a_hopeless_tuning_run_is_given_up(workspace):
+def test_a_hopeless_tuning_run_is_abandoned(workspace):
     made = cell("post_processing", purpose="tuning", steps=20)
     best = [(step, 0.5) for step in range(1, 21)]
     result = run(made, workspace, beat=best).result
@@ -417,26 +417,26 @@ class TestTable:
         run_table(Request(scale="smoke", out=tmp_path, only=("column=buffered_10",), seeds=2), ProgressReporter())
         assert set(scores(results_file.read(path).lines)["scale_then_privatize", "buffered_10"]) == {0, 1}
 
-    def test_figures_adds_to_the_results_and_never_begins_them_afresh(self, made, tmp_path, capsys):
+    def test_figures_adds_to_the_results_and_never_overwrites_them(self, made, tmp_path, capsys):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
         arguments = ["figures", "--scale", "smoke", "--out", str(tmp_path)]
         assert main([*arguments, "--overwrite"]) == 2
-        assert "leave out --again" in capsys.readouterr().err
+        assert "use --overwrite with tinybert" in capsys.readouterr().err
         assert path.read_text() == (made / "tinybert.jsonl").read_text()
         assert main([*arguments, "--only", "column=independent_low"]) == 0
         lines = results_file.read(path).lines
         assert [line["cell"]["purpose"] for line in lines[3:]] == ["clip norms"] * 2
         assert (tmp_path / "images" / "figures-clipping.png").exists()
 
-    def test_another_model_or_other_texts_are_not_mixed_in(self, made, tmp_path, monkeypatch):
+    def test_a_different_model_or_texts_are_refused(self, made, tmp_path, monkeypatch):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
         again = Request(scale="smoke", out=tmp_path, only=("row=post_processing", "column=independent_low"), seeds=2)
-        for changed in ("made_up", "synthetic_corpus"):
+        for changed in ("synthetic", "synthetic_corpus"):
             with monkeypatch.context() as patch:
-                at = f"experiments.tinybert.{'model' if changed == 'made_up' else 'experiment'}.{changed}"
-                function = models.synthetic if changed == "made_up" else synthetic_corpus
+                at = f"experiments.tinybert.{'model' if changed == 'synthetic' else 'experiment'}.{changed}"
+                function = models.synthetic if changed == "synthetic" else synthetic_corpus
                 patch.setattr(at, functools.partial(function, seed=1))
                 with pytest.raises(ValueError, match="a different model or texts"):
                     run_table(again, ProgressReporter())
@@ -472,14 +472,14 @@ class TestTable:
         run_table(replace(request, overwrite=True), ProgressReporter())
         assert not list(tmp_path.rglob("*.pt"))
 
-    def test_several_processes_give_the_same(self, made, tmp_path):
+    def test_several_processes_give_the_same_result(self, made, tmp_path):
         only = ("row=post_processing", "column=independent_low")
         run_table(Request(scale="smoke", out=tmp_path, only=only, workers=2), ProgressReporter())
         here = {line["cell"]["row"]: line["result"]["curve"] for line in _final(made)}
         there = {line["cell"]["row"]: line["result"]["curve"] for line in _final(tmp_path)}
         assert np.allclose(there["post_processing"], here["post_processing"], rtol=1e-5)  # C loops round differently
 
-    def test_without_data_it_says_what_is_needed(self, tmp_path, capsys):
+    def test_missing_data_is_explained(self, tmp_path, capsys):
         assert main(["tinybert", "--scale", "paper", "--out", str(tmp_path)]) == 2
         assert "--data" in capsys.readouterr().err
 
@@ -561,7 +561,7 @@ def test_every_private_row_can_be_the_next(name):
     assert compared(CLAIMS[0], found, "x", PAPER) == "0.010 (0.040)"
 
 
-def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
+def test_runs_of_different_settings_are_not_averaged():
     def line(loss, seed, lr):
         cell = {"purpose": "final", "row": "post_processing", "column": "banded", "seed": seed, "lr": lr}
         return {"cell": cell, "result": {"test": {"tokens": loss}, "ended": "finished"}}
@@ -570,7 +570,7 @@ def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
     assert scores(lines)["post_processing", "banded"] == {0: 4.0, 1: 4.1}
 
 
-def test_how_near_tuning_came_to_the_final_runs():
+def test_how_close_tuning_runs_are_to_final_runs():
     size, shared = SIZES["paper"], {"num_examples": 817_503}
     place = ("scale_then_privatize", "independent")
     setting = first_setting(row(place[0]), place[1])
@@ -606,7 +606,7 @@ def test_how_far_rows_move_between_tuning_and_final_runs():
     assert expected in how_close(lines, size)
 
 
-def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():
+def test_further_rows_are_next_to_the_rows_they_are_compared_with():
     found = {("delayed", "independent"): {0: 4.1}, ("post_processing", "independent"): {0: 4.125, 1: 4.3},
              ("scale_then_privatize", "buffered_10"): {0: 3.7},
              ("scale_then_privatize", "banded_10"): {0: 3.8}}  # fmt: skip
@@ -638,5 +638,5 @@ def test_runs_in_both_precisions_are_compared_and_the_later_counts():
     assert report._in_both_precisions(lines[:2]) == ""
     said = report._in_both_precisions(lines)
     assert said.startswith("1 of these runs")
-    assert said.endswith("are +0.0100 to +0.0100 from those.")
+    assert said.endswith("differ by +0.0100 to +0.0100.")
     assert scores(lines)["dp_sgd", "banded"] == {0: 3.51, 1: 3.2, 2: 9.0}

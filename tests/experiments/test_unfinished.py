@@ -1,4 +1,4 @@
-"""A run that was stopped and taken up again is the run that was not."""
+"""A run that was stopped and resumed equals one that was not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def workspace():
         ("delayed", "independent"),
     ],
 )
-def test_stopped_after_every_step_it_ends_as_if_it_had_not_been(workspace, tmp_path, name, kind):
+def test_a_run_stopped_after_every_step_ends_the_same(workspace, tmp_path, name, kind):
     made = cell(name, kind, steps=STEPS, lr=1e-5)
     expected = run(made, workspace)
     over = Unfinished(tmp_path, until=0.0)
@@ -57,7 +57,7 @@ def test_cells_are_kept_apart(workspace, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_run_that_is_killed_goes_on_from_its_last_copy(workspace, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_from_its_last_checkpoint(workspace, tmp_path, monkeypatch):
     made = cell("post_processing", steps=STEPS)
     expected = run(made, workspace).result["curve"]
     often = Unfinished(tmp_path, every=0.0)
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_copy(workspace, tmp_path, mo
     assert run(made, workspace, unfinished=often).result["curve"] == expected
 
 
-def test_a_file_that_cannot_be_read_is_named(workspace, tmp_path):
+def test_an_unreadable_file_is_named(workspace, tmp_path):
     made = cell("post_processing", steps=2)
     over = Unfinished(tmp_path, until=0.0)
     with pytest.raises(TimeLimitReached):
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_read_is_named(workspace, tmp_path):
         run(made, workspace, unfinished=over)
 
 
-class Heard(ProgressReporter):
+class Recorder(ProgressReporter):
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -98,9 +98,9 @@ class Heard(ProgressReporter):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_when_time_is_over_the_table_says_what_was_begun_and_goes_on(tmp_path, monkeypatch, workers):
+def test_the_table_resumes_after_the_time_limit(tmp_path, monkeypatch, workers):
     only = ("row=post_processing", "column=independent_low")
-    reporter = Heard()
+    reporter = Recorder()
     passed = itertools.chain([100.0, 100.0], itertools.repeat(-1.0))  # as the deadline is set, and as the run is begun
     with monkeypatch.context() as patch:
         patch.setattr(Request, "seconds_left", lambda self: next(passed))
