@@ -26,7 +26,7 @@ def lines():
 
 
 def with_row(lines, name, like, *, seed=0, less=0.0):
-    """The lines, and final runs of another row or seed like those of one that is there, with so much less loss."""
+    """The lines plus copies of the final runs of row `like` under a different row or seed, with a lower loss."""
     of_row = [line for line in lines if line["cell"]["purpose"] == "final" and line["cell"]["row"] == like]
     more = [copy.deepcopy(line) for line in of_row if line["cell"]["seed"] == 0]
     for line in more:

@@ -169,7 +169,7 @@ def test_noise_puts_a_ceiling_on_the_effective_learning_rate():
         assert abs(math.sqrt((1 + wrong**2) / 2) - 1) > 2 * allowed[1]
         assert abs(off) > allowed[1]
     assert rates.max() < (1 + allowed[2]) / math.sqrt(phi)
-    assert rates.min() < 0.2 / math.sqrt(phi)  # so it is no floor
+    assert rates.min() < 0.2 / math.sqrt(phi)  # so it is not a floor
 
 
 def test_pure_noise():

@@ -95,7 +95,7 @@ def test_the_window_runs_with_its_settings(setting):
     assert given["simulated_path"] != changed["simulated_path"]
 
 
-def test_prefix_sums_are_as_long_as_the_cell_says():
+def test_prefix_sums_have_the_length_of_the_cell():
     """√((n+1)/2) for independent noise."""
     found = theory_cells.compute(
         {"quantity": "prefix error", "case": "independent", "steps": 31, "draws": 20_000, "seed": 0}

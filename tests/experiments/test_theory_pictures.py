@@ -34,7 +34,7 @@ def test_preconditioner_is_flat_below_the_noise():
 
 
 def test_noise_biases():
-    """Averages of the squared row norms with Adam's weights, by the definition; what the page says of their ends."""
+    """Averages of the squared row norms with Adam's weights, by the definition; and their ends as on the page."""
     biases, variances = pictures.noise_biases(), pictures.noise_variances()
     for name, strategy in pictures.strategies().items():
         inverse = strategy.noising_matrix()[:50, :50] * strategy.column_norm
@@ -215,7 +215,7 @@ def test_the_first_command_makes_all(monkeypatch, tmp_path):
 
 
 def test_page_and_pictures_agree():
-    """Every picture is shown once, with a caption in italics that says what to see, and has its command."""
+    """Every picture is shown once, with a caption in italics that explains it, and has its command."""
     shown = re.findall(r"!\[[^]]+\]\(images/theory-([a-z-]+)\.png\)\n\n\*(.+?)\*\n\n", PAGE, re.S)
     names = [name for name, _ in shown]
     assert sorted(names) == sorted(pictures.PICTURES)

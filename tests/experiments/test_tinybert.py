@@ -74,7 +74,7 @@ def part_of(texts, indices, vocabulary=VOCABULARY, generator=None, *, bucket=8, 
 
 
 class TestTexts:
-    def test_a_part_masks_what_it_says_and_nothing_else(self, workspace):
+    def test_a_part_masks_only_its_places(self, workspace):
         texts, indices = workspace.train, np.arange(12)
         chosen, width, most, tokens = texts.part(indices, bucket=8, longest=64)
         assert (width % 8, tokens) == (0, int(texts.lengths[:12].sum()))
@@ -259,7 +259,7 @@ class TestPrivacy:
 
     @pytest.mark.parametrize(("kind", "less"), [("independent_low", 0), ("poisson_10", 0), ("banded", 0.1)])
     def test_a_steps_noise_in_tuning_is_that_of_the_final_run_or_a_little_less(self, kind, less):
-        """Correlated noise is optimised for a run's own steps: the page says how much that takes away."""
+        """Correlated noise is optimized for a run's own steps; the page states how much that reduces it."""
         place, size, shared = ("scale_then_privatize", kind), SIZES["paper"], {"num_examples": 817_503}
         setting = tuple((dict(first_setting(row(place[0]), kind)) | {"clip_norm": 1.0}).items())
         tuned, final = (
@@ -399,7 +399,7 @@ class TestTable:
         nothing = report.main_table(lines[:1]).splitlines()[-1]
         assert nothing.count("–") == 3
 
-    def test_goes_on_where_it_stopped(self, made, tmp_path):
+    def test_resumes_where_it_stopped(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         before = (made / "tinybert.jsonl").read_text()
         path.write_text(before)
