@@ -68,7 +68,7 @@ NOISES = [
 MEMORIES = [dpoptim.NoiseMemory(), dpoptim.NoiseMemory(bits=16), dpoptim.NoiseMemory(bits=16, on_host=True)]
 
 
-@pytest.mark.parametrize(("noise", "memory"), zip(NOISES, itertools.cycle(MEMORIES), strict=False), ids=repr)
+@pytest.mark.parametrize(("noise", "memory"), list(zip(NOISES, itertools.cycle(MEMORIES), strict=False)), ids=repr)
 def test_every_mechanism_resumes_bit_for_bit(noise, memory):
     the_plan = plan(noise=noise, steps=20)
     assert dpoptim.PrivacyPlan.from_dict(json.loads(json.dumps(the_plan.to_dict()))) == the_plan

@@ -238,7 +238,9 @@ AMPLIFICATION = {0.0: 1.0, 0.25: 2.0, 1 / 3: 2.0, 0.5: 2.0, 0.6: 1.3698, 0.75: 1
 """The factor by which scale-then-privatize amplifies pure noise at the default constant: the roots y below."""
 
 
-@pytest.mark.parametrize(("exponent", "batch_size"), zip(AMPLIFICATION, itertools.cycle([64, 2048]), strict=False))
+@pytest.mark.parametrize(
+    ("exponent", "batch_size"), list(zip(AMPLIFICATION, itertools.cycle([64, 2048]), strict=False))
+)
 def test_the_default_constant_bounds_pure_noise(exponent, batch_size):
     """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, whatever the noise's unit."""
     noisy = plan(num_examples=10 * batch_size, batch_size=batch_size, steps=150)

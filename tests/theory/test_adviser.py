@@ -146,7 +146,6 @@ def test_negative_fractions_match_simulations(without_alternatives, monkeypatch)
 
 
 WRONG = {
-    "times B": lambda plan: plan.batch_size,
     "over B": lambda plan: 1 / plan.batch_size,
     "without the column norm": lambda plan: plan.strategy.column_norm**-2,
     "half as much": lambda plan: 0.5,

@@ -234,7 +234,9 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "beta2"), zip(SPECS, itertools.cycle([0.0, 0.9, 0.999]), strict=False), ids=repr)
+@pytest.mark.parametrize(
+    ("spec", "beta2"), list(zip(SPECS, itertools.cycle([0.0, 0.9, 0.999]), strict=False)), ids=repr
+)
 def test_bias_is_the_weighted_trace(spec, beta2):
     """Σ_i w_i (C⁻¹C⁻ᵀ)_ii with the weights of Adam's debiased average."""
     strategy = spec.optimize(steps=12)
