@@ -1,8 +1,7 @@
-"""Files of results: JSON lines, one self-contained line a cell, which an interrupted run leaves whole or not at all.
+"""Results files: JSON lines, one self-contained line per cell, written whole or not at all.
 
 A line is {"experiment", "scale", "cell", "plan", "epsilon", "adjacency", "note", "result", "setting"}: what was run,
-what it guarantees, what came out, and where it was made. `cell` holds all settings, so that a line means the same
-wherever it is read.
+what it guarantees, its result, and where it was made. `cell` holds all settings, so that a line explains itself.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any, NamedTuple
 Line = dict[str, Any]
 REQUIRED = ("experiment", "scale", "cell", "plan", "epsilon", "adjacency", "note", "result", "setting")
 OF_SETTING = ("commit", "machine", "versions", "made", "seconds")
-"""What `setting` holds at least."""
+"""What `setting` must hold."""
 
 
 class Contents(NamedTuple):
-    """The lines of a file, and what is to be said about it (None: nothing)."""
+    """The lines of a file, and a remark about it (None if there is nothing to report)."""
 
     lines: list[Line]
     note: str | None
 
 
 def cell_key(cell: Mapping[str, Any]) -> str:
-    """One text for one set of settings, whatever the order of their names.
+    """One text per set of settings, whatever the order of their names.
 
     >>> cell_key({"steps": 2, "lr": 0.5}) == cell_key({"lr": 0.5, "steps": 2})
     True
@@ -37,19 +36,19 @@ def cell_key(cell: Mapping[str, Any]) -> str:
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line in one write, and make sure that it is on the disk.
+    """Append one line in one write and flush it to disk.
 
-    Floats keep all their digits. Edge cases: NaN and infinity are refused (ValueError), as JSON has neither; a torn
-    last line, which `read` drops, is cut off first; the folder is made.
+    Floats keep all digits. NaN and infinity are refused, because JSON has neither. A torn last line, which `read`
+    ignores, is cut off first.
     """
-    if lacking := _lacking(line):
-        raise ValueError(f"line has no {lacking}; a line of results holds {', '.join(REQUIRED)}")
+    if missing := _missing(line):
+        raise ValueError(f"line has no {missing}; a line of results holds {', '.join(REQUIRED)}")
     try:
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
     except ValueError as error:
         raise ValueError(f"line of cell {line['cell']} holds a number that is not finite; write None there") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    _mend_end(path)
+    _repair_end(path)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         data = (text + "\n").encode()
@@ -62,9 +61,7 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> Contents:
-    """All lines of a file. A torn last line is dropped, with a note; other damage is a ValueError that names the line.
-
-    Edge cases: no file has no lines.
+    """Read all lines. A torn last line is dropped with a note; other damage is a ValueError that names the line.
 
     >>> read(Path("no such file"))
     Contents(lines=[], note=None)
@@ -79,24 +76,22 @@ def read(path: Path) -> Contents:
             continue
         line = _parsed(text)
         if line is None and last:
-            note = f"{path}: line {number} was cut short and is left out; its cell will be run again"
-        elif line is None or (lacking := _lacking(line)):
-            what = "is no JSON object" if line is None else f"has no {lacking}"
-            raise ValueError(
-                f"{path}: line {number} is damaged: it {what}; mend or delete it, and its cell will be run again"
-            )
+            note = f"{path}: line {number} was cut short and is ignored; its cell will be run again"
+        elif line is None or (missing := _missing(line)):
+            what = "is not a JSON object" if line is None else f"has no {missing}"
+            raise ValueError(f"{path}: line {number} is damaged: it {what}; fix or delete it to run its cell again")
         else:
             lines.append(line)
     return Contents(lines, note)
 
 
 def done(path: Path, *, scale: str | None = None) -> set[str]:
-    """The keys of the cells that the file holds, at one scale or at any."""
+    """The keys of the cells in the file, at one scale or at any."""
     return {cell_key(line["cell"]) for line in read(path).lines if scale in (None, line["scale"])}
 
 
-def start_again(path: Path) -> Path | None:
-    """Rename a file to NAME.old, or NAME.old2, NAME.old3, …: none is lost; None where there was none."""
+def start_over(path: Path) -> Path | None:
+    """Rename a file to NAME.old, or NAME.old2, NAME.old3, …; returns the new name, None if there was no file."""
     if not path.exists():
         return None
     names = (path.with_name(f"{path.name}.old{number if number > 1 else ''}") for number in itertools.count(1))
@@ -104,7 +99,7 @@ def start_again(path: Path) -> Path | None:
 
 
 def _parsed(text: bytes) -> Line | None:
-    """The JSON object, or None where it is none."""
+    """The JSON object, or None if it is not one."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -112,10 +107,10 @@ def _parsed(text: bytes) -> Line | None:
     return line if isinstance(line, dict) else None
 
 
-def _lacking(line: Mapping[str, Any]) -> str | None:
-    """What a line ought to hold and does not, the first of it, in words.
+def _missing(line: Mapping[str, Any]) -> str | None:
+    """The first required entry that a line lacks, in words.
 
-    >>> _lacking({name: {"loss": 1.0} for name in REQUIRED})
+    >>> _missing({name: {"loss": 1.0} for name in REQUIRED})
     "'commit' in its 'setting'"
     """
     if missing := [name for name in REQUIRED if name not in line]:
@@ -126,8 +121,8 @@ def _lacking(line: Mapping[str, Any]) -> str | None:
     return next((f"{name!r} in its 'setting'" for name in OF_SETTING if name not in setting), None)
 
 
-def _mend_end(path: Path) -> None:
-    """Make the file end with a newline: a whole last line gets one, a torn one goes."""
+def _repair_end(path: Path) -> None:
+    """Make the file end with a newline: a whole last line gets one, a torn one is removed."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a person hears of a long run: a bar in a terminal, a line a cell elsewhere, nothing in tests."""
+"""Progress of a long run: a bar in a terminal, one line per cell elsewhere, nothing in tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 
-class Voice:
-    """Says nothing; also the shape of those that do."""
+class ProgressReporter:
+    """Prints nothing; the base of those that do."""
 
     def __enter__(self) -> Self:
         return self
@@ -20,20 +20,20 @@ class Voice:
         pass
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
 
     def begin(self, name: str, *, total: int, done: int) -> None:
         """An experiment of `total` cells starts; `done` of them are in the file already."""
 
     def doing(self, text: str) -> None:
-        """What is being worked on, within a cell too."""
+        """Show what is being worked on."""
 
     def finished(self, text: str) -> None:
         """A cell is done."""
 
 
-class LinesVoice(Voice):
-    """A line a cell, for logs."""
+class LineReporter(ProgressReporter):
+    """One line per cell, for logs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -49,8 +49,8 @@ class LinesVoice(Voice):
         self.say(text)
 
 
-class BarVoice(LinesVoice):
-    """One bar an experiment, with the cell that is being run, cut where a narrow terminal has no room for it."""
+class BarReporter(LineReporter):
+    """One bar per experiment, with the current cell, truncated to the width of the terminal."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -78,6 +78,6 @@ class BarVoice(LinesVoice):
         self._progress.update(self._task, advance=1, cell="")
 
 
-def voice_of(console: Console) -> Voice:
-    """A bar where someone looks at it, lines elsewhere."""
-    return BarVoice(console) if console.is_terminal else LinesVoice(console)
+def reporter_for(console: Console) -> ProgressReporter:
+    """A bar in a terminal, lines elsewhere."""
+    return BarReporter(console) if console.is_terminal else LineReporter(console)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-import dpoptim
-from dpoptim.theory import steady_state as theory
-from dpoptim.theory.steady_state import SecondMomentRegime
+from dpoptim.theory import ScaleWindow, SecondMomentRegime, scale_window
+from dpoptim.theory import stability_window as theory
+from dpoptim.theory.stability_window import rounded
 
 SETTING: dict[str, Any] = {"noise_multiplier": 1.0, "batch_size": 100}
 M = 400
@@ -49,7 +48,9 @@ def test_steady_state(clip_norm):
     gradient = np.full(M, 0.5)
     simulated = float(simulate(gradient, clip_norm, steps=2000, runs=6, start=0.25)[1000:].mean())
     phi = clip_norm**2 / 100**2
-    assert float(theory.steady_state(0.25, clip_norm=clip_norm, **SETTING)) == pytest.approx(simulated, rel=0.01)
+    assert float(theory.steady_second_moment(0.25, clip_norm=clip_norm, **SETTING)) == pytest.approx(
+        simulated, rel=0.01
+    )
     for wrong in (0.25**2 / (1 - phi), 0.25 * (1 - phi), 0.25):
         assert wrong != pytest.approx(simulated, rel=0.03)
     field = theory.mean_field(gradient, clip_norm=clip_norm, steps=2000, beta2=0.99, start=0.25, **SETTING)
@@ -57,7 +58,7 @@ def test_steady_state(clip_norm):
 
 
 @pytest.mark.parametrize(
-    ("clip_norm", "fate"),
+    ("clip_norm", "regime"),
     [
         (19.0, SecondMomentRegime.COLLAPSES),
         (19.8, SecondMomentRegime.STEADY),  # below √m = 20, the window's edge if noise did not hold ν̂ up
@@ -67,18 +68,18 @@ def test_steady_state(clip_norm):
         (120.0, SecondMomentRegime.DIVERGES),
     ],
 )
-def test_predicted_fate_is_the_simulated_one(clip_norm, fate):
-    assert theory.predict(clip_norm, dimension=M, **SETTING) is fate
+def test_the_predicted_regime_is_simulated(clip_norm, regime):
+    assert theory.predict(clip_norm, dimension=M, **SETTING) is regime
     simulated = simulate(np.ones(M), clip_norm, steps=3000, start=1.0).mean((1, 2))
     growth = simulated[-1] / simulated[-1000]
-    if fate is SecondMomentRegime.COLLAPSES:
+    if regime is SecondMomentRegime.COLLAPSES:
         assert growth < 0.8
         assert simulated[-1] < 0.25
-    elif fate is SecondMomentRegime.DIVERGES:
+    elif regime is SecondMomentRegime.DIVERGES:
         assert growth > 10
         assert simulated[-1] > 1e3
     else:
-        expected = float(theory.steady_state(1.0, clip_norm=clip_norm, **SETTING))
+        expected = float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **SETTING))
         assert simulated[2000:].mean() == pytest.approx(expected, rel=0.03)
 
 
@@ -99,12 +100,12 @@ def test_window():
 def test_only_coordinates_with_a_gradient_count(clip_norm):
     """Half of the 400 are 0 and the others differ a thousandfold: the edge is that of m = 200, 14.0."""
     gradient = np.where(np.arange(M) % 2, 10.0 ** np.linspace(-2, 1, M), 0.0)
-    fate = theory.predict(clip_norm, dimension=200, **SETTING)
-    assert fate is (SecondMomentRegime.STEADY if clip_norm == 16.0 else SecondMomentRegime.COLLAPSES)
+    regime = theory.predict(clip_norm, dimension=200, **SETTING)
+    assert regime is (SecondMomentRegime.STEADY if clip_norm == 16.0 else SecondMomentRegime.COLLAPSES)
     assert theory.predict(clip_norm, dimension=M, **SETTING) is SecondMomentRegime.COLLAPSES
     field = theory.mean_field(gradient, clip_norm=clip_norm, steps=1500, beta2=0.95, start=gradient**2, **SETTING)
-    steady = theory.steady_state(gradient**2, clip_norm=clip_norm, **SETTING)
-    if fate is SecondMomentRegime.STEADY:
+    steady = theory.steady_second_moment(gradient**2, clip_norm=clip_norm, **SETTING)
+    if regime is SecondMomentRegime.STEADY:
         np.testing.assert_allclose(field[-1], steady, rtol=1e-6, atol=1e-9)
     else:
         assert field[-1].sum() < 0.01 * steady.sum()
@@ -135,14 +136,16 @@ def test_mean_field_follows_clipped_runs(clip_norm, start, tolerance):
     assert field == pytest.approx(simulated, rel=tolerance)
     assert simulated != pytest.approx(1.0, rel=0.1)  # noise does not come back
     if theory.predict(clip_norm, dimension=M, **SETTING) is SecondMomentRegime.COLLAPSES:  # nothing is clipped
-        assert simulated != pytest.approx(float(theory.steady_state(1.0, clip_norm=clip_norm, **SETTING)), rel=0.9)
+        assert simulated != pytest.approx(
+            float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **SETTING)), rel=0.9
+        )
 
 
 def test_contraction():
     given: dict[str, Any] = dict(clip_norm=40.0, **SETTING)
     found = theory.contraction_factor(**given, beta2=0.9)
     path = theory.mean_field(np.ones(4), steps=150, beta2=0.9, eps_scale=1e-12, start=9.0, **given)[:, 0]
-    errors = path - float(theory.steady_state(1.0, **given))
+    errors = path - float(theory.steady_second_moment(1.0, **given))
     # While β₂ᵗ is not negligible the debiased average moves faster; it is 5e-6 from step 116 on.
     ratios = errors[121:141] / errors[120:140]
     assert ratios == pytest.approx(found, rel=1e-4)
@@ -165,11 +168,11 @@ def test_collapsed_state(clip_norm):
 
 def test_edge_cases():
     given: dict[str, Any] = dict(clip_norm=100.0, **SETTING)
-    assert theory.steady_state([0.0, 1.0], **given).tolist() == [0.0, math.inf]
+    assert theory.steady_second_moment([0.0, 1.0], **given).tolist() == [0.0, math.inf]
     assert theory.contraction_factor(**given) == pytest.approx(1.0)
     assert theory.mean_field(0.0, steps=2, **(given | {"clip_norm": 1.0})).shape == (2, 1)
     with pytest.raises(ValueError, match="noiseless"):
-        theory.steady_state(-1.0, **given)
+        theory.steady_second_moment(-1.0, **given)
     with pytest.raises(ValueError, match="clip_norm=0"):
         theory.predict(0.0, dimension=M, **SETTING)
     with pytest.raises(ValueError, match="dimension=0"):
@@ -181,18 +184,81 @@ def test_edge_cases():
 
 
 @pytest.mark.parametrize("steps", [0, 1.5])
-def test_steps_are_whole(steps):
+def test_steps_must_be_whole(steps):
     with pytest.raises(ValueError, match=f"steps={steps} must be"):
         theory.mean_field([1.0], clip_norm=1.0, noise_multiplier=1.0, batch_size=2, steps=steps)
 
 
-def test_the_formulas_have_public_names_and_the_module_keeps_its_own():
-    """`dpoptim.theory.steady_state` is the module, so the function of that name is `steady_second_moment` beside it."""
-    public = dpoptim.theory
-    assert public.steady_second_moment is theory.steady_state
-    assert public.feedback is theory.feedback
-    assert public.collapsed_state is theory.collapsed_state
-    assert public.moment_weights is dpoptim.theory.second_moments.moment_weights
-    assert set(public.__all__) >= {"collapsed_state", "feedback", "moment_weights", "steady_second_moment"}
-    assert public.steady_state is theory
-    assert sys.modules["dpoptim.theory.steady_state"] is theory
+# The window of eps_scale.
+
+
+def test_examples_that_disagree_bring_the_upper_end_down():
+    """Between the two upper ends the second moment collapses, below the lower of them it does not."""
+    rng = np.random.default_rng(5)
+    parameters, batch, clip_norm, beta2 = 200, 60, 1.0, 0.9
+    mean = 30 * np.ones(parameters) / math.sqrt(parameters)
+    agreement = 0.4
+    spread = np.linalg.norm(mean) / math.sqrt(parameters) * math.sqrt(1 / agreement**2 - 1)
+    window = scale_window(
+        clip_norm=clip_norm, dimension=parameters, noise_multiplier=0.5, batch_size=batch, agreement=agreement
+    )
+    assert window.high > 2 * window.likely_high
+
+    def run(eps_scale: float) -> float:
+        nu = nu_hat = np.zeros(parameters)
+        for t in range(1, 301):
+            examples = mean + spread * rng.standard_normal((batch, parameters))
+            scale = eps_scale / (np.sqrt(nu_hat) + eps_scale)
+            weights = np.minimum(1.0, clip_norm / np.linalg.norm(scale * examples, axis=1))
+            noise = 0.5 * clip_norm / batch * rng.standard_normal(parameters) / scale
+            nu = beta2 * nu + (1 - beta2) * ((weights @ examples) / batch + noise) ** 2
+            nu_hat = nu / (1 - beta2**t)
+        return float(nu_hat.mean() / (mean**2).mean())
+
+    assert run(0.8 * window.likely_high) > 0.5
+    assert run(math.sqrt(window.high * window.likely_high)) < 0.1
+
+
+def window_of(ratio: float, agreement: float = 1.0) -> ScaleWindow:
+    """Of 1,000 coordinates; the noise is `ratio` times as long as a gradient that all examples share."""
+    return scale_window(
+        clip_norm=0.7, dimension=1000, noise_multiplier=ratio * 1000**-0.5 * 64, batch_size=64, agreement=agreement
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "agreement"), [(0.01, 0.27), (0.3, 0.0), (0.3, 1.0), (1.0, 0.27), (2.0, 1.0), (30.0, 0.27)]
+)
+def test_values_to_try_are_few_stable_and_distinct(ratio, agreement):
+    window = window_of(ratio, agreement)
+    assert 3 <= len(window.to_try) <= 6
+    assert all(value > 1.05 * window.low for value in window.to_try)
+    assert all(b > 1.05 * a for a, b in zip(window.to_try, window.to_try[1:], strict=False))
+    assert window.describe(window.low).startswith("below")
+    assert window.too_narrow == all(window.place(value) == "above" for value in window.to_try)
+
+
+def test_both_upper_ends_are_offered():
+    """A value beside each upper end, on its side however it is rounded."""
+    window = window_of(0.3, 0.5)
+    assert window.low < window.likely_high < window.high
+    for end, place in ((window.likely_high, "in"), (window.high, "in if examples agree")):
+        nearest = min(window.to_try, key=lambda value: abs(value - end))
+        assert nearest == pytest.approx(end, rel=0.05)
+        assert window.place(nearest) == place
+    assert [window.place(factor * window.low) for factor in (0.9, 1.01, 100.0)] == ["below", "in", "above"]
+
+
+@pytest.mark.parametrize("clip_norm", np.linspace(0.1, 1.0, 10))
+def test_rounding_does_not_leave_the_window(clip_norm):
+    window = scale_window(clip_norm=float(clip_norm), dimension=1000, noise_multiplier=4.0, batch_size=64)
+    assert 1.1 < window.width < 1.2
+    inside = [value for value in window.to_try if window.low < value <= window.high]
+    assert inside
+    assert all(len(f"{value:.12g}".replace("0.", "").lstrip("0")) <= 3 for value in inside)
+
+
+def test_rounded():
+    assert rounded(0.0) == 0.0
+    assert rounded(123.4, 3) == 123.0
+    assert math.isclose(rounded(1.10489), 1.1)
