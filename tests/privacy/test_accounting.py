@@ -16,7 +16,7 @@ from scipy.stats import norm
 from dpoptim.privacy import accounting
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, epsilon, rdp_epsilon
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta, gaussian_noise_multiplier
+from dpoptim.privacy.accounting import gaussian_delta, gaussian_epsilon, gaussian_log_delta, gaussian_noise_multiplier
 from dpoptim.privacy.sampled_gaussian import Direction, grid_interval, hockey_stick
 
 RELATIONS = {

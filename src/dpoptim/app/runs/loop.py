@@ -17,7 +17,7 @@ from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, StepLedger
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 
 
 class Loop:

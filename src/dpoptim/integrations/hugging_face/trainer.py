@@ -42,7 +42,7 @@ from dpoptim.integrations.losses.batch_losses import losses_for
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, StepLedger
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 from dpoptim.privacy.seals import seal_folder
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
