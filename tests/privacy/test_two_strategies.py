@@ -253,7 +253,7 @@ def test_statement_names_both_strategies():
         "Gaussian matrix mechanism, Independent(",
         "on the square SquareRoot(",
         f"column norm {norm:.6g}, accounted for jointly",
-        "row t of the noising matrix of its own strategy",
+        "row t of the noising matrix of each strategy",
         f"with unit columns: {plan.run.sensitivity:.6g} (an upper bound)",
     ):
         assert words in text, words

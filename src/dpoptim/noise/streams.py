@@ -164,7 +164,7 @@ class HostStream:
 
 
 class ConvolvedStream:
-    """Compute rows of C⁻¹z from the rows of C⁻¹, and make the old normals again: no memory at all.
+    """Compute rows of C⁻¹z from the rows of C⁻¹, and recompute the old normals: no memory at all.
 
         row(t) = Σ_i noising_row(t)[i]·z_{t-i}
 

@@ -165,7 +165,7 @@ class EpsilonSpent:
     """An upper bound on ε after each step: the accountant's value at the next of about 25 steps.
 
     With independent noise the first t steps are a run of t steps with the same noise multiplier. Correlated noise is
-    accounted for as a whole, so its ε is spent from the first step on, and `note` says so.
+    accounted for as a whole, so its ε is spent from the first step on; `note` is a text that explains this.
 
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30).calibrate(epsilon=8.0, delta=1e-6)
     >>> spent = EpsilonSpent(plan)

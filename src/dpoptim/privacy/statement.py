@@ -148,16 +148,16 @@ def _sensitivity(plan: PrivacyPlan) -> str:
 def _noise(plan: PrivacyPlan) -> str:
     stds = plan.noise_stddevs()
     text = f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
-    own = ""
+    each = ""
     if isinstance(plan.release, IndependentMoments) and plan.square_strategy is not plan.strategy:
         norm = plan.square_strategy.column_norm
         text += f"; on the square {plan.release.square_noise!r}, column norm {norm:.6g}, accounted for jointly"
-        own = " of its own strategy"
+        each = " of each strategy"
     text += f". noise_multiplier = {plan.noise_multiplier:.6g}; standard deviation {stds.gradient_sum:.6g} on the "
     text += "clipped sum"
     if stds.square is not None:
         text += f" and {stds.square:.6g} on the averaged square"
-    return f"{text}, times column norm times row t of the noising matrix{own}"
+    return f"{text}, times column norm times row t of the noising matrix{each}"
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
@@ -166,7 +166,7 @@ def _assumptions(plan: PrivacyPlan) -> list[str]:
         secret += " Nobody learns which examples were in which batch."
     return [
         "Each example's loss depends only on that example and the parameters (no batch statistics). Losses are summed "
-        "before the backward pass, or averaged if the optimizer was told so.",
+        "before the backward pass, or averaged if the optimizer has loss_reduction='mean'.",
         "Random draws of the model and the collator (dropout, masks) are secret and new at each step. dpoptim train, "
         "PrivateTrainer and the Opacus interface ensure this; your own loop needs "
         "dpoptim.secret_randomness(loader, optimizer).",

@@ -224,7 +224,7 @@ class BufferedToeplitzStrategy(ToeplitzStrategy):
 class BandedInverseStrategy(ToeplitzStrategy):
     """The Toeplitz strategy with C⁻¹[t, s] = inverse_coefs[t - s].
 
-    It stores nothing: a row of noise needs only the last few rows of normals, which are made again.
+    It stores nothing: a row of noise needs only the last few rows of normals, which are recomputed.
 
     Args:
         steps: The number of steps.
