@@ -29,13 +29,7 @@ class Sampling(Protocol):
         """Return the probability that an example is in a batch, at the steps where it can be."""
 
     def indices(
-        self,
-        key: NoiseKey,
-        step: int,
-        *,
-        num_examples: int,
-        batch_size: int,
-        dataset_size: int | None = None,
+        self, key: NoiseKey, step: int, *, num_examples: int, batch_size: int, dataset_size: int | None = None
     ) -> Indices:
         """Return the distinct examples of step `step` (from 0); a pure function of the arguments.
 
@@ -78,13 +72,7 @@ class Shuffled:
         return batch_size / num_examples
 
     def indices(
-        self,
-        key: NoiseKey,
-        step: int,
-        *,
-        num_examples: int,
-        batch_size: int,
-        dataset_size: int | None = None,
+        self, key: NoiseKey, step: int, *, num_examples: int, batch_size: int, dataset_size: int | None = None
     ) -> Indices:
         _check_dataset_size(dataset_size, num_examples)
         positions = (step * batch_size + np.arange(batch_size, dtype=np.int64)) % num_examples
@@ -140,13 +128,7 @@ class Poisson(ShortRepr):
         return batch_size / num_examples
 
     def indices(
-        self,
-        key: NoiseKey,
-        step: int,
-        *,
-        num_examples: int,
-        batch_size: int,
-        dataset_size: int | None = None,
+        self, key: NoiseKey, step: int, *, num_examples: int, batch_size: int, dataset_size: int | None = None
     ) -> Indices:
         count = num_examples if dataset_size is None else dataset_size
         drawn = _drawn(key, step, domain="sampling", count=count, rate=(batch_size, num_examples))
@@ -221,13 +203,7 @@ class CyclicPoisson:
         return self.bands * batch_size / num_examples
 
     def indices(
-        self,
-        key: NoiseKey,
-        step: int,
-        *,
-        num_examples: int,
-        batch_size: int,
-        dataset_size: int | None = None,
+        self, key: NoiseKey, step: int, *, num_examples: int, batch_size: int, dataset_size: int | None = None
     ) -> Indices:
         _check_dataset_size(dataset_size, num_examples)
         self._check_groups(num_examples, batch_size)
