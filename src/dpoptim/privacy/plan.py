@@ -98,7 +98,7 @@ class PrivacyPlan:
                     f"{self.sampling!r} under Adjacency.ADD_REMOVE has no proof: removing an example moves others to "
                     "different steps. Use Adjacency.ZERO_OUT, or Poisson()."
                 )
-            if self.sampling.max_batch_size is not None:
+            if isinstance(self.sampling, Poisson) and self.sampling.max_batch_size is not None:
                 raise ValueError(
                     "Truncated Poisson samples under Adjacency.ADD_REMOVE have no proof: truncation depends on the "
                     "private number of examples. Use Adjacency.ZERO_OUT, or no max_batch_size."
