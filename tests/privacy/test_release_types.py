@@ -168,7 +168,7 @@ SIZES: dict[str, Any] = {"clip_norm": 0.8, "batch_size": 16, "noise_multiplier":
 
 @pytest.mark.parametrize("balance", ["equal", "mse", 0.01, 1.0, 30.0])
 def test_every_split_spends_exactly_the_budget(balance):
-    kinds = itertools.product(["of_average", "average_of"], [Shuffled(), Poisson()], [ZERO, REPLACE])
+    kinds: Any = itertools.product(["of_average", "average_of"], [Shuffled(), Poisson()], [ZERO, REPLACE])
     for squares, sampling, adjacency in kinds:
         release = IndependentMoments(balance=balance, squares=squares)
         stds = noise_stddevs(release, sampling=sampling, adjacency=adjacency, **SIZES)
