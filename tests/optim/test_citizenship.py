@@ -128,7 +128,7 @@ class TestStrategyInTheCheckpoint:
     def test_must_be_the_plans_up_to_rounding(self, factor):
         state = self.state()
         state["privacy"]["strategies"]["gradient"]["strategy_coefs"][1] *= factor
-        with pytest.raises(ValueError, match="not the plan's"):
+        with pytest.raises(ValueError, match="differs from the plan's"):
             self.resumed(state)
 
     def test_may_not_have_more_sensitivity(self):

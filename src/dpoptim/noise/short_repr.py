@@ -1,4 +1,4 @@
-"""A `repr` that leaves out what is at its default."""
+"""A `repr` that omits fields at their default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 
 class ShortRepr:
-    """For dataclasses with many defaults: shown as one would type it; fields with the metadata "shown" always.
+    """Give a dataclass a `repr` of the arguments that differ from their defaults.
+
+    Fields with the metadata key "shown" always appear. The disk cache of strategies uses this text as its key.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True, repr=False)
