@@ -158,7 +158,7 @@ def test_a_loss_over_the_batch_is_refused_though_no_gradient_flows(tmp_path):
         def pooled(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.e(input_ids)[:, 0]
 
-    refused("another loss in a batch than alone", tmp_path, First(), LABELLED, loss_per_example=loss)
+    refused("examples mix", tmp_path, First(), LABELLED, loss_per_example=loss)
     checked(tmp_path, First(), LABELLED, loss_per_example=of_first_token)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,8 +89,8 @@ def check_gradients(model: nn.Module, losses: Losses, batch: Any, examples: int)
     """Refuse a batch whose first loss has a gradient at other examples, in training mode, as the steps will be."""
     model.train()
 
-    def counted(model: nn.Module, _: Any) -> Tensor:
-        found = losses(model, copy.deepcopy(batch))
+    def counted() -> Tensor:
+        found = losses(model, copy.deepcopy(batch))  # it may take labels out
         if len(found) != examples:
             raise ValueError(
                 f"data_collator and loss_per_example give {len(found)} losses for {examples} examples: each example "

@@ -1,9 +1,6 @@
-"""Forwards that give one example's gradient to rows of others are warned of; those that only look like it are not."""
+"""What surrounds a check: other engines, checkpoints, failed backwards; and rows that no check has seen."""
 
 from __future__ import annotations
-
-import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,114 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from dpoptim.clipping import clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
 
-B, T, D = 20, 4, 6
+B, D = 20, 6
 
 
-class Positions(nn.Module):
-    """Tokens and positions; cases differ in what they do with the positions' one row."""
-
-    def __init__(self, used: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.out, self.used = (
-            nn.Embedding(17, D),
-            nn.Embedding(20, D),
-            nn.Linear(D, 1),
-            used,
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        places = self.positions(torch.arange(ids.shape[1])[None])
-        return self.out(self.used(self.tokens(ids), places)).sum((1, 2))
-
-
-class ClassToken(nn.Module):
-    """One row looked up by an id of shape [1], and put before every text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.first, self.out = nn.Embedding(17, D), nn.Embedding(1, D), nn.Linear(D, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        token = self.first(torch.zeros(1, dtype=torch.long)).unsqueeze(0).expand(len(ids), -1, -1)
-        return self.out(torch.cat([token, self.tokens(ids)], 1)).sum((1, 2))
-
-
-class Sorted(nn.Module):
-    """Goes through its layers in another order and puts it back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        order = ids.sum(1).argsort()
-        return self.out(self.tokens(ids[order])).sum((1, 2))[order.argsort()]
-
-
-class Centred(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.tokens(ids)
-        return self.out((hidden - hidden.mean(0)).square()).sum((1, 2))
-
-
-class TimeFirst(nn.Module):
-    """Returns [positions, examples], which is no mixing, whatever the lengths are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.out = nn.Embedding(17, D), nn.Linear(D, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.tokens(ids))[..., 0].T
-
-
-def losses(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).square()
-
-
-def ids_of(positions: int = T) -> Tensor:
-    return torch.randint(0, 17, (B, positions), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        (Positions(lambda tokens, places: tokens + places[0]), "positions.weight"),
-        (Positions(lambda tokens, places: tokens + places.mean(0)), "positions.weight"),
-        (Positions(lambda tokens, places: tokens + places[-1]), "positions.weight"),
-        (ClassToken(), "first.weight"),
-        (Sorted(), "out.weight"),
-        (Centred(), "tokens.weight"),
-    ],
-    ids=["first row", "mean of rows", "last row", "class token", "sorted", "centred"],
-)
-def test_rows_of_other_examples_are_warned_of(model, name):
-    with pytest.warns(UserWarning, match=f"hangs on the rows of others in the layer of '{name}'"):
-        clipped_sum(model, losses, ids_of())
-
-
-@pytest.mark.parametrize("positions", [T, B])
-@pytest.mark.parametrize(
-    ("model", "loss"),
-    [
-        (Positions(lambda tokens, places: tokens + places), losses),
-        (Positions(lambda tokens, places: torch.cat([places.expand(len(tokens), -1, -1), tokens], 1)), losses),
-        (TimeFirst(), lambda model, ids: model(ids).square().sum(0)),
-    ],
-    ids=["added", "put before", "time first"],
-)
-def test_nothing_is_said_where_rows_stay_apart(model, loss, positions):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        clipped_sum(model, loss, ids_of(positions))
-
-
-def test_looking_at_rows_leaves_no_trace():
-    """Gradients, random numbers and what hangs on an argument are as if nothing had been looked at."""
+def test_a_check_leaves_no_trace():
+    """Gradients, random numbers and what an argument depends on are as if nothing had been checked."""
     model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, 1)).train()
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()
@@ -141,7 +35,7 @@ def test_looking_at_rows_leaves_no_trace():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_inside_a_checkpoint_is_looked_at_and_runs(reentrant):
+def test_a_model_inside_a_checkpoint_is_checked_and_runs(reentrant):
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()
@@ -152,24 +46,8 @@ def test_a_model_inside_a_checkpoint_is_looked_at_and_runs(reentrant):
     assert sums.counts.examples == 2 * B
 
 
-def test_inputs_that_a_forward_writes_to_are_written_to_once():
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.mul_(2.0).clone())
-
-    inputs = torch.ones(B, D)
-    sums = ClippedSums(InPlace(), clip_norm=1.0)
-    sums.engine.attach()
-    sums.engine.model(inputs).sum().backward()
-    assert torch.equal(inputs, torch.full((B, D), 2.0))
-
-
 def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
-    """A module without a rule that mixes behind the rows that are looked at."""
+    """A module without a rule that mixes only outside of the rows that are checked."""
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -185,7 +63,7 @@ def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
         clipped_sum(nn.Sequential(Late(), nn.Linear(D, 1)), lambda model, x: model(x).sum(1), x, clip_norm=1.0)
 
 
-def test_a_trial_feeds_no_other_engine():
+def test_a_check_feeds_no_other_engine():
     inner = nn.Linear(D, D)
     of_inner = ClippedSums(inner, clip_norm=1.0)
     of_inner.engine.attach()
