@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from dpoptim.integrations.losses import check_is_causal
 
 from dpoptim.app import Kind, Records, prepare
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.losses.causal_check import check_one_direction
 from tests.app import tiny
 
 TOKENS = 90
@@ -30,7 +30,7 @@ def test_causal_models_are_taken(dtype):
         "BERT as a decoder": transformers.BertLMHeadModel(tiny.bert_config(TOKENS, is_decoder=True))
     }
     for model in models.values():
-        check_one_direction(model.to(dtype).train())
+        check_is_causal(model.to(dtype).train())
         assert model.training
 
 
@@ -41,4 +41,4 @@ def test_new_weights_are_seen_through_too():
         for hidden in (32, 128):
             model = transformers.BertLMHeadModel(tiny.bert_config(TOKENS, hidden_size=hidden))
             with pytest.raises(ValueError, match="reads both directions"):
-                check_one_direction(model)
+                check_is_causal(model)

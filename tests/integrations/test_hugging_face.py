@@ -9,16 +9,16 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from dpoptim.integrations.losses import BatchLosses
 from torch import nn
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
 import dpoptim
 from dpoptim.app import add_lora
-from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.integrations.hugging_face.arguments import plan_for
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.losses.batch_losses import BatchLosses
+from dpoptim.integrations.named_settings import CLIP_NORM
 from tests.app import tiny
 from tests.integrations.hugging_face_cases import (
     CALIBRATED,
@@ -141,7 +141,7 @@ def test_the_plan_follows_from_the_arguments(tmp_path):
     for examples in (65, 66):  # rounded as `dpoptim train` does it
         assert plan(examples, shuffled, max_steps=-1, num_train_epochs=3).steps == math.ceil(3 * examples / 6) == 33
     for weak in (0.01, 0.5):
-        with pytest.raises(ValueError, match="is not below 1/100, one over the training records"):
+        with pytest.raises(ValueError, match="is not below 1/100, one over the number of training"):
             plan(privacy=PrivacyArguments(epsilon=8.0, delta=weak))
     cyclic = PrivacyArguments(epsilon=8.0, delta=1e-3, sampling="cyclic", noise="banded-toeplitz:2")
     assert plan(privacy=cyclic).sampling == dpoptim.CyclicPoisson(bands=2)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dpoptim.integrations.hugging_face.held_out import HeldOutCheck
 
 from dpoptim.integrations.hugging_face import PrivateTrainer
-from dpoptim.integrations.hugging_face.held_out import HeldOutCheck
 from tests.integrations.hugging_face_cases import (
     LABELS,
     PRIVACY,

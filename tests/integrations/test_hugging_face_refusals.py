@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from dpoptim.integrations.losses import BatchLosses, losses_for
 from torch import nn
 from transformers import DataCollatorWithPadding, TrainingArguments
 
@@ -20,7 +21,6 @@ import dpoptim
 from dpoptim.app import add_lora
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.losses.batch_losses import BatchLosses, losses_for
 from tests.app import tiny
 from tests.integrations.hugging_face_cases import (
     PRIVACY,

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.app.models.padding_check import full_precision, same_losses
 from dpoptim.clipping import check_example_independence, public_data
 from dpoptim.data.rng_check import noted_generators, refuse_noted
 from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
@@ -33,6 +32,7 @@ from dpoptim.integrations.hugging_face.trial_batches import (
     width_of,
 )
 from dpoptim.integrations.modes import in_eval_mode
+from dpoptim.integrations.padding_check import full_precision, same_losses
 
 _LOOKED_AT = 64  # first examples, of which the shortest and the longest are taken
 _ROWS = 4

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpoptim.app.models.padding_check import same_losses
 from dpoptim.data.secret_randomness import generator_states
 from dpoptim.integrations.hugging_face.trial_batches import TrialBatches, rows_of
+from dpoptim.integrations.padding_check import same_losses
 
 NOTHING_BOUNDS = "one record would change the losses of others and clipping would bound nothing"
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpoptim.data.secret_randomness import generator_states, seed_generators
-from dpoptim.integrations.hugging_face.held_out import at_places
 from dpoptim.integrations.masking import IGNORED
 
 _TRIES = 32  # seeds, until masks have targets in each row; one or two, but for very short texts
+
+_SEQUENCES = (list, tuple, np.ndarray, Tensor)
 
 Evaluated = Callable[[Any], Tensor]
 
@@ -206,3 +207,18 @@ def _shorter(example: Mapping[str, Any]) -> dict[str, Any]:
     real = [] if mask is None else [place for place in range(length) if mask[place]]
     places = real if 0 < len(real) < length else list(range(max(1, length // 2)))
     return at_places(example, places, of=length)
+
+
+def at_places(example: Mapping[str, Any], places: list[int], *, of: int) -> dict[str, Any]:
+    """The example with its rows of length `of`, one entry a token, at these places alone.
+
+    >>> at_places({"input_ids": [5, 6, 0], "labels": 1}, [0, 1], of=3)
+    {'input_ids': [5, 6], 'labels': 1}
+    """
+
+    def at(value: Any) -> Any:
+        if not isinstance(value, _SEQUENCES) or getattr(value, "ndim", 1) == 0 or len(value) != of:
+            return value
+        return [value[place] for place in places] if isinstance(value, list | tuple) else value[places]
+
+    return {name: at(value) for name, value in example.items()}

@@ -1,10 +1,9 @@
 """The cross-entropy of a language model at chosen places only, for any architecture that transformers knows.
 
-A language model is an encoder (`base_model`), some layers of a head, and a linear map onto the vocabulary
-(`get_output_embeddings()`). One call of the whole model runs it with two hooks: the encoder's output is gathered at the
-places that are predicted, and what would enter the linear map is taken out, so that `linear_cross_entropy` makes the
-losses and no logits are stored. Whether a model is built like this is found out once, on made-up tokens
-(`can_read_targets`); where it is not, all logits are made.
+A language model is an encoder (`base_model`), a head, and a linear map onto the vocabulary (`get_output_embeddings()`).
+Two hooks run it at the targets only: one gathers the encoder's output at the predicted places, the other takes out the
+input of the linear map. Then `linear_cross_entropy` computes the losses without storing logits. `can_read_targets`
+finds out once, on made-up tokens, whether a model is built like this. If not, all logits are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dpoptim.integrations.modes import in_eval_mode, without_peft
 
 @dataclass(frozen=True, eq=False)
 class _Reader:
-    """The two places of a model where hooks read: behind its encoder and before its map onto the vocabulary."""
+    """The modules that get the two hooks."""
 
     encoder: nn.Module
     decoder: nn.Linear
@@ -43,14 +42,11 @@ def token_losses(
 ) -> Tensor:
     """The loss at each place, [examples, places]; 0 where the label is ignored.
 
-    With `targets_only`, which asks for a model that `can_read_targets`, no logits are stored.
+    `targets_only` stores no logits. It needs a model for which `can_read_targets` is True.
     """
     if targets_only:
         reader = _reader(model)
-        if reader is None:
-            raise ValueError(
-                f"{type(model).__name__} is not built like the model that was prepared; pass that or a copy"
-            )
+        assert reader is not None, "the model is not the one that was prepared"
         return linear_cross_entropy(reader.decoder, _entering(model, reader, inputs, places), labels)
     found = logits_of(model(**inputs))
     if places is not None:
@@ -60,16 +56,16 @@ def token_losses(
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits, whether a model returns them or an object that has them."""
+    """The logits of a model that returns them, or returns an object that has them."""
     return output if isinstance(output, Tensor) else output.logits
 
 
 def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
-    """Whether decoding targets alone gives exactly what the model computes.
+    """Whether decoding the targets alone gives exactly what the model computes.
 
-    Three checks on made-up tokens: large random inputs of the linear map come out as the model's logits unchanged (no
-    cap or scale behind it); the head gives the same at gathered places as at all; and the engine sees the map as a
-    layer of its own. The model's modes and the global random numbers are put back.
+    Three conditions: the head computes the same at gathered places as at all places, nothing changes the logits after
+    the linear map (a cap or scale), and the engine treats the map as a layer of its own. Modes and generators are
+    restored.
     """
     reader = _reader(model)
     if reader is None:
@@ -80,12 +76,12 @@ def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
     try:
         with in_eval_mode(model), torch.random.fork_rng(devices=[]):
             return _reads_exactly(model, reader, vocabulary)
-    except Exception:  # a model that does not take such inputs is not of this build
+    except Exception:  # the model does not take such inputs
         return False
 
 
 def _reader(model: nn.Module) -> _Reader | None:
-    """Encoder and linear map of the model by transformers' names for them; looked up anew, since models are copied."""
+    """Encoder and linear map, by transformers' names for them; looked up each time, because models are copied."""
     inner = without_peft(model)
     encoder = getattr(inner, "base_model", None)
     decoder = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -114,12 +110,12 @@ def _reads_exactly(model: nn.Module, reader: _Reader, vocabulary: int) -> bool:
 
 
 def _entering(model: nn.Module, reader: _Reader, inputs: Mapping[str, Any], places: Tensor | None) -> Tensor:
-    """What enters the map onto the vocabulary, [examples, places, width]; the map itself gets no position."""
+    """The input of the map onto the vocabulary, [examples, places, width]; the map itself runs on no positions."""
     taken: list[Tensor] = []
 
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
         hidden = output[0]
-        own = places[: len(hidden)] if places is not None else None  # the engine may try the model on fewer examples
+        own = places[: len(hidden)] if places is not None else None  # the engine may check the model on fewer examples
         if own is not None:
             gathered = hidden.gather(1, own[..., None].expand(-1, -1, hidden.shape[-1]))
             if isinstance(output, tuple):
