@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from dpoptim.integrations.losses import check_is_causal
 
 from dpoptim.app import Kind, Records, prepare
-from dpoptim.integrations.losses import Task
+from dpoptim.integrations.losses import Task, check_is_causal
 from tests.app import tiny
 
 TOKENS = 90

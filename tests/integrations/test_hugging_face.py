@@ -9,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from dpoptim.integrations.losses import BatchLosses
 from torch import nn
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
@@ -17,7 +16,7 @@ import dpoptim
 from dpoptim.app import add_lora
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.integrations.hugging_face.arguments import plan_for
-from dpoptim.integrations.losses import Task
+from dpoptim.integrations.losses import BatchLosses, Task
 from dpoptim.integrations.named_settings import CLIP_NORM
 from tests.app import tiny
 from tests.integrations.hugging_face_cases import (

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from dpoptim.integrations.losses import BatchLosses, losses_for
 from torch import nn
 from transformers import DataCollatorWithPadding, TrainingArguments
 
 import dpoptim
 from dpoptim.app import add_lora
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
-from dpoptim.integrations.losses import Task
+from dpoptim.integrations.losses import BatchLosses, Task, losses_for
 from tests.app import tiny
 from tests.integrations.hugging_face_cases import (
     PRIVACY,

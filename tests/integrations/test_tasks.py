@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from dpoptim.integrations.token_losses import can_read_targets
 from PIL import Image
 from torch import nn
 
 from dpoptim.app import Prepared, evaluate, prepare
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.masking import IGNORED
+from dpoptim.integrations.token_losses import can_read_targets
 from tests.app import tiny
 from tests.app.cases import (
     HEADS,

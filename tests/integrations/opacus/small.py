@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpoptim.integrations.opacus import Private, make_private, make_private_with_epsilon
+from dpoptim.integrations.opacus import PrivateTraining, make_private, make_private_with_epsilon
 
 DELTA = 1e-5
 
@@ -48,7 +48,7 @@ def one_epoch(model: nn.Module, optimizer: Any, loader: Any, reduction: str = "m
 def of_linear(
     examples: int = 50, batch_size: int = 8, *, data_loader: Any = None, optimizer: Any = None, model: Any = None,
     **arguments: Any,
-) -> Private:  # fmt: skip
+) -> PrivateTraining:  # fmt: skip
     model = nn.Linear(3, 2) if model is None else model
     data = TensorDataset(torch.randn(examples, 3), torch.randint(0, 2, (examples,)))
     make = make_private_with_epsilon if "target_epsilon" in arguments else make_private

@@ -215,7 +215,7 @@ def test_the_code_of_the_page_runs():
 
 def test_the_page_names_what_there_is():
     import dpoptim.integrations.opacus as compat
-    from dpoptim.integrations.opacus.settings import Settings
+    from dpoptim.integrations.opacus.engine import Settings
 
     page = PAGE.read_text()
     for name in [*compat.__all__, *Settings.__annotations__]:

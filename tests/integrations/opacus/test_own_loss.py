@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
-from dpoptim.integrations.opacus import Private, make_private
+from dpoptim.integrations.opacus import PrivateTraining, make_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:loss_reduction='sum'")
 
@@ -32,7 +32,7 @@ def texts(labels: torch.Tensor | None = None) -> TensorDataset:
     return TensorDataset(ids, torch.tensor([0, 1, 2, 2, 1, 1]) if labels is None else labels)
 
 
-def made_private(model: Any, *, labels: torch.Tensor | None = None, **arguments: Any) -> Private:
+def made_private(model: Any, *, labels: torch.Tensor | None = None, **arguments: Any) -> PrivateTraining:
     return make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=0.3,
         data_loader=DataLoader(texts(labels), batch_size=6), **{"noise_multiplier": 1.0, **arguments},

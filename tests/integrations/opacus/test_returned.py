@@ -16,7 +16,7 @@ from dpoptim.integrations.opacus import (
     DPOptimizer,
     ModuleValidator,
     PrivacyEngine,
-    Private,
+    PrivateTraining,
     make_private,
 )
 from tests.integrations.opacus.small import convolutions, images, of_linear, one_epoch
@@ -36,7 +36,7 @@ def test_one_return_type_and_no_wrapper():
             data_loader=DataLoader(images(), batch_size=4), noise_multiplier=1.0, max_grad_norm=1.0,
             grad_sample_mode=mode, rand_on_empty=True,
         )  # fmt: skip
-        assert type(private) is Private
+        assert type(private) is PrivateTraining
         assert private._fields == ("module", "optimizer", "data_loader")
         assert private.module is model
         assert isinstance(private.optimizer, DPOptimizer)

@@ -74,9 +74,7 @@ class PrivacyArguments:
     variant: str = _option("scale_then_privatize", f"One of {', '.join(VARIANTS)}.")
     eps: float | None = _option(None, "The eps of Adam; defaults to adam_epsilon if changed, else the variant's own.")
     eps_scale: float | None = _option(None, "For scale_then_privatize; defaults to twice the smallest stable value.")
-    task: str | None = _option(
-        None, "masked-lm, causal-lm, seq2seq-lm, ...; defaults to that of the model's class."
-    )
+    task: str | None = _option(None, "masked-lm, causal-lm, seq2seq-lm, ...; defaults to that of the model's class.")
     key_file: str | None = _option(None, "The file of the secret key; defaults to a new one in OUTPUT_DIR.secret.")
     log_norms: bool = _option(False, "Log the norms of the released gradient and of its noise.")
     debug_loss: bool = _option(False, "Log the training loss, which is NOT PRIVATE, as not_private_loss.")

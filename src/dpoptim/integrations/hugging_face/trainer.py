@@ -307,9 +307,7 @@ class PrivateTrainer(transformers.Trainer):
                 self._released_steps.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
-                if (
-                    not ready and self.private_optimizer.mechanism.step == 0
-                ):  # train() may be called again
+                if not ready and self.private_optimizer.mechanism.step == 0:  # train() may be called again
                     self.optimizer = self.private_optimizer = self._secrets = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
