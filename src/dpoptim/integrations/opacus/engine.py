@@ -292,8 +292,8 @@ def _assemble(
     reduction = settings.get("loss_reduction", "mean")
     if reduction == "sum":
         warnings.warn(
-            f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the sum. "
-            f"For the same SGD step multiply lr by {plan.batch_size}.",
+            f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the "
+            f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
             stacklevel=4,
         )
     given_key = settings.get("key")

@@ -27,7 +27,7 @@ class DPDataLoader:
     epoch that was left early, are drawn again: the same step has the same examples. An empty Poisson sample is one
     placeholder example, which the optimizer ignores. `len` counts steps, or the expected number of micro-batches.
 
-    Guarantee: That of `PrivateLoader`; steps beyond the plan are refused. What the model and the collator draw at random
+    Guarantee: That of `PrivateLoader`; steps beyond the plan are refused. What the model and the collator draw
     (dropout, masks) comes from the run's secret key, and torch's generators are restored after each step.
     """
 
@@ -93,7 +93,7 @@ class DPDataLoader:
                 return
 
     def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
-        """Return a loader of the same steps in parts of at most this many examples; there is still one update per step."""
+        """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
         return DPDataLoader(
             self.private_loader,
             self.optimizer,
@@ -107,7 +107,7 @@ class DPDataLoader:
 class BatchMemoryManager:
     """A context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
 
-    The loop calls `zero_grad()`, `backward()` and `step()` for every part. Parameters change at the last part of a step.
+    The loop calls `zero_grad()`, `backward()` and `step()` for every part. The last part of a step updates the model.
 
     Args:
         data_loader: The loader that `make_private` returned.
@@ -123,9 +123,7 @@ class BatchMemoryManager:
                 f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned."
             )
         if optimizer is not data_loader.optimizer:
-            raise ValueError(
-                "optimizer does not belong to data_loader. Pass the one that make_private returned with it."
-            )
+            raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
         size = max_physical_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"max_physical_batch_size must be a whole number ≥ 1, got {size!r}")
@@ -145,9 +143,7 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, got {type(data_loader).__name__}")
     if isinstance(data_loader.dataset, torch.utils.data.IterableDataset):
-        raise ValueError(
-            "data_loader has an IterableDataset, whose examples cannot be drawn at random. Use an indexed dataset."
-        )
+        raise ValueError("data_loader has an IterableDataset, which cannot be sampled. Use an indexed dataset.")
     if data_loader.batch_sampler is None:
         raise ValueError("data_loader has batch_size=None. Give it a batch_size.")
     batches, sampler = data_loader.batch_sampler, data_loader.sampler
@@ -163,9 +159,7 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
             "give batch_size, and select examples with torch.utils.data.Subset."
         )
     if len(data_loader) == 0:
-        raise ValueError(
-            "data_loader has no batches: drop_last=True and fewer examples than batch_size. Use a smaller batch_size."
-        )
+        raise ValueError("data_loader has drop_last=True and no full batch. Use a smaller batch_size.")
     if data_loader.worker_init_fn is not None:
         raise ValueError("data_loader has a worker_init_fn, which is not copied. Do that work in the dataset.")
     if data_loader.generator is not None or getattr(sampler, "generator", None) is not None:

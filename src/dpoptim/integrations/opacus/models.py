@@ -1,4 +1,4 @@
-"""Modules before and during training: `ModuleValidator`, and the loss that Hugging Face classifiers compute themselves."""
+"""`ModuleValidator`, and the loss that Hugging Face classifiers compute themselves."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _replacement(part: nn.Module, num_groups: int | None, replace_bn_with_in: bo
 
 @contextlib.contextmanager
 def split_own_loss(module: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Create the private optimizer inside: the hook must run before those of its engine. A failure removes the hook."""
+    """Create the private optimizer inside, because the hook must come first; a failure removes the hook."""
     is_new = module not in _hooks
     if wanted and is_new:
         _hooks[module] = module.register_forward_hook(_mean_of_own_losses, with_kwargs=True)
@@ -127,8 +127,8 @@ def restore_own_loss(module: nn.Module) -> None:
 def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """A forward hook: recompute the loss as (1/n)·Σ_j cross_entropy(logits_j, label_j) if it has this value.
 
-    Hugging Face classifiers return the mean as a scalar, which does not show whether it mixes examples. Recomputed, each
-    term belongs to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) is left as it is,
+    Hugging Face classifiers return the mean as a scalar, which does not show whether it mixes examples. Recomputed,
+    each term belongs to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) is left as it is,
     and the engine refuses it. If all logits are equal, smoothed labels have the same value; they are refused after the
     first step. Copies of the module are left alone.
     """

@@ -1,4 +1,4 @@
-"""From an optimizer of `torch.optim` to the private one with the same update. Settings are copied; nothing is wrapped."""
+"""From an optimizer of `torch.optim` to the private one with the same update; settings are copied."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DPOptimizer(PrivateOptimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """A class of torch.optim: the private rule, the settings that are copied, and those with only one supported value."""
+    """A class of torch.optim: the private rule, the settings to copy, and those with one supported value."""
 
     rule: Callable[..., UpdateRule]
     settings: tuple[str, ...]
@@ -113,7 +113,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     if kind is None:
         known = ", ".join(known.__name__ for known in _KINDS)
         raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private counterpart. "
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private version. "
             f"Use one of torch.optim: {known}."
         )
     own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
@@ -128,9 +128,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             f"optimizer lacks the trainable parameter '{missing[0]}'. Add it, or freeze it with requires_grad_(False)."
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
-        raise ValueError(
-            "optimizer has taken steps, and their moments would be lost. Create a new one before make_private."
-        )
+        raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
     for group in optimizer.param_groups:
         for name, value in kind.fixed.items():
             if group.get(name, value) != value:
@@ -182,8 +180,8 @@ def private_optimizer(
         scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
         if scales_by_length and not steps_are_known and "eps_scale" not in variant_options:
             raise ValueError(
-                "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass epochs=..., "
-                "or variant_options={'eps_scale': ...}."
+                "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass "
+                "epochs=... or variant_options={'eps_scale': ...}."
             )
         made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
     memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
