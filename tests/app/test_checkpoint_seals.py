@@ -18,7 +18,7 @@ from dpoptim.integrations.hugging_face import PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.seals import seal_folder
 from tests.app.runs import CrashAfter, rows_recipe
-from tests.integrations.hugging_face_cases import WORDS, class_trainer, classifier, labelled, training_args
+from tests.integrations.hugging_face.cases import WORDS, class_trainer, classifier, labelled, training_args
 
 SAVING: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
 

@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, default_data_collator
 import dpoptim
 from dpoptim.integrations.hugging_face import PrivateTrainer
 from tests.app import tiny
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     PRIVACY,
     TEXTS,
     WORDS,
@@ -25,7 +25,7 @@ from tests.integrations.hugging_face_cases import (
     labelled,
     masked_model,
 )
-from tests.integrations.hugging_face_cases import training_args as args
+from tests.integrations.hugging_face.cases import training_args as args
 
 LABELLED = labelled()
 

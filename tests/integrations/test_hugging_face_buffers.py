@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.hugging_face_cases import PRIVACY, WORDS, PrivateTrainer, labelled, training_args
+from tests.integrations.hugging_face.cases import PRIVACY, WORDS, PrivateTrainer, labelled, training_args
 
 
 class Classifier(nn.Module):

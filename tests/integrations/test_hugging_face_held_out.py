@@ -11,7 +11,7 @@ import torch
 from dpoptim.integrations.hugging_face.held_out import HeldOutCheck
 
 from dpoptim.integrations.hugging_face import PrivateTrainer
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     LABELS,
     PRIVACY,
     TEXTS,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling
 
-from tests.integrations.hugging_face_cases import TEXTS, WORDS, labelled, masked_model
+from tests.integrations.hugging_face.cases import TEXTS, WORDS, labelled, masked_model
 from tests.integrations.test_batch_check import ROWS, Pool, checked, of_first_token, of_rows, refused, table
 
 

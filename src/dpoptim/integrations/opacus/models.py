@@ -128,9 +128,9 @@ def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     """A forward hook: recompute the loss as (1/n)·Σ_j cross_entropy(logits_j, label_j) if it has this value.
 
     Hugging Face classifiers return the mean as a scalar, which does not show whether it mixes examples. Recomputed,
-    each term belongs to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) is left as it is,
-    and the engine refuses it. If all logits are equal, smoothed labels have the same value; they are refused after the
-    first step. Copies of the module are left alone.
+    each term belongs to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) is left as
+    it is, and the engine refuses it. If all logits are equal, smoothed labels have the same value; they are refused
+    after the first step. Copies of the module are left alone.
     """
     labels = kwargs.get("labels")
     if module not in _hooks or not torch.is_grad_enabled():

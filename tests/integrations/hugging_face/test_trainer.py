@@ -19,7 +19,7 @@ from dpoptim.integrations.hugging_face.arguments import plan_for
 from dpoptim.integrations.losses import BatchLosses, Task
 from dpoptim.integrations.named_settings import CLIP_NORM
 from tests.app import tiny
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     CALIBRATED,
     EXACT,
     PIECES,

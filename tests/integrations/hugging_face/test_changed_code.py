@@ -19,7 +19,7 @@ from dpoptim.integrations.hugging_face import PrivateTrainer
 from dpoptim.integrations.hugging_face.collator_check import check_repeats
 from dpoptim.noise import NoiseKey
 from tests.app import tiny
-from tests.integrations.hugging_face_cases import PRIVACY, TEXTS, WORDS, masked_model, training_args
+from tests.integrations.hugging_face.cases import PRIVACY, TEXTS, WORDS, masked_model, training_args
 
 ROWS = [WORDS(text) for text in TEXTS]
 KEY = NoiseKey.from_bytes(bytes(32))

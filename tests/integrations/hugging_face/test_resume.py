@@ -14,7 +14,7 @@ from dpoptim.integrations.hugging_face import PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.seals import seal_folder
 from dpoptim.privacy.step_ledger import released_count
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     PRIVACY,
     WORDS,
     assert_equal_weights,

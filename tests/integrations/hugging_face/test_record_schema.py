@@ -9,7 +9,7 @@ import torch
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from dpoptim.integrations.hugging_face import PrivateTrainer
-from tests.integrations.hugging_face_cases import PRIVACY, WORDS, classifier, training_args
+from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, training_args
 
 NUMBERS: list[dict[str, Any]] = [
     {"input_ids": [5 + number % 9] * 8, "attention_mask": [1] * 8, "label": 0.9} for number in range(40)

@@ -21,7 +21,7 @@ from dpoptim.app import add_lora
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.integrations.losses import BatchLosses, Task, losses_for
 from tests.app import tiny
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     PRIVACY,
     TEXTS,
     WORDS,

@@ -1,4 +1,4 @@
-"""Trainers of tiny models, for the tests of PrivateTrainer."""
+"""Tiny models and trainers that the tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS, PIECES = tiny.wordpiece(), tiny.bytepair()
 PIECES.pad_token = PIECES.eos_token
 TEXTS = [text for text in tiny.TEXTS if text] * 4
 LABELS = [number % 2 for number in range(len(TEXTS))]
-PRIVACY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)  # quick: nothing is to be calibrated
+PRIVACY = PrivacyArguments(noise_multiplier=0.6, delta=1e-3)  # fast: no calibration
 CALIBRATED = PrivacyArguments(epsilon=8.0, delta=1e-3)
 EXACT = PrivacyArguments(noise_multiplier=0.0, clip_norm=1e6, variant="dp_sgd", sampling="shuffled", delta=1e-3)
 
@@ -48,12 +48,42 @@ def causal_model() -> Any:
     return transformers.GPT2LMHeadModel(tiny.gpt2_config(len(PIECES)))
 
 
+def tagger() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForTokenClassification(
+        transformers.BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=16, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bart() -> Any:
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=16, dropout=0.0,
+        )
+    )  # fmt: skip
+
+
 def labelled(texts: list[str] = TEXTS) -> list[dict[str, Any]]:
     return [{**WORDS(text), "labels": label} for text, label in zip(texts, LABELS, strict=False)]
 
 
 def unseen(count: int) -> list[dict[str, Any]]:
-    """Examples that are not among the training examples."""
+    """Examples that are not training examples."""
     return [{**WORDS("the fox " * (number + 2)), "labels": number % 2} for number in range(count)]
 
 

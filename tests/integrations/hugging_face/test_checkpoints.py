@@ -12,7 +12,7 @@ import torch
 from dpoptim.integrations.hugging_face import PrivacyArguments
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     assert_equal_weights,
     class_trainer,
     masked_model,

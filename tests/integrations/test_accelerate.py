@@ -1,4 +1,4 @@
-"""A private loop under Accelerate equals the plain one, and what would change it is refused."""
+"""A private loop under Accelerate equals the plain loop, and settings that would change it are refused."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_a_private_loader_passes_accelerate_untouched():
     assert Accelerator(cpu=True).prepare(loader) is loader
 
 
-def test_what_is_refused():
+def test_loaders_and_stock_optimizers_are_refused():
     model, optimizer, loader = made()
     accelerator = Accelerator(cpu=True)
     for other in (loader, torch.utils.data.DataLoader(DATA)):
-        with pytest.raises(ValueError, match="is not prepared"):
+        with pytest.raises(ValueError, match="must not be prepared here"):
             prepare_accelerate(accelerator, model, optimizer, other)
-    with pytest.raises(ValueError, match="made by a function of dpoptim"):
+    with pytest.raises(ValueError, match="Create it with dpoptim"):
         prepare_accelerate(accelerator, model, torch.optim.SGD(model.parameters(), lr=1.0))  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_what_is_refused():
         ({"distributed_type": "DEEPSPEED"}, "one process"),
     ],
 )
-def test_settings_that_are_refused(settings, message):
+def test_unsupported_settings_are_refused(settings, message):
     model, optimizer, _ = made()
     plain = {"gradient_accumulation_steps": 1, "scaler": None, "num_processes": 1, "distributed_type": "NO"}
     accelerator = type("Settings", (), {**plain, **settings})()
@@ -103,8 +103,8 @@ def test_settings_that_are_refused(settings, message):
         prepare_accelerate(accelerator, model, optimizer)
 
 
-def test_accumulation_that_is_not_refused_in_time_is_met_by_the_loader():
-    """Prepared by hand with accumulation, step() is held back, and the loader refuses to give another batch."""
+def test_the_loader_refuses_gradient_accumulation():
+    """Prepared without dpoptim, Accelerate holds back step(), and the loader refuses to yield another batch."""
     model, optimizer, loader = made()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     prepared, stepped = accelerator.prepare(model, optimizer)

@@ -1,4 +1,4 @@
-"""A classifier's own loss is taken apart where it is the plain one, and only while the model trains privately."""
+"""Layers are replaced as in Opacus, and a classifier's own loss is split while it trains privately."""
 
 from __future__ import annotations
 
@@ -8,12 +8,46 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
-from dpoptim.integrations.opacus import PrivateTraining, make_private
+from dpoptim.integrations.opacus import (
+    ModuleValidator,
+    PrivacyEngine,
+    PrivateTraining,
+    make_private,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:loss_reduction='sum'")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
+    "ignore:Optimal order is the largest alpha", "ignore:poisson_sampling=False", "ignore:loss_reduction='sum'",
+)  # fmt: skip
+
+
+def test_layers_are_replaced_as_in_opacus():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False)),
+        nn.InstanceNorm2d(48, affine=True, track_running_stats=True),
+    )  # fmt: skip
+    assert [str(e).split("'")[1] for e in ModuleValidator.validate(model)] == ["1", "2.1", "3"]
+    with pytest.raises(ValueError, match="layer '1' \\(BatchNorm2d\\) normalises over the batch"):
+        ModuleValidator.validate(model, strict=True)
+    fix: Any = ModuleValidator.fix
+    fixed = fix(model)
+    assert ModuleValidator.is_valid(fixed)
+    assert not ModuleValidator.is_valid(model)  # fix returns a copy
+    assert [type(part) for part in (fixed[1], fixed[2][1], fixed[3])] == [
+        nn.GroupNorm, nn.GroupNorm, nn.InstanceNorm2d
+    ]  # fmt: skip
+    assert (fixed[1].num_groups, fix(model[:2], num_groups=4)[1].num_groups) == (16, 4)
+    assert type(fix(model, replace_bn_with_in=True)[1]) is nn.InstanceNorm2d
+    frozen = nn.Sequential(nn.BatchNorm2d(4)).eval().requires_grad_(False)
+    assert ModuleValidator.is_valid(frozen)
+    assert PrivacyEngine.get_compatible_module(nn.BatchNorm1d(6)).num_groups == 2
+    theirs = pytest.importorskip("opacus.validators").ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(48)))
+    assert str(theirs[0]) == str(fixed[1])
 
 
 def tiny_bert(kind: Any = BertForSequenceClassification) -> Any:
@@ -44,7 +78,7 @@ def own_loss(model: Any) -> torch.Tensor:
     return model(ids, labels=labels).loss
 
 
-def test_it_is_clipped_example_by_example():
+def test_its_own_loss_is_clipped_per_example():
     """All parameters, embeddings included: more than Opacus can train here."""
     steps = []
     for own in (True, False):
@@ -61,7 +95,7 @@ def test_it_is_clipped_example_by_example():
     assert any(bool(step.abs().max() > 1e-3) for step in steps[0])
 
 
-def test_it_is_taken_in_bfloat16():
+def test_its_own_loss_is_split_in_bfloat16():
     model = tiny_bert().to(torch.bfloat16)
     made_private(model)
     assert own_loss(model).shape == (1,)
@@ -95,7 +129,7 @@ class Regularised(BertForSequenceClassification):
     ],
     ids=["over tokens", "over some examples", "a mean where a sum was announced", "smoothed labels", "regularised"],
 )
-def test_another_loss_is_refused(kind, labels, reduction):
+def test_a_different_loss_is_refused(kind, labels, reduction):
     model = tiny_bert(kind)
     made_private(model, labels=labels, loss_reduction=reduction)
     ids, target = texts(labels).tensors
@@ -103,7 +137,7 @@ def test_another_loss_is_refused(kind, labels, reduction):
         model(ids, labels=target)
 
 
-def test_it_is_left_alone_after_detach_and_in_copies():
+def test_its_own_loss_is_restored_after_detach_and_in_copies():
     model = tiny_bert()
     private = made_private(model)
     assert own_loss(model).shape == (1,)
@@ -115,7 +149,9 @@ def test_it_is_left_alone_after_detach_and_in_copies():
 
 def test_a_refused_make_private_leaves_the_module_as_it_was():
     model = tiny_bert()
-    refused: dict[str, Any] = {"variant_options": {"clipping_memory": -1}}  # by the optimizer, when the hook is there
+    refused: dict[str, Any] = {
+        "variant_options": {"clipping_memory": -1}
+    }  # refused by the optimizer, after the hook was added
     with pytest.raises(ValueError, match="clipping_memory=-1"):
         made_private(model, **refused)
     assert not model._forward_hooks
@@ -123,10 +159,10 @@ def test_a_refused_make_private_leaves_the_module_as_it_was():
     made_private(model)
     with pytest.raises(ValueError, match="clipping_memory=-1"):
         made_private(model, **refused)
-    assert own_loss(model).shape == (1,)  # the run that was there goes on
+    assert own_loss(model).shape == (1,)  # the earlier run continues
 
 
-def test_a_later_run_of_sums_does_not_find_it_taken_apart():
+def test_a_later_run_of_sums_does_not_split_it():
     model = tiny_bert()
     made_private(model)
     made_private(model, loss_reduction="sum")

@@ -6,7 +6,6 @@ import math
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpoptim
-from dpoptim.integrations.opacus import BatchMemoryManager, PrivacyEngine, make_private
-from tests.integrations.opacus.small import convolutions, images, one_epoch
+from dpoptim.integrations.opacus import (
+    BatchMemoryManager,
+    PrivacyEngine,
+    make_private,
+)
+from tests.integrations.opacus.cases import convolutions, images, of_linear, one_epoch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Secure RNG turned off", "ignore:Using a non-full backward hook", "ignore:Full backward hook is firing",
@@ -60,6 +63,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module, *, differs_from: nn.Module) 
     assert max(moved) > 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_without_noise_the_steps_are_those_of_opacus(make):
     opacus = pytest.importorskip("opacus")
@@ -67,6 +71,7 @@ def test_without_noise_the_steps_are_those_of_opacus(make):
     assert_same(trained(make, engine=PrivacyEngine()), theirs, differs_from=convolutions())
 
 
+@pytest.mark.slow
 def test_batches_in_parts_give_the_steps_of_opacus():
     pytest.importorskip("opacus")
     from opacus import PrivacyEngine as Theirs
@@ -99,28 +104,6 @@ def test_max_grad_norm_clips_the_gradient_of_one_loss(memory, clip_norm):
     )
     for before, now, step in zip(convolutions().parameters(), after.parameters(), expected, strict=True):
         torch.testing.assert_close(before - now, step, atol=1e-5, rtol=1e-4)
-
-
-def test_parameters_move_once_a_step_however_it_is_cut():
-    model = convolutions()
-    private = make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(images(), batch_size=12), noise_multiplier=1.0, max_grad_norm=1.0,
-    )  # fmt: skip
-    moved, sizes = [], []
-    with BatchMemoryManager(
-        data_loader=private.data_loader, max_physical_batch_size=5, optimizer=private.optimizer
-    ) as parts:
-        assert len(parts) == 3
-        for inputs, target in parts:
-            before = model.out.weight.detach().clone()
-            private.optimizer.zero_grad()
-            F.cross_entropy(model(inputs), target).backward()
-            private.optimizer.step()
-            moved.append(not torch.equal(before, model.out.weight))
-            sizes.append(len(inputs))
-    assert sizes == [5, 5, 2]
-    assert moved == [False, False, True]
 
 
 def test_a_sum_is_clipped_in_the_same_unit():
@@ -164,22 +147,41 @@ def test_noise_multiplier_is_in_the_unit_of_opacus(monkeypatch):
     assert not has_stddev(ours, 1.5 * 0.9)
     assert not has_stddev(ours, 1.5 * 1.1)
     assert abs(float(ours.mean())) < 4 * 1.5 / math.sqrt(len(ours))
-    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_opacus_has_the_same_unit_of_noise():
     opacus = pytest.importorskip("opacus")
     torch.manual_seed(0)
     assert has_stddev(noise_of(opacus.PrivacyEngine()), 1.5)
 
 
-def test_an_empty_batch_takes_its_noise_step(monkeypatch):
-    monkeypatch.setattr(dpoptim.Poisson, "indices", lambda *_, **__: np.zeros(0, dtype=np.int64))
-    key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
-    for sigma, moves in ((0.0, False), (1.0, True)):
-        model = convolutions()
-        private = make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(images(), batch_size=4), noise_multiplier=sigma, max_grad_norm=1.0, key=key,
-        )  # fmt: skip
-        one_epoch(*private)
-        assert private.steps_taken == 3
-        same = [torch.equal(a, b) for a, b in zip(model.parameters(), convolutions().parameters(), strict=True)]
-        assert same == [not moves] * len(same)
+def test_groups_schedulers_and_state_are_those_of_an_optimizer():
+    model = convolutions()
+    groups: list[dict[str, Any]] = [
+        {"params": model.conv.parameters(), "lr": 0.5, "weight_decay": 0.0},
+        {"params": [*model.norm.parameters(), *model.out.parameters()]},
+    ]
+    given = torch.optim.AdamW(groups, lr=0.25, betas=(0.7, 0.8))
+    _, optimizer, loader = make_private(
+        module=model, optimizer=given, data_loader=DataLoader(images(), batch_size=4), noise_multiplier=1.0,
+        max_grad_norm=1.0, epochs=2,
+    )  # fmt: skip
+    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.5, (0.7, 0.8), 0.0), (0.25, (0.7, 0.8), 0.01),
+    ]  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    one_epoch(model, optimizer, loader)
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.05, 0.025])
+    assert [g["lr"] for g in given.param_groups] == [0.5, 0.25]
+    assert not given.state
+
+
+@pytest.mark.parametrize("variant", ["post_processing", "bias_correction", "scale_then_privatize"])
+def test_another_variant_is_one_argument(variant):
+    options = {"eps_scale": 0.5} if variant == "scale_then_privatize" else {}
+    private = of_linear(variant=variant, variant_options=options, optimizer=torch.optim.Adam)
+    kind = {"post_processing": "Flat", "bias_correction": "Flat", "scale_then_privatize": "InverseRoot"}
+    assert type(private.optimizer.geometry).__name__ == kind[variant]
+    one_epoch(*private)

@@ -13,7 +13,7 @@ import transformers
 from transformers import DataCollatorWithPadding
 
 from dpoptim.integrations.hugging_face import PrivacyArguments
-from tests.integrations.hugging_face_cases import (
+from tests.integrations.hugging_face.cases import (
     CALIBRATED,
     WORDS,
     class_trainer,
