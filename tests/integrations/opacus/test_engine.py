@@ -314,7 +314,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lr_decay": ({"optimizer": lambda p: torch.optim.Adagrad(p, lr_decay=0.1)}, "lr_decay=0.1"),
     "scheduler before": ({"optimizer": with_scheduler}, "scheduler after make_private"),
     "steps before": ({"optimizer": with_steps}, "has taken steps"),
-    "others' parameters": ({"optimizer": lambda _: torch.optim.Adam(nn.Linear(3, 2).parameters())}, "that the module does not have"),
+    "others' parameters": (
+        {"optimizer": lambda _: torch.optim.Adam(nn.Linear(3, 2).parameters())},
+        "that the module does not have",
+    ),
     "missing": ({"optimizer": lambda p: torch.optim.Adam([next(p)])}, "lacks the trainable parameter 'bias'"),
     "wrapper": ({"model": GradSampleModule(3, 2)}, "module is a GradSampleModule"),
     "batch norm": ({"model": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))}, "mixes examples"),

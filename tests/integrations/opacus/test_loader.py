@@ -199,5 +199,5 @@ class PublicSeed:
 
 
 def test_a_collator_with_a_public_seed_is_refused():
-    with pytest.raises(ValueError, match="collate_fn.*public seed"):
+    with pytest.raises(ValueError, match=r"collate_fn.*public seed"):
         of_linear(data_loader=lambda d: DataLoader(d, batch_size=4, collate_fn=PublicSeed()))

@@ -149,9 +149,7 @@ def test_its_own_loss_is_restored_after_detach_and_in_copies():
 
 def test_a_refused_make_private_leaves_the_module_as_it_was():
     model = tiny_bert()
-    refused: dict[str, Any] = {
-        "variant_options": {"clipping_memory": -1}
-    }  # refused by the optimizer, after the hook was added
+    refused: dict[str, Any] = {"variant_options": {"clipping_memory": -1}}  # by the optimizer, after the hook is added
     with pytest.raises(ValueError, match="clipping_memory=-1"):
         made_private(model, **refused)
     assert not model._forward_hooks
