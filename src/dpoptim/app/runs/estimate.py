@@ -14,7 +14,7 @@ from dpoptim.app.models.synthetic import random_batch
 from dpoptim.app.recipes.plans import optimizer_of
 from dpoptim.app.runs.run import bytes_on_disk
 from dpoptim.app.runs.setup import RunSetup
-from dpoptim.data.lengths import cut_by_length, cut_together
+from dpoptim.data.lengths import cut_by_length, part_multiple
 
 _MOST_PARTS = 3
 
@@ -93,7 +93,7 @@ def _parts(setup: RunSetup) -> list[list[int]]:
         max_tokens=recipe.micro_batch_tokens or int(drawn.sum()),
         max_examples=recipe.micro_batch_size,
         bucket=prepared.bucket,
-        together=cut_together(recipe.batch_size),
+        multiple=part_multiple(recipe.batch_size),
     )
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)

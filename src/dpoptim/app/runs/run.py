@@ -16,7 +16,6 @@ import torch
 from dpoptim.app.models.finite import not_finite
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
-from dpoptim.app.runs.identity import identity_of
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.progress import ProgressDisplay
@@ -24,6 +23,7 @@ from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import RunLog, cut_log, read_log
 from dpoptim.app.runs.run_result import Diverged, ending_by, is_finished
 from dpoptim.app.runs.setup import RunSetup, prepare_run
+from dpoptim.app.runs.shared_records import training_digest
 from dpoptim.app.runs.tensorboard import tensorboard_writer, write_scalars
 from dpoptim.app.support.files import make_folder
 from dpoptim.app.support.interrupts import StopRequest, stopping_between_steps
@@ -31,7 +31,7 @@ from dpoptim.app.support.step_times import two_digits
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
+from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
@@ -56,11 +56,9 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | 
             progress.say(line)
         place.check_new(bytes_needed=bytes_on_disk(setup))
         key = NoiseKey.generate()
-        progress.tell("taking digests of the records")
-        identity = identity_of(setup, key)
-        place.create(setup.recipe, setup.plan, key, identity)
+        place.create(setup.recipe, setup.plan, key)
         try:
-            return _run(setup, place, progress, key, identity, fresh=True)
+            return _run(setup, place, progress, key)
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
@@ -86,8 +84,7 @@ def resume(
     recipe, plan, key = place.read()
     with progress:
         setup = prepare_run(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
-        progress.tell("taking digests of the records")
-        return _run(setup, place, progress, key, identity_of(setup, key), fresh=False)
+        return _run(setup, place, progress, key)
 
 
 def bytes_on_disk(setup: RunSetup) -> int:
@@ -96,35 +93,21 @@ def bytes_on_disk(setup: RunSetup) -> int:
     return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
-def _run(
-    setup: RunSetup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey, identity: RunHeader, *, fresh: bool
-) -> dict[str, Any]:
+def _run(setup: RunSetup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
-    if not fresh and not found and (released_count(place.steps_file) or read_log(place.log_file)):
-        raise ValueError(
-            f"{place.checkpoints} has no checkpoint left, and beginning again would release steps twice; put one back, "
-            "or train anew in another directory (its privacy loss adds to this one's)"
-        )
-    state = load_checkpoint(found[-1], key) if found else None
-    step = 0 if state is None else int(state["step"])
-    with RunLog(place.log_file):  # nobody else is at it
-        steps = StepLedger.resume(place.steps_file, identity, step=step)
+    progress.tell("taking digests of the records")
+    with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
         if found:
-            cut_log(place.log_file, step)
-    with (
-        contextlib.closing(steps),
-        RunLog(place.log_file) as log,
-        stopping_between_steps() as wish,
-        contextlib.closing(Loop(setup, key, steps, digest=identity.records["training"])) as loop,
-    ):
-        if state is not None:
-            loop.load_state_dict(state)
-            state = None
-        try:
-            run = _Run(setup, place, progress, log, loop, wish, key)
-            return run.train(resumed_from=step if found else None)
-        except (OSError, torch.OutOfMemoryError) as error:
-            raise _told(error, place) from error
+            loop.load_state_dict(load_checkpoint(found[-1]))
+        step = loop.step if found else None
+        with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
+            if step is not None:
+                cut_log(place.log_file, step)
+            with RunLog(place.log_file) as log, stopping_between_steps() as wish:
+                try:
+                    return _Run(setup, place, progress, log, loop, wish).train(resumed_from=step)
+                except (OSError, torch.OutOfMemoryError) as error:
+                    raise _told(error, place) from error
 
 
 class _Run:
@@ -138,9 +121,8 @@ class _Run:
         log: RunLog,
         loop: Loop,
         wish: StopRequest,
-        key: NoiseKey,
     ) -> None:
-        self._setup, self._place, self._progress, self._key = setup, place, progress, key
+        self._setup, self._place, self._progress = setup, place, progress
         self._log, self._loop, self._wish = log, loop, wish
         self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
@@ -245,7 +227,7 @@ class _Run:
             )
 
     def _checkpoint(self) -> None:
-        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict(), self._key)
+        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
         self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
 
     def _save_model(self) -> None:

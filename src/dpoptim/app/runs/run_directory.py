@@ -15,7 +15,7 @@ from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.support.files import UNFINISHED, make_folder, write_text
 from dpoptim.app.support.plain import plain
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
+from dpoptim.privacy import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunDirectory:
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
     | noise.key | SECRET, mode 0600: who has it can take the noise off |
-    | noise.steps | how many steps were released, and of what: a run goes on as itself or not at all |
+    | noise.steps | the step ledger: a digest of each released step |
     | log.jsonl | what happened, line by line |
     | checkpoints/step-000100/ | where the run can be taken up; the last two |
     | model/ | the trained model, at the end |
@@ -88,13 +88,12 @@ class RunDirectory:
                 f"{free / 1e6:.0f} MB left; make room, or choose another disk"
             )
 
-    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey, identity: RunHeader) -> None:
+    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
         """Make the folder (mode 0700) with all that is known before training; it appears whole or not at all."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
             key.save(new.key_file)
-            StepLedger.begin(new.steps_file, identity).close()
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")

@@ -5,39 +5,36 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.clipping import Released
-from dpoptim.data import PrivateLoader, RecordDigests, digest_records, private_loader
-from dpoptim.data.rng_check import check_generators
+from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
+from dpoptim.data.record_schema import RecordSchema
+from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.integrations.hugging_face.batch_check import check_batches
-from dpoptim.integrations.hugging_face.checkpoint_files import read_loader_state, write_loader_state
-from dpoptim.integrations.hugging_face.collator_check import check_repeats, same_form
-from dpoptim.integrations.hugging_face.identity import identity_for
-from dpoptim.integrations.hugging_face.secret_folder import (
+from dpoptim.integrations.hugging_face.checkpoints import (
     RunSecrets,
-    check_key_file,
     new_secrets,
-    open_steps,
+    read_loader_state,
     secrets_of,
+    write_loader_state,
 )
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.released_norms import released_norms
+from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
-from dpoptim.privacy.seals import seal_folder
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -106,12 +103,12 @@ class PrivateTrainer(transformers.Trainer):
         check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
-        check_generators(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
+        check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
         self._held_out: _HeldOutCheck | None = None
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
-        self._records: dict[str, RecordDigests] = {}
-        self._released_steps: StepLedger | None = None
+        self._data_digest: str | None = None
+        self._ledger: StepLedger | None = None
         self._released: dict[str, Tensor] = {}
         self._spent: EpsilonSpent | None = None
         self._plan = plan
@@ -145,21 +142,22 @@ class PrivateTrainer(transformers.Trainer):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        look = same_form(collate, self.args)
-        digests = digest_records(dataset, self._run_secrets().key, what="train_dataset", look=look)
-        self._records = {"training": digests}
-        check_repeats(collate, dataset, self._run_secrets().key)
+        key = self._run_secrets().key
+        schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
+        alone = self.args.per_device_train_batch_size == 1  # then no two records are collated together
+        look = None if alone else schema.check
+        self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
         check_batches(self, self._losses, collate, dataset)
         loader = private_loader(
             dataset,
             plan,
-            key=self._run_secrets().key,
+            key=key,
             micro_batch_size=self.args.per_device_train_batch_size,
             collate_fn=collate,
             check_schema=False,  # checked above, for the columns in use
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            digest=self._records["training"].whole,
+            digest=self._data_digest,
         )
         self._steps = StepLoader(loader)
         return self._steps
@@ -303,8 +301,8 @@ class PrivateTrainer(transformers.Trainer):
         finally:
             if self._steps is not None:
                 self._steps.pause()
-            if self._released_steps is not None:
-                self._released_steps.close()
+            if self._ledger is not None:
+                self._ledger.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
                 if not ready and self.private_optimizer.mechanism.step == 0:  # train() may be called again
@@ -346,38 +344,27 @@ class PrivateTrainer(transformers.Trainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
-        """The key of the run and the file of its released steps: a checkpoint's, or new ones."""
-        optimizer = self.private_optimizer
-        if self.args.push_to_hub:
-            check_key_file(self.privacy, self.args)
+        """The key and ledger file of the run: those of a checkpoint, or new ones."""
         if checkpoint is not None:
-            key = None if optimizer is None else optimizer.key
-            self._secrets = secrets_of(checkpoint, self.privacy, self.args, key=key)
+            self._secrets = secrets_of(checkpoint, self.privacy, self.args, self.private_optimizer)
         elif self._secrets is None:
-            given = (None, "") if optimizer is None else (optimizer.key, optimizer.mechanism.run_id)
-            self._secrets = new_secrets(self.privacy, self.args, key=given[0], run_id=given[1])
+            self._secrets = new_secrets(self.privacy, self.args, self.private_optimizer)
         return self._secrets
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is None:
-            self._open_steps()
+            self._open_ledger(step=None)
         return prepared
 
-    def _open_steps(self) -> None:
-        """From here on the disk has a step before it is released; a run that may not go on is refused."""
-        assert self.private_optimizer is not None
-        secrets = self._run_secrets()
-        identity = identity_for(
-            secrets=secrets,
-            args=self.args,
-            privacy=self.privacy,
-            optimizer=self.private_optimizer,
-            model=self.model,
-            records=self._records,
-        )
-        self._released_steps = open_steps(secrets, identity)
-        self.private_optimizer.mechanism.before_step = self._released_steps.note
+    def _open_ledger(self, *, step: int | None) -> None:
+        """Record every step from here on before it is released; refuse a run that may not resume."""
+        optimizer = self.private_optimizer
+        assert optimizer is not None
+        settings = trainer_settings(self.args, self.privacy)
+        header = run_header(optimizer, settings=settings, data=self._data_digest)
+        self._ledger = StepLedger.open(self._run_secrets().ledger_file, header, step=step)
+        optimizer.mechanism.before_step = self._ledger.before_step
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -385,27 +372,13 @@ class PrivateTrainer(transformers.Trainer):
             write_loader_state(output_dir, {**self._steps.loader.state_dict(), "run": self._run_secrets().name})
             self._steps.pause()
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The stock one, and last of all the seal, without which nothing goes on from it."""
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        seal_folder(folder, self._run_secrets().key)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        seal_folder(checkpoint_folder, self._run_secrets().key)
-        super()._push_from_checkpoint(checkpoint_folder)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        self._open_steps()
         super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.private_optimizer is not None
+        self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock upload of output_dir, where no key may lie."""
-        check_key_file(self.privacy, self.args)
-        return super().push_to_hub(*args, **kwargs)
 
 
 class StepLoader:
@@ -472,7 +445,7 @@ class _HeldOutCheck:
     def __init__(self, train_dataset: Any, used_columns: Callable[[Any], Any]) -> None:
         self._train, self._used_columns = train_dataset, used_columns
         self._key = NoiseKey.generate()
-        self._training: RecordDigests | None = None
+        self._training: RecordFingerprint | None = None
         self._checked: list[Any] = []
 
     def check(self, eval_dataset: Any) -> None:
@@ -490,12 +463,12 @@ class _HeldOutCheck:
             )
         try:
             if self._training is None:
-                self._training = digest_records(self._used_columns(self._train), self._key)
-            found = digest_records(self._used_columns(dataset), self._key)
+                self._training = fingerprint_records(self._used_columns(self._train), self._key)
+            found = fingerprint_records(self._used_columns(dataset), self._key)
         except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
             return
         shared = found.shared_with(self._training)
-        if shared == len(found.each) > 0 and self._training.tell_records_apart:
+        if shared == len(found.each) > 0 and self._training.mostly_distinct:
             raise ValueError(
                 "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
                 "examples."

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch.utils.data
 
 from dpoptim.data import PrivateLoader, secret_randomness
-from dpoptim.data.rng_check import check_generators
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
 _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # options that do not change what workers return, with their defaults
@@ -167,7 +166,6 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
             "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
             "to make_private to resume a run."
         )
-    check_generators(collate_fn=data_loader.collate_fn)
     left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
     if left:
         warnings.warn(
