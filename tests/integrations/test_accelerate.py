@@ -18,9 +18,8 @@ DATA: Any = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 3)
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Any:
-    """Accelerate keeps its settings for the whole process."""
-    yield
+def fresh_state() -> None:
+    """Accelerate keeps its settings for the whole process, and earlier tests may have set bf16."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
