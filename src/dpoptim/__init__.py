@@ -116,7 +116,8 @@ __all__ = [
     "theory",
     "validation",
 ]
-_ROOMS = ("noise", "privacy", "data", "validation", "clipping", "optim", "theory")  # each imports only from those before it
+# Lowest floor first: each imports only from those before it.
+_ROOMS = ("noise", "privacy", "data", "validation", "clipping", "optim", "theory")
 
 
 def __getattr__(name: str) -> Any:
