@@ -7,7 +7,7 @@ from typing import Any
 
 from dpoptim.app.runs.estimate import Estimate
 from dpoptim.app.runs.setup import RunSetup
-from dpoptim.app.support.plain import duration
+from dpoptim.app.format import duration
 from dpoptim.theory import Candidate, format_bytes
 
 
