@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dpoptim.app import RecordKind, Prepared, Records, prepare
+from dpoptim.app import Prepared, RecordKind, Records, prepare
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 

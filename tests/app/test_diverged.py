@@ -12,8 +12,8 @@ import transformers
 from dpoptim.app import prepare, resume, train
 from dpoptim.app.comparison.compare import compare
 from dpoptim.app.models.prepared import not_finite
+from dpoptim.app.progress import Lines, ProgressReporter
 from dpoptim.app.runs import loop
-from dpoptim.app.progress import Lines, ProgressDisplay
 from dpoptim.app.runs.run_log import Diverged, is_finished
 from dpoptim.integrations.losses.tasks import Task
 from tests.app import cases, comparisons
@@ -29,11 +29,11 @@ def too_far(monkeypatch):
 @pytest.mark.parametrize(
     ("every", "progress", "step", "saved"),
     [
-        ({"log_every": 5, "evaluate_every": 10, "checkpoint_every": 10}, ProgressDisplay(), 15, [0, 10]),
-        ({"log_every": 100, "evaluate_every": 7, "checkpoint_every": 10}, ProgressDisplay(), 14, [0, 10]),
-        ({"log_every": 100, "evaluate_every": 20, "checkpoint_every": 1}, ProgressDisplay(), 12, [10, 11]),
+        ({"log_every": 5, "evaluate_every": 10, "checkpoint_every": 10}, ProgressReporter(), 15, [0, 10]),
+        ({"log_every": 100, "evaluate_every": 7, "checkpoint_every": 10}, ProgressReporter(), 14, [0, 10]),
+        ({"log_every": 100, "evaluate_every": 20, "checkpoint_every": 1}, ProgressReporter(), 12, [10, 11]),
         ({"log_every": 100, "evaluate_every": 20, "checkpoint_every": 10}, StopAfter(13), 13, [0, 10]),
-        ({"log_every": 100, "evaluate_every": 20, "checkpoint_every": 100}, ProgressDisplay(), 20, [0]),
+        ({"log_every": 100, "evaluate_every": 20, "checkpoint_every": 100}, ProgressReporter(), 20, [0]),
     ],
 )  # fmt: skip
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(every, progress, step, saved, too_far, tmp_path):

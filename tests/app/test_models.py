@@ -15,9 +15,7 @@ from torch import nn
 
 import dpoptim
 from dpoptim.app import RecordKind, Records, add_lora, load_model, load_tokenizer, prepare
-from dpoptim.app.models.loading import MLP, SmallCNN
-from dpoptim.app.models.loading import load_pixel_scale
-from dpoptim.app.models.loading import task_of_model
+from dpoptim.app.models.loading import MLP, SmallCNN, load_pixel_scale, task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
 from tests.app import tiny

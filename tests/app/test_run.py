@@ -15,8 +15,8 @@ import transformers
 
 import dpoptim
 from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
-from dpoptim.app.progress import ProgressDisplay
 from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
 from tests.app.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
@@ -234,7 +234,7 @@ def test_a_device_that_is_here(monkeypatch):
     assert chosen_device("auto") == torch.device("cuda")
 
 
-class Never(ProgressDisplay):
+class Never(ProgressReporter):
     def begin(self, **values) -> None:
         raise AssertionError("training began")
 

@@ -8,8 +8,8 @@ from typing import Self
 from rich.console import Console
 
 from dpoptim.app.comparison.compare import Watch
-from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.format import duration
+from dpoptim.app.progress import ProgressReporter
 
 
 class Told(Watch):

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.units import count
+from dpoptim.app.format import plain
 from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.app.recipes.recipe import SCHEDULES, VARIANTS
-from dpoptim.app.format import plain
 from dpoptim.integrations.losses.tasks import Task
 from dpoptim.integrations.named_settings import noise_words
 from dpoptim.privacy import Adjacency

@@ -16,15 +16,15 @@ from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, name_of_setting, 
 from dpoptim.app.comparison.request import LOOSE, PUBLIC, Request
 from dpoptim.app.comparison.result import summarize
 from dpoptim.app.comparison.tuning import best_setting, check_tuning_data, run_recipe, trial_recipe
+from dpoptim.app.files import write_text
+from dpoptim.app.format import plain
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.app.runs.checkpoints import checkpoints
-from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import Diverged, RunResult, has_diverged, is_finished, read_result
 from dpoptim.app.runs.setup import prepare_run
-from dpoptim.app.files import write_text
-from dpoptim.app.format import plain
 from dpoptim.privacy import PrivacyPlan
 
 
