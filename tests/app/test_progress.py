@@ -44,9 +44,9 @@ def shown(*, terminal: bool, brief: bool = False) -> str:
 def test_lines_of_a_log():
     assert shown(terminal=False).splitlines() == [
         "note: few records",
-        "step 0/2; held-out loss 2.0000",
-        "step 2/2; held-out loss 1.0000, accuracy 50.0 %; ε 1.5000 so far, 20 examples/s; training loss 3.0000 (not "
-        "private: for debugging)",
+        "step 0/2: held-out loss 2.0000",
+        "step 2/2: held-out loss 1.0000, accuracy 50.0 %; epsilon 1.5000 so far, 20 examples/s, training loss 3.0000 "
+        "(not private: for debugging)",
         "done",
     ]
     assert shown(terminal=False, brief=True) == "done\n"
@@ -61,7 +61,21 @@ def test_bar_of_a_terminal():
 
 def test_long_silence_is_broken(monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.0)
-    assert "step 1/2; ε 1.5000 so far" in shown(terminal=False)
+    assert "step 1/2; epsilon 1.5000 so far" in shown(terminal=False)
+
+
+def test_long_stage_is_named_and_a_short_one_is_not(monkeypatch):
+    file = io.StringIO()
+    with ProgressReporter(Console(file=file)) as reporter:
+        reporter.stage("reading the records")
+        monkeypatch.setattr(progress, "SILENCE", 0.0)
+        reporter.stage("making the privacy plan")
+        assert reporter._timer is not None
+        reporter._timer.join()
+        monkeypatch.setattr(progress, "SILENCE", 60.0)
+        reporter.stage("trying the model")
+    reporter._timer.join()  # canceled when the block ended
+    assert file.getvalue() == "making the privacy plan ...\n"
 
 
 def test_nothing_is_printed_without_a_console(capsys):
