@@ -14,7 +14,6 @@ import transformers
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.checkpoints import load_checkpoint
-from dpoptim.noise import NoiseKey
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
@@ -87,7 +86,7 @@ def log_of(directory: Path) -> list[dict[str, Any]]:
 
 def parameters_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
     path = directory / "checkpoints" / f"step-{step:06d}"
-    found: dict[str, torch.Tensor] = load_checkpoint(path, NoiseKey.load(directory / "noise.key"))["model"]
+    found: dict[str, torch.Tensor] = load_checkpoint(path)["model"]
     return found
 
 
