@@ -53,9 +53,10 @@ def rows_recipe(folder: Path, **changes: Any) -> Recipe:
 
 
 class StopAfter(ProgressReporter):
-    """A person who presses Ctrl-C during a step."""
+    """Presses Ctrl-C during a step."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
@@ -64,9 +65,10 @@ class StopAfter(ProgressReporter):
 
 
 class CrashAfter(ProgressReporter):
-    """The power goes after a step: what was released behind the last checkpoint is released."""
+    """Crashes after a step, behind the last checkpoint."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
