@@ -46,7 +46,7 @@ class Size:
     steps: int
 
 
-FULL = Size(texts_per_library=4000, batch_size=384, steps=20)
+FULL = Size(texts_per_library=3000, batch_size=384, steps=16)
 QUICK = Size(texts_per_library=150, batch_size=32, steps=3)
 
 
