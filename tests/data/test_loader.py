@@ -183,7 +183,7 @@ def test_resuming_from_a_state_gives_the_rest_of_the_run():
     later = private_loader(Numbers(20), plan, **RUN, start_step=6)
     assert [batch.tolist() for batch in later] == whole[6:]
 
-    sibling = private_loader(Numbers(20), plan, key=KEY)  # a run of its own
+    sibling = private_loader(Numbers(20), plan, key=KEY)  # an independent run
     assert [batch.tolist() for batch in sibling] != whole
     sibling = private_loader(Numbers(20), plan, key=KEY)
     sibling.load_state_dict(state)

@@ -251,7 +251,7 @@ def test_a_release_is_repeated_only_if_it_is_the_same(make, tmp_path, monkeypatc
     monkeypatch.setattr(PrivateMechanism, "_add_noise", lambda self, *args: made.append(self.step))
     for changes in ({"shift": 1e-6}, {"plan": PLAN.replace(noise_multiplier=2.0)}):
         with pytest.raises(ValueError, match="step 1 was released before with different gradients"):
-            run(tmp_path / "n", make=make, resume=True, **changes)  # type: ignore[arg-type]
+            run(tmp_path / "n", make=make, resume=True, **changes)
     assert made == [], "refused before any noise is made"
 
 

@@ -167,7 +167,7 @@ def _encode(value: Any, to: bytearray, read_files: bool) -> None:
 
 
 def _append(data: bytes | memoryview, to: bytearray) -> None:
-    """Append bytes as they are, or their digest if there are many."""
+    """Append the bytes, or their digest if there are many."""
     to += data if len(data) < 1 << 20 else b"+" + blake2b(data, digest_size=32).digest()
 
 

@@ -113,10 +113,7 @@ class StepLedger:
             ) from None
         try:
             _lock(handle, path)
-            if step is None:
-                start, digests = _begin(handle, header, path), []
-            else:
-                start, digests = _resume(header, path, step)
+            start, digests = _begin(handle, header, path) if step is None else _resume(header, path, step)
         except BaseException:
             os.close(handle)
             raise
@@ -152,6 +149,8 @@ class StepLedger:
     def close(self) -> None:
         """Close the file and release its lock."""
         if self._handle is not None:
+            if fcntl is not None:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # forked workers may still have the file open
             os.close(self._handle)
             self._handle = None
 
@@ -215,8 +214,8 @@ def _row_and_column_sums(vector: Tensor) -> list[Tensor]:
     return [down, words.sum(1), halves[whole:].to(torch.int64)]
 
 
-def _begin(handle: int, header: RunHeader, path: Path) -> int:
-    """Write the header of a new run; return where its steps begin."""
+def _begin(handle: int, header: RunHeader, path: Path) -> tuple[int, list[bytes]]:
+    """Write the header of a new run; return where its steps begin, and no digests."""
     if count := released_count(path):
         raise ValueError(
             f"{path} records {count} released steps, and a new run would release them again with the same noise. "
@@ -226,7 +225,7 @@ def _begin(handle: int, header: RunHeader, path: Path) -> int:
     os.ftruncate(handle, 0)
     _write(handle, line, path)
     os.fsync(handle)
-    return len(line)
+    return len(line), []
 
 
 def _resume(header: RunHeader, path: Path, step: int) -> tuple[int, list[bytes]]:
