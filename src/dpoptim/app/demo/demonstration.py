@@ -28,7 +28,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.report.write import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.optional import require
 from dpoptim.privacy.format_epsilon import format_epsilon
 
 MODEL = Path(__file__).parent / "model"
@@ -85,7 +85,7 @@ def main(
         delta: δ of each private run.
         seed: The seed of the masks.
     """
-    needed("transformers", "the demonstration")
+    require("transformers", "the demonstration")
     size = QUICK if quick else FULL
     settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work

@@ -40,9 +40,9 @@ from dpoptim.app.runs.run_log import (
 )
 from dpoptim.app.runs.setup import RunSetup, prepare_run
 from dpoptim.app.runs.shared_records import training_digest
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
-from dpoptim.integrations.optional import one_line
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
@@ -318,7 +318,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
 
 def _reworded(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
-    text = one_line(error)
+    text = first_line(error)
     saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
         return OSError(f"training stopped: {text}{saved}")
