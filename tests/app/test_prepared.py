@@ -249,5 +249,5 @@ def test_an_image_that_cannot_be_read(tmp_path, images):
     (tmp_path / "broken.png").write_bytes(b"no image")
     broken = dataclasses.replace(images, images=[tmp_path / "broken.png", *images.images[1:]])
     prepared = prepare(task=Task.IMAGE_CLASSIFICATION, model="small-cnn", records=broken)
-    with pytest.raises(ValueError, match=r"broken\.png is no readable image"):
+    with pytest.raises(ValueError, match=r"broken\.png is not a readable image"):
         prepared.dataset[0]

@@ -1,4 +1,4 @@
-"""A run that stopped goes on as if it never had: parameters and log, bit for bit."""
+"""A run that stopped resumes as if it never had: parameters and log, bit for bit."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path
 
 
 def test_ctrl_c_in_a_process(tmp_path):
-    """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that goes on."""
+    """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that resumes it."""
     recipe = rows_recipe(tmp_path, steps=100_000, epsilon=None, noise_multiplier=1.0, evaluate_every=100_000)
     file = tmp_path / "recipe.toml"
     file.write_text(recipe.to_toml())

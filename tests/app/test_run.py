@@ -81,7 +81,7 @@ def test_log_of_a_run(finished):
     assert epsilons[-1] == start["epsilon"]
     assert all(entry["released"]["gradient_norm"] > 0 for entry in steps)
     times = [entry["seconds"] for entry in steps]
-    assert times[:2] == [None, None], "the time of fewer than ten steps tells of single batches"
+    assert times[:2] == [None, None], "the time of fewer than ten steps reveals single batches"
     assert all(found > 0 and found == float(f"{found:.2g}") for found in times[2:])
     assert [entry["kind"] for entry in entries if "time" in entry] == ["start", "end"]
     scores = [entry for entry in entries if entry["kind"] == "evaluation"]

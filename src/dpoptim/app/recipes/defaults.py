@@ -18,7 +18,7 @@ from dpoptim.privacy import Adjacency
 
 VALIDATION_FRACTION = 0.05  # one record in twenty is enough to see a trend
 EPOCHS = 10  # private training gains from several passes; beyond ten the noise outweighs the gain
-FEW = 200  # records below which a note says what to expect
+FEW = 200  # records below which a note explains what to expect
 MOST_BATCH = 2048  # larger batches have less noise per example, but a step costs more
 FEWEST = 8  # fewer records do not fill the eight batches that the defaults assume
 

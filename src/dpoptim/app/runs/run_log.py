@@ -68,7 +68,7 @@ def cut_log(path: Path, step: int) -> None:
 def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
     """A TensorBoard writer into `folder`, or None if tensorboard is not installed.
 
-    The folder is made again from the log's entries, so that a repeated step appears once: the difference between two
+    The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
     versions of a step, on a device that sums in a different order, would contain no noise.
     """
     if importlib.util.find_spec("tensorboard") is None:
