@@ -280,7 +280,7 @@ def _check_asked(task: Task, records: Records, mask_fraction: float) -> None:
     if task.reads_text and records.empty == len(records):
         raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to train on")
     if not 0 < mask_fraction < 1:
-        raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+        raise ValueError(f"mask_fraction must be between 0 and 1, got {mask_fraction}")
 
 
 def _check_records(task: Task, records: Records) -> None:
