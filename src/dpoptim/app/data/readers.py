@@ -45,7 +45,7 @@ def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
                 f"data {str(path)!r} has columns {', '.join(table)} and {files[0].name} has {', '.join(tables[0])}; "
                 "give files with the same columns"
             )
-    columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
+    columns: Columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
     counts = [len(next(iter(table.values()), ())) for table in tables]
 
     def locate(index: int) -> str:
