@@ -36,7 +36,7 @@ def test_directory_is_complete(finished):
     expected = {
         "recipe.toml", "plan.json", "statement.txt", "noise.key", "noise.steps", "log.jsonl", "checkpoints", "model"
     }  # fmt: skip
-    assert names - {"tensorboard"} == expected | {"summary.json"}
+    assert names == expected | {"summary.json"}
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (place.path, place.key_file, place.steps_file)}
     assert list(modes.values()) == [0o700, 0o600, 0o600]
     mask = os.umask(0o077)
@@ -314,10 +314,11 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     (tmp_path / "run").mkdir()
-    recipe = rows_recipe(tmp_path, steps=5, evaluate_every=5, log_every=1, checkpoint_every=2)
+    every = {"evaluate_every": 5, "log_every": 1, "checkpoint_every": 2}
+    recipe = rows_recipe(tmp_path, steps=5, report_to="tensorboard", **every)
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "run", progress=CrashAfter(3))
     (tmp_path / "run" / "tensorboard").mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.util
 import json
 import math
 import shutil
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, Self
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.integrations.optional import require
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
@@ -66,13 +66,12 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
-    """A TensorBoard writer into `folder`, or None if tensorboard is not installed.
+    """A TensorBoard writer into `folder`.
 
     The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
     versions of a step, on a device that sums in a different order, would contain no noise.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
+    require("tensorboard", "report_to='tensorboard'")
     from torch.utils.tensorboard import SummaryWriter
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -85,8 +84,6 @@ def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
 
 def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
     """Write every number of a step or evaluation to TensorBoard; the names of values that are not private say so."""
-    if writer is None:
-        return
     step = entry["step"]
     if entry["kind"] == "evaluation":
         parts = {"held-out": {name: entry[name] for name in ("loss", "accuracy", "perplexity")}}
