@@ -256,6 +256,7 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path):
     refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not used by tabular-classification")
     refused(good.replace(noise="buffered-toeplitz:2", sampling="poisson"), tmp_path, "no proof")
     refused(good.replace(eps_scale=1.0, variant="dp_sgd"), tmp_path, "eps_scale")
+    refused(good.replace(report_to="tensorboard"), tmp_path, "needs the package tensorboard")
     (tmp_path / "empty.csv").write_text("a,b,label\n")
     refused(good.replace(data=str(tmp_path / "empty.csv")), tmp_path, "no records")
     refused(good.replace(model=str(tmp_path / "no-model"), task=None), tmp_path, "does not exist")

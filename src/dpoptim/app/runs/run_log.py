@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.integrations.optional import require
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
@@ -71,7 +70,6 @@ def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
     The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
     versions of a step, on a device that sums in a different order, would contain no noise.
     """
-    require("tensorboard", "report_to='tensorboard'")
     from torch.utils.tensorboard import SummaryWriter
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from dpoptim.app.runs.shared_records import check_held_out_is_other, same_source
 from dpoptim.clipping import check_example_independence
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.integrations.optional import first_line
+from dpoptim.integrations.optional import first_line, require
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 _KINDS = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
@@ -98,6 +98,8 @@ def prepare_run(
             data, an impossible ε, a model that mixes examples. Nothing is written or trained before.
     """
     device = chosen_device(recipe.device)
+    if recipe.report_to == "tensorboard":
+        require("tensorboard", "report_to='tensorboard'")
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
