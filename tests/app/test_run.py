@@ -246,7 +246,7 @@ def refused(recipe: Recipe, tmp_path, match: str) -> None:
     assert set(tmp_path.iterdir()) == before, "something was written"
 
 
-def test_bad_data_is_refused_before_anything_is_written(tmp_path):
+def test_bad_data_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     good = rows_recipe(tmp_path)
     refused(good.replace(data=str(tmp_path / "absent.csv")), tmp_path, "does not exist")
     refused(good.replace(label_column="colour"), tmp_path, "label_column='colour' is not a column")
@@ -256,6 +256,7 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path):
     refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not used by tabular-classification")
     refused(good.replace(noise="buffered-toeplitz:2", sampling="poisson"), tmp_path, "no proof")
     refused(good.replace(eps_scale=1.0, variant="dp_sgd"), tmp_path, "eps_scale")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     refused(good.replace(report_to="tensorboard"), tmp_path, "needs the package tensorboard")
     (tmp_path / "empty.csv").write_text("a,b,label\n")
     refused(good.replace(data=str(tmp_path / "empty.csv")), tmp_path, "no records")
