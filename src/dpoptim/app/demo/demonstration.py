@@ -144,7 +144,7 @@ def read_texts(size: Size) -> tuple[list[str], list[str]]:
 
 def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
     """The recipe of one run."""
-    changes: dict[str, Any] = {"variant": method, "learning_rate": 1e-2}
+    changes: dict[str, Any] = {"variant": method, "learning_rate": 5e-3}
     if method == NOT_PRIVATE:
         settings = {name: value for name, value in settings.items() if name != "epsilon"}
         changes = {"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3}
