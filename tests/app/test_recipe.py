@@ -180,7 +180,8 @@ def test_plan_follows_the_recipe():
     assert given.noise == Independent()
 
 
-def test_automatic_noise_keeps_to_what_is_proved():
+@pytest.mark.slow
+def test_automatic_noise_is_proved_for_the_sampling():
     plan = plan_for(epsilon=8.0, batch_size=20, steps=60)
     assert isinstance(plan.sampling, (Poisson, CyclicPoisson))
     assert plan.epsilon() <= 8.0
