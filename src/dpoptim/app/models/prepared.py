@@ -23,16 +23,17 @@ from dpoptim.app.data.inputs import (
     RowDataset,
     TensorCollate,
     TextCollate,
+    TextExample,
     TokenDataset,
 )
 from dpoptim.app.data.records import Kind, Records
 from dpoptim.app.models import builtin
 from dpoptim.app.models.finite import check_finite
 from dpoptim.app.models.loading import load_model, load_pixel_scale, load_tokenizer
-from dpoptim.app.models.padding_check import check_padding
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
 from dpoptim.integrations.masking import evaluation_key, masked, training_key
+from dpoptim.integrations.padding_check import check_padding
 from dpoptim.integrations.token_losses import can_read_targets
 
 MAX_LENGTH = {Task.MASKED_LM: 512, Task.CAUSAL_LM: 1024, Task.TEXT_CLASSIFICATION: 512}
@@ -209,8 +210,27 @@ def prepare(
     if task is Task.CAUSAL_LM:
         check_is_causal(module)
     if task.reads_text:
-        check_padding(prepared)
+        _check_padding(prepared)
     return prepared
+
+
+def _check_padding(prepared: Prepared) -> None:
+    """Refuse a model that gives a short text a different loss beside a long one, on made-up tokens."""
+    words = np.setdiff1d(np.arange(len(prepared.tokenizer)), prepared.tokenizer.all_special_ids)
+    if len(words) == 0:
+        return
+    generator = np.random.default_rng(0)
+    texts = [
+        TextExample(generator.choice(words, length).astype(np.int32), 0, False)
+        for length in (min(5, prepared.max_length or 5), prepared.max_length or 5)
+    ]
+    device = next(prepared.model.parameters()).device
+    check_padding(
+        prepared.model,
+        lambda model, batch: prepared.evaluate(model, batch).losses,
+        lambda examples: {name: tensor.to(device) for name, tensor in prepared.collate(examples).items()},
+        texts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

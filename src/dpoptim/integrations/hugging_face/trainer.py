@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +13,13 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from dpoptim.clipping import Released
+from dpoptim.clipping import Released, check_example_independence
 from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
-from dpoptim.integrations.hugging_face.batch_check import check_batches
 from dpoptim.integrations.hugging_face.checkpoints import (
     RunSecrets,
     new_secrets,
@@ -29,6 +29,7 @@ from dpoptim.integrations.hugging_face.checkpoints import (
 )
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
+from dpoptim.integrations.padding_check import Extremes, buffers_restored, check_collator, check_padding
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
@@ -142,12 +143,16 @@ class PrivateTrainer(transformers.Trainer):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        key = self._run_secrets().key
+        key, extremes = self._run_secrets().key, Extremes()
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
-        alone = self.args.per_device_train_batch_size == 1  # then no two records are collated together
-        look = None if alone else schema.check
+
+        def look(place: int, record: Any) -> None:
+            if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
+                schema.check(place, record)
+            extremes.note(place, record)
+
         self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
-        check_batches(self, self._losses, collate, dataset)
+        self._check_records(collate, dataset, extremes.places)
         loader = private_loader(
             dataset,
             plan,
@@ -161,6 +166,26 @@ class PrivateTrainer(transformers.Trainer):
         )
         self._steps = StepLoader(loader)
         return self._steps
+
+    def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> None:
+        """Check the collator, padding and loss on a few records, those at `places` among them."""
+        size = min(4, self.args.per_device_train_batch_size, len(dataset))
+        if size < 2:
+            return  # no two records are in one batch
+        records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
+
+        def batch(rows: list[Any]) -> Any:
+            return self._prepare_inputs(collate(rows))
+
+        def losses(model: nn.Module, given: Any) -> Tensor:
+            return self._losses(model, copy.copy(given))  # it may take labels out
+
+        check_collator(batch, records)
+        check_padding(self.model, self.loss_per_example, batch, records)
+        given = batch(copy.deepcopy(records))
+        self.model.train()
+        with buffers_restored(self.model):
+            check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
 
     def _used_columns(self, dataset: Any, description: str) -> Any:
         return self._remove_unused_columns(dataset, description=description) if _has_columns(dataset) else dataset
