@@ -29,7 +29,7 @@ from tests.integrations.hugging_face.cases import (
 
 
 @pytest.mark.parametrize(("kept", "workers"), [pytest.param(4, 1, marks=pytest.mark.slow), (3, 0)])
-def test_a_resumed_run_goes_on_bitwise(tmp_path, kept, workers):
+def test_a_resumed_run_is_bitwise_equal(tmp_path, kept, workers):
     """With dropout, and with masks that the stock collator draws; at the end of an epoch (4 steps) and within one."""
     options: dict[str, Any] = dict(
         max_steps=8,
@@ -102,7 +102,7 @@ def test_secrets_lie_beside_what_is_uploaded(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_run_has_a_key_of_its_own(tmp_path):
+def test_every_run_has_its_own_key(tmp_path):
     """Two runs into one folder; a checkpoint of the first still finds its own key."""
     options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
     class_trainer(tmp_path, **options).train()
