@@ -268,7 +268,7 @@ def refuse_weak_delta(delta: float, num_examples: int) -> None:
     if delta >= 1 / num_examples:
         raise ValueError(
             f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records, so publishing a "
-            f"whole record would count as private. Use a smaller delta, such as {default_delta(num_examples):g}."
+            f"whole record would count as private. Use less, such as {default_delta(num_examples):g}, or leave it out."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a module, or raise a ValueError that says how to install it.
+    """Import a module, or raise a ValueError with the command that installs it.
 
     >>> require("math", "adding").hypot(3.0, 4.0)
     5.0

@@ -42,7 +42,7 @@ class Extremes:
         """Compare one record with those before."""
         sizes = {"inputs": 0, "labels": 0}
         for name, value in record.items() if isinstance(record, Mapping) else ():
-            if hasattr(value, "__len__") and getattr(value, "ndim", 1):
+            if hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0:
                 sizes["labels" if name.startswith("label") else "inputs"] += len(value)
         for part, size in sizes.items():
             shortest, longest = self._found.get(part, ((size, place), (size, place)))

@@ -64,7 +64,7 @@ def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
     """Whether decoding the targets alone gives exactly what the model computes.
 
     Three conditions: the head computes the same at gathered places as at all places, nothing changes the logits after
-    the linear map (a cap or scale), and the engine treats the map as a layer of its own. Modes and generators are
+    the linear map (a cap or scale), and the engine treats the map as a separate layer. Modes and generators are
     restored.
     """
     reader = _reader(model)

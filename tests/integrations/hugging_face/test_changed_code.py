@@ -61,7 +61,7 @@ CALLS: list[int] = []
 
 
 def annealed(model: Any, batch: Any) -> torch.Tensor:
-    """Nothing in its code or its arguments tells where it stands."""
+    """Depends on a count that is in neither its code nor its arguments."""
     CALLS.append(1)
     return weighted(ONES * len(CALLS))(model, batch)
 
@@ -91,14 +91,14 @@ def made(folder: Path, parts: dict[str, Any]) -> Any:
     return trainer(folder, parts.get("collator") or stock(), model=model, loss=parts.get("loss"), max_steps=8)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_loss_that_counts_its_calls_is_refused(size, tmp_path):
-    with pytest.raises(ValueError, match="gives other losses each time for the same batch under the same seeds") as no:
-        trainer(tmp_path, stock(), loss=annealed, per_device_train_batch_size=size).train()
-    assert "\n" not in str(no.value)
+def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the loss of an example changes"):
+        trainer(tmp_path, stock(), loss=annealed, per_device_train_batch_size=4).train()
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    "what", [pytest.param("tokenizer", marks=pytest.mark.slow), "closure", pytest.param("hook", marks=pytest.mark.slow)]
+)
 def test_other_code_does_not_repeat_a_step(what, tmp_path):
     first, second = CHANGES[what]
     made(tmp_path, first).train()

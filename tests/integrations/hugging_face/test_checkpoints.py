@@ -28,8 +28,8 @@ from tests.integrations.hugging_face.cases import (
 # -- checkpoints and the key ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kept", "workers"), [(4, 1), (3, 0)])
-def test_a_resumed_run_goes_on_bitwise(tmp_path, kept, workers):
+@pytest.mark.parametrize(("kept", "workers"), [pytest.param(4, 1, marks=pytest.mark.slow), (3, 0)])
+def test_a_resumed_run_is_bitwise_equal(tmp_path, kept, workers):
     """With dropout, and with masks that the stock collator draws; at the end of an epoch (4 steps) and within one."""
     options: dict[str, Any] = dict(
         max_steps=8,
@@ -50,6 +50,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path, kept, workers):
     assert logged == [(entry["step"], entry["epoch"]) for entry in straight.state.log_history]
 
 
+@pytest.mark.slow
 def test_resume_from_the_last_checkpoint_of_a_finished_run_does_nothing(tmp_path):
     trainer = class_trainer(tmp_path, save_strategy="steps", save_steps=2)
     trainer.train()
@@ -100,7 +101,8 @@ def test_secrets_lie_beside_what_is_uploaded(tmp_path):
     assert state["privacy"]["step"] == 2
 
 
-def test_every_run_has_a_key_of_its_own(tmp_path):
+@pytest.mark.slow
+def test_every_run_has_its_own_key(tmp_path):
     """Two runs into one folder; a checkpoint of the first still finds its own key."""
     options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
     class_trainer(tmp_path, **options).train()
@@ -157,6 +159,7 @@ def test_a_key_in_output_dir_is_refused(tmp_path):
         class_trainer(tmp_path, privacy=privacy).train()
 
 
+@pytest.mark.slow
 def test_a_run_id_starts_once(tmp_path):
     """A second run with the same key and run_id would have the same noise over different examples."""
     key = NoiseKey.generate()

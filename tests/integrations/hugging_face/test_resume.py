@@ -67,6 +67,7 @@ def test_different_examples_are_refused(how, at, folder):
         resumed(folder, edited()[how], at=at)
 
 
+@pytest.mark.slow
 def test_tensors_are_compared(tmp_path):
     rows = labelled()
     changed = [{**row, "labels": 1 - row["labels"]} if place == 3 else row for place, row in enumerate(rows)]
@@ -131,6 +132,7 @@ def test_a_different_loss_is_refused(folder):
         resumed(folder, loss_per_example=other_loss)
 
 
+@pytest.mark.slow
 def test_a_different_dropout_is_refused(folder):
     with pytest.raises(ValueError, match="step 3 was released before"):
         resumed(folder, model=classifier(dropout=0.3))
@@ -147,12 +149,14 @@ def test_edited_weights_are_refused(folder, tmp_path):
         resumed(tmp_path)
 
 
+@pytest.mark.slow
 def test_repeated_steps_keep_their_micro_batches(folder):
     """A sample of the first of the two steps may be so small that it is cut as before; then the second is refused."""
     with pytest.raises(ValueError, match=r"step [34] was released before"):
         resumed(folder, per_device_train_batch_size=3, gradient_accumulation_steps=2)
 
 
+@pytest.mark.slow
 def test_micro_batches_may_change_where_no_step_is_repeated(folder):
     assert resumed(folder, at=4, per_device_train_batch_size=3, gradient_accumulation_steps=2).state.global_step == 4
 

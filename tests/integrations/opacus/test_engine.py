@@ -147,7 +147,7 @@ def test_an_engine_whose_run_was_refused_is_still_fresh():
     engine.make_private(**given)
 
 
-def test_every_run_has_a_key_of_its_own():
+def test_every_run_has_its_own_key():
     first, second = of_linear(), of_linear()
     keys = [private.optimizer.key.fingerprint() for private in (first, second)]
     assert keys[0] != keys[1]
