@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpoptim.app import plot_style as style
-from dpoptim.app.support.files import write_text
+from dpoptim.app.files import write_text
 from experiments import result_files
 from experiments.experiment import SCALES, Experiment, MissingInput
 from experiments.result_files import Line

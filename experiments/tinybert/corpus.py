@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.app import Kind, load_tokenizer, read_records
+from dpoptim.app import RecordKind, load_tokenizer, read_records
 from experiments.experiment import MissingInput
 from experiments.tinybert.texts import Marks
 
@@ -107,7 +107,7 @@ def _texts(source: Path) -> Iterable[str]:
             first = file.readline()
             if first.startswith("{") and "abstract" in json.loads(first):
                 return _abstracts(source)
-    return read_records(source, kind=Kind.TEXT).texts
+    return read_records(source, kind=RecordKind.TEXT).texts
 
 
 def _abstracts(source: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dpoptim.app.runs.diagnostics import Diagnostics
+from dpoptim.app.runs.metrics import Diagnostics
 from dpoptim.clipping import Released
 from dpoptim.optim import Adam, PrivateOptimizer
 

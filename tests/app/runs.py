@@ -13,7 +13,7 @@ import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.runs.checkpoints import load_checkpoint
-from dpoptim.app.runs.progress import ProgressDisplay
+from dpoptim.app.progress import ProgressDisplay
 from dpoptim.noise import NoiseKey
 from tests.app import tiny
 

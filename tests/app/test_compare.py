@@ -13,8 +13,8 @@ from dpoptim.app import prepare_run, read_log, read_recipe
 from dpoptim.app.comparison import compare as compare_module
 from dpoptim.app.comparison.compare import Interrupted, Watch, compare
 from dpoptim.app.comparison.tuning import trial_recipe
-from dpoptim.app.runs.progress import ProgressDisplay
-from dpoptim.app.runs.run_result import is_finished
+from dpoptim.app.progress import ProgressDisplay
+from dpoptim.app.runs.run_log import is_finished
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
 from dpoptim.privacy.composition import epsilon_of_runs
 from tests.app.comparisons import VARIANTS, request_for, write_rows

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.app.runs.diagnostics import QUANTILES, Diagnostics
+from dpoptim.app.runs.metrics import QUANTILES, Diagnostics
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 
 ROWS, WIDTH = 64, 40

@@ -11,10 +11,10 @@ import transformers
 
 from dpoptim.app import prepare, resume, train
 from dpoptim.app.comparison.compare import compare
-from dpoptim.app.models.finite import not_finite
+from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.runs import loop
-from dpoptim.app.runs.progress import Lines, ProgressDisplay
-from dpoptim.app.runs.run_result import Diverged, is_finished
+from dpoptim.app.progress import Lines, ProgressDisplay
+from dpoptim.app.runs.run_log import Diverged, is_finished
 from dpoptim.integrations.losses.tasks import Task
 from tests.app import cases, comparisons
 from tests.app.runs import StopAfter, log_of, parameters_at, rows_recipe, write_bert, write_texts

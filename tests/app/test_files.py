@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app.support.files import UNFINISHED, make_folder, remove_unfinished
+from dpoptim.app.files import UNFINISHED, make_folder, remove_unfinished
 
 
 def fill(folder: Path) -> None:

@@ -14,10 +14,10 @@ import transformers
 from torch import nn
 
 import dpoptim
-from dpoptim.app import Kind, Records, add_lora, load_model, load_tokenizer, prepare
-from dpoptim.app.models.builtin import MLP, SmallCNN
+from dpoptim.app import RecordKind, Records, add_lora, load_model, load_tokenizer, prepare
+from dpoptim.app.models.loading import MLP, SmallCNN
 from dpoptim.app.models.loading import load_pixel_scale
-from dpoptim.app.models.task_of_model import task_of_model
+from dpoptim.app.models.loading import task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
@@ -57,7 +57,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def texts(labelled: bool = False) -> Records:
     labels = np.array([name == "privacy" for name in tiny.LABELS], np.int64) if labelled else None
     names = ("animal", "privacy") if labelled else ()
-    return Records(kind=Kind.TEXT, source="memory", texts=tiny.TEXTS, labels=labels, label_names=names)
+    return Records(kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, labels=labels, label_names=names)
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:

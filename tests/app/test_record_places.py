@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app import Kind, read_records
+from dpoptim.app import RecordKind, read_records
 from dpoptim.app.data.sources import place_of
 from tests.app.runs import rows_recipe
 from tests.app.test_run import refused
@@ -47,7 +47,7 @@ def test_a_row_of_csv_begins_where_its_first_field_does(tmp_path):
     refuse(path, f"(first: {str(path)!r}, line 5)")
     path = tmp_path / "data.tsv"
     path.write_text(f"a\tb\tlabel\n1\t2\tx\n1\t{SECRET}\ty\n")
-    refuse(path, f"(first: {str(path)!r}, line 3)", kind=Kind.TABULAR)
+    refuse(path, f"(first: {str(path)!r}, line 3)", kind=RecordKind.TABULAR)
 
 
 def test_a_file_of_a_folder(tmp_path):

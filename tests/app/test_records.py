@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from dpoptim.app import Kind, Records, prepare, read_records
+from dpoptim.app import RecordKind, Records, prepare, read_records
 from dpoptim.integrations.losses import Task
 
 TEXTS = ["first, with a comma", 'second "quoted"\nand two lines', "", "naïve – 日本語", "  "]
@@ -62,7 +62,7 @@ def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
 def test_tables_of_texts(kind, tmp_path):
     path = write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "text": TEXTS, "label": LABELS})
     records = read_records(path)
-    assert records.kind is Kind.TEXT
+    assert records.kind is RecordKind.TEXT
     assert list(records.texts) == TEXTS
     assert records.label_names == ("maybe", "no", "yes")
     assert records.labels is not None
@@ -231,7 +231,7 @@ def test_a_guessed_label_column_that_holds_no_labels(tmp_path):
 def test_tables_of_numbers(kind, tmp_path):
     path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 2.0]})
     records = read_records(path, label_column="kind")
-    assert records.kind is Kind.TABULAR
+    assert records.kind is RecordKind.TABULAR
     assert records.feature_names == ("age", "dose")
     np.testing.assert_array_equal(records.features, np.array([[30, 0.5], [50, -1], [70, 2]], np.float32))
     assert records.labels is not None
@@ -243,7 +243,7 @@ def test_tables_of_numbers(kind, tmp_path):
 def test_tables_of_numbers_that_cannot_be_used(tmp_path):
     path = write(tmp_path, "csv", {"age": ["30", "", "x"], "label": [0, 1, 0]})
     with pytest.raises(ValueError, match=r"'age' has 2 values that are no finite numbers \(first: '.*', line 3\); "):
-        read_records(path, kind=Kind.TABULAR)
+        read_records(path, kind=RecordKind.TABULAR)
     path = write(tmp_path, "csv", {"age": ["30", "1e39", "1"], "label": [0, 1, 0]})
     with pytest.raises(ValueError, match="column 'age' has 1 values that are no finite numbers"):
         read_records(path)
@@ -254,7 +254,7 @@ def test_tables_of_numbers_that_cannot_be_used(tmp_path):
     with pytest.raises(ValueError, match="has no column beside the label"):
         read_records(path, label_column="label")
     with pytest.raises(ValueError, match="is a table; images are read from folders"):
-        read_records(path, kind=Kind.IMAGE)
+        read_records(path, kind=RecordKind.IMAGE)
 
 
 def test_a_folder_of_images(tmp_path):
@@ -262,7 +262,7 @@ def test_a_folder_of_images(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (5, 4), (colour, 0, 255)).save(tmp_path / name)
     records = read_records(tmp_path)
-    assert records.kind is Kind.IMAGE
+    assert records.kind is RecordKind.IMAGE
     assert [path.name for path in records.images] == ["a.jpg", "a.png", "b.png"]
     assert records.label_names == ("cat", "dog")
     assert records.labels is not None
@@ -273,7 +273,7 @@ def test_a_folder_of_images(tmp_path):
     (tmp_path / "note.txt").write_text("one")
     with pytest.raises(ValueError, match=r"holds 1 \.txt files, 3 images in folders and 0 tables"):
         read_records(tmp_path)
-    assert len(read_records(tmp_path, kind=Kind.IMAGE)) == 3
+    assert len(read_records(tmp_path, kind=RecordKind.IMAGE)) == 3
 
 
 def test_images_of_a_saved_dataset_are_opened_when_they_are_needed(tmp_path):
@@ -285,7 +285,7 @@ def test_images_of_a_saved_dataset_are_opened_when_they_are_needed(tmp_path):
     features = datasets.Features({"picture": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])})
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "saved"))
     records = read_records(tmp_path / "saved")
-    assert records.kind is Kind.IMAGE
+    assert records.kind is RecordKind.IMAGE
     assert len(records) == 3
     assert records.images[2].size == (6, 6)
     assert records.label_names == ("x", "y")
@@ -398,7 +398,7 @@ def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkey
 
 def test_labels_must_be_one_a_record():
     with pytest.raises(ValueError, match="labels has 1 entries for 2 records"):
-        Records(kind=Kind.TEXT, source="memory", texts=["a", "b"], labels=np.array([0]), label_names=("x",))
+        Records(kind=RecordKind.TEXT, source="memory", texts=["a", "b"], labels=np.array([0]), label_names=("x",))
 
 
 def test_hidden_copies_are_no_records(tmp_path):

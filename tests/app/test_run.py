@@ -16,7 +16,7 @@ import transformers
 import dpoptim
 from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
 from dpoptim.app.recipes.defaults import chosen_device
-from dpoptim.app.runs.progress import ProgressDisplay
+from dpoptim.app.progress import ProgressDisplay
 from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
 from tests.app.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dpoptim.app.runs.logged_run import read_run
+from dpoptim.app.runs.run_log import read_run
 from dpoptim.app.runs.run_log import RunLog, cut_log, log_lines, read_log
 
 

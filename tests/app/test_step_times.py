@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dpoptim.app.runs.tensorboard import write_scalars
-from dpoptim.app.support.step_times import StepTimes
+from dpoptim.app.runs.run_log import write_scalars
+from dpoptim.app.progress import StepTimes
 
 
 @pytest.mark.parametrize("over", [1, 10, 25])

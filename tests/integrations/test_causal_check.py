@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from dpoptim.app import Kind, Records, prepare
+from dpoptim.app import RecordKind, Records, prepare
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.losses.causal_check import check_one_direction
 from tests.app import tiny
@@ -15,7 +15,7 @@ TOKENS = 90
 
 
 def test_a_model_of_both_directions_is_refused():
-    records = Records(kind=Kind.TEXT, source="memory", texts=tiny.TEXTS)
+    records = Records(kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS)
     tokenizer = tiny.wordpiece()
     model = transformers.BertLMHeadModel(tiny.bert_config(len(tokenizer))).train()
     with pytest.raises(ValueError, match=r"BertLMHeadModel reads both directions.*use masked-lm, or a causal") as error:

@@ -9,7 +9,7 @@ import pytest
 
 from dpoptim.app.cli import main
 from dpoptim.app.comparison import compare as compare_module
-from dpoptim.app.runs.progress import ProgressDisplay
+from dpoptim.app.progress import ProgressDisplay
 from tests.app.comparisons import recipe_for, write_rows
 
 TABLE = """

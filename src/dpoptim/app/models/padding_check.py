@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpoptim.app.data.inputs import TextExample
+from dpoptim.app.data.examples import TextExample
 from dpoptim.integrations.modes import in_eval_mode
 
 _SHORT = 5

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpoptim.app.support.files import make_folder, remove_unfinished
+from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.seals import check_seal, seal_folder
 

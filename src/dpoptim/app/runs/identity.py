@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpoptim.app.data.records import Kind
+from dpoptim.app.data.records import RecordKind
 from dpoptim.app.models.prepared import Prepared
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data import digest_records
@@ -74,4 +74,4 @@ class _Pictures:
 def _examples(prepared: Prepared) -> Any:
     """What is trained on: tokens, so that another tokenizer is noticed, numbers, or the bytes of image files."""
     records = prepared.records
-    return _Pictures(records.images, records.labels) if records.kind is Kind.IMAGE else prepared.dataset
+    return _Pictures(records.images, records.labels) if records.kind is RecordKind.IMAGE else prepared.dataset

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.app.data.records import Kind, Records
+from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.data import RecordDigests, digest_records
 from dpoptim.noise import NoiseKey
 
@@ -39,7 +39,7 @@ def check_held_out_is_other(training: Records, held_out: Records, *, data: str, 
     key = NoiseKey.generate()
     one, other = _digests(training, key), _digests(held_out, key)
     shared = other.shared_with(one)
-    distinct = training.kind is not Kind.TABULAR or one.tell_records_apart
+    distinct = training.kind is not RecordKind.TABULAR or one.tell_records_apart
     if (shared == len(held_out) and distinct) or (shared and one_holds_the_other(data, validation_data)):
         raise ValueError(
             f"validation_data={validation_data!r} has the training records in it ({shared} of {len(held_out)}), so "
@@ -50,8 +50,8 @@ def check_held_out_is_other(training: Records, held_out: Records, *, data: str, 
 
 def _digests(records: Records, key: NoiseKey) -> RecordDigests:
     content: Any = records.texts
-    if records.kind is Kind.IMAGE:
+    if records.kind is RecordKind.IMAGE:
         content = records.images
-    elif records.kind is Kind.TABULAR:
+    elif records.kind is RecordKind.TABULAR:
         content = records.features
     return digest_records(content, key, what=records.source)

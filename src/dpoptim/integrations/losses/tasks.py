@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpoptim.app.data.inputs import Batch
+from dpoptim.app.data.examples import Batch
 from dpoptim.integrations.losses.class_losses import class_losses
 from dpoptim.integrations.losses.token_losses import logits_of, token_losses
 from dpoptim.integrations.masking import IGNORED
