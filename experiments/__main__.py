@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dpoptim.app.cli.mistyped import OneLineParser
-from dpoptim.app.cli.units import count
+from dpoptim.app.cli.options import OneLineParser, count
 from experiments.experiment import SCALES, Request
 from experiments.experiments import NAMES
 

@@ -155,14 +155,10 @@ def test_the_guarantee_in_one_sentence(debugged, tmp_path):
     longer = write_run(tmp_path / "longer", records(steps=50))
     assert "does not hold: 50 steps were taken" in guarantee_sentence(read_run(longer))
     loud = write_run(tmp_path / "loud", records(), plan=calibrated(40).replace(noise_multiplier=0.0))
-    text = (loud / "plan.json").read_text()
-    (loud / "plan.json").write_text(text.replace("Infinity", "null"))
     assert guarantee_sentence(read_run(loud)).startswith("Not private")
     (found,) = json.loads(json.dumps(all_numbers([read_run(loud)]), allow_nan=False))["runs"]
     assert found["final"]["private"] is False
     assert found["final"]["epsilon"] is None
-    (loud / "plan.json").unlink()
-    assert guarantee_sentence(read_run(loud)).startswith("The guarantee is unknown")
 
 
 def test_the_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path):
@@ -215,9 +211,6 @@ def test_hostile_text_is_escaped(tmp_path):
     first = write_run(tmp_path / "<script>alert(2)<" / "first", log, recipe=recipe)
     second = write_run(tmp_path / "<i onclick=x>" / "first", log, recipe=recipe + "debug = true\n")
     (first / "statement.txt").write_text(f"{HOSTILE}: <script>\n  - </p><script>\n")
-    (first / "plan.json").write_text(
-        json.dumps({"plan": {"adjacency": HOSTILE, "sampling": HOSTILE}, "epsilon": 1.0, "delta": 1e-5})
-    )
     for folders in ([first], [first, second]):
         root = page_of(*folders)
         assert {e.tag for e in root.everything()} <= {
@@ -347,7 +340,8 @@ def test_a_cut_off_log_is_reported(tmp_path):
     assert "was cut off while it was written" in root.text
     assert "has not finished (still running, or killed)" in root.text
     log.write_text("rubbish\n" + whole)
-    assert "1 unreadable line(s) ignored: 1" in read_run(folder).notes[0]
+    with pytest.raises(ValueError, match=r"log\.jsonl"):
+        read_run(folder)
 
 
 def test_resuming_replaces_later_records(tmp_path):
@@ -367,65 +361,34 @@ def test_resuming_replaces_later_records(tmp_path):
     assert "1 time(s), from step 12" in page_of(run.folder).by_id("details").text
 
 
-def test_runs_with_parts_missing_are_read(tmp_path):
-    bare = write_run(tmp_path / "bare", [start_record(40)])
-    for name in ("recipe.toml", "plan.json", "statement.txt"):
-        (bare / name).unlink()
-    root = page_of(bare)
+def test_short_runs_are_shown(tmp_path):
+    begun = write_run(tmp_path / "begun", [start_record(40)])
+    root = page_of(begun)
     assert plots(root) == set()
     assert "no evaluation was logged" in root.text
-    assert "plan.json is missing" in root.text
-    one = write_run(tmp_path / "one", [step_record(1, 40, debug=False)])
+    one = write_run(tmp_path / "one", [start_record(40), step_record(1, 40, debug=False)])
     assert plots(page_of(one)) == ALL_PLOTS - DEBUG_ONLY - {"validation-loss", "validation-accuracy"}
 
 
-def test_invalid_values_are_not_drawn(tmp_path):
+def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     odd: list[dict[str, Any]] = [
-        {"kind": "step", "step": 1, "seconds": math.nan, "released": 3, "epsilon": "much", "not_private": None},
-        {
-            "kind": "step",
-            "step": 2,
-            "seconds": math.inf,
-            "released": {"scale_quantiles": [1, 2], "noise_to_signal": None},
-        },
-        {
-            "kind": "step",
-            "step": 3,
-            "seconds": 10**400,
-            "released": {"scale_quantiles": [1.0] * 7, "noise_to_signal": 4.0},
-        },
-        {"kind": "step", "step": "four", "seconds": 1.0},
-        {"kind": "step", "step": True, "seconds": 1.0},
+        {"kind": "step", "step": 1, "seconds": math.nan, "epsilon": "much", "not_private": None},
+        {"kind": "step", "step": 2, "seconds": math.inf, "released": {"noise_to_signal": None}},
+        {"kind": "step", "step": 3, "seconds": 10**400, "released": {"noise_to_signal": 4.0}},
         {"kind": "step", "step": 5, "seconds": None},
         {"kind": "step", "step": 6, "seconds": 0.5},
-        {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": [1]},
-        {"kind": "mystery"},
+        {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": None},
     ]
+    odd[1]["released"]["scale_quantiles"], odd[2]["released"]["scale_quantiles"] = [1, 2], [1.0] * 7
     folder = write_run(tmp_path / "odd", [start_record(40, versions=7), *odd])
-    (folder / "log.jsonl").open("a").write("[1, 2]\n3\n" + "[" * 100_000 + "\n")
-    (folder / "recipe.toml").write_text("= nonsense")
-    run = read_run(folder)
-    assert [row["step"] for row in run.steps] == [1, 2, 3, 5, 6]
-    assert "recipe.toml could not be read" in run.notes
-    curves = all_numbers([run])["runs"][0]["curves"]
-    assert curves["seconds-per-step"]["values"] == [[6, 0.5]]
-    assert "validation-loss" not in curves
+    found = all_numbers([read_run(folder)])["runs"][0]
+    assert found["curves"]["seconds-per-step"]["values"] == [[6, 0.5]]
+    assert "validation-loss" not in found["curves"]
+    assert found["scale_quantiles"] == [[3, [1.0] * 7]]
     root = page_of(folder)
     assert "3 logged value(s) are not finite" in root.by_id("chart-seconds-per-step").text
     assert "1 logged step(s) are not drawn, because the noise hides" in root.by_id("chart-noise-to-signal").text
     assert "nan" not in "".join(str(p.attributes["d"]) for p in root.all("path")).lower()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "no run directory"), ("", "empty log"), ("\n\n", "empty log"), ("x", "empty log")]
-)
-def test_folders_without_a_run_are_refused(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "log.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_run(tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        read_run(tmp_path / "nowhere")
 
 
 def test_all_numbers_are_json_and_match_the_log(debugged):

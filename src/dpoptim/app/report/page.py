@@ -28,7 +28,7 @@ from dpoptim.app.report.charts import (
     format_number,
     quantiles_of,
 )
-from dpoptim.app.runs.run_log import UNKNOWN_END, RunHistory, number, series, value_at
+from dpoptim.app.runs.run_log import RunHistory, number, series, value_at
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 
@@ -193,17 +193,16 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
     notes = list(run.notes)
     if run.ending != "finished":
         notes.insert(0, f"this run has not finished ({run.ending}); the curves end at its last record")
-    is_covered = run.planned_steps is None or run.last_step <= run.planned_steps
     return {
         "name": run.name,
         "colour": colour_class(place),
         "guarantee": guarantee_sentence(run),
-        "covered": run.guarantee.is_private and is_covered,
+        "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
         "notes": notes,
         "statement": _paragraphs(run.statement),
         "finals": _finals(found),
         "variant": str(found["variant"] or "–"),
-        "epsilon": _epsilon(found["epsilon"]),
+        "epsilon": format_epsilon(found["epsilon"]),
         "recipe": _flat(run.recipe),
         "recipe_text": run.recipe_text,
         "details": _details(run, found),
@@ -239,25 +238,20 @@ def _short(name: Any) -> str:
 def guarantee_sentence(run: RunHistory) -> str:
     """The guarantee in one sentence, with ε rounded up; for an unfinished run, also what was spent so far."""
     found = run.guarantee
-    if found.epsilon is None:
-        return "The guarantee is unknown: plan.json does not state ε."
     if not found.is_private:
-        first = run.statement.splitlines()[0] if run.statement else "epsilon = inf"
-        return f"Not private, whatever is shown below: {first}"
-    parts = [f"ε = {format_epsilon(found.epsilon)} at δ = {'?' if found.delta is None else repr(found.delta)}"]
-    if found.adjacency:
-        parts.append(f"{found.adjacency.replace('_', '-')} adjacency")
-    if found.sampling:
-        parts.append(f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', found.sampling)} sampling")
-    if found.accountant:
-        parts.append(f"accountant: {found.accountant.rstrip('.')}")
-    sentence = ", ".join(parts)
-    planned, spent = run.planned_steps, run.epsilon_spent
-    if planned is not None and run.last_step > planned:
-        return f"The guarantee does not hold: {run.last_step:,} steps were taken, and {sentence} covers {planned:,}."
-    if planned is not None and run.last_step < planned and spent is not None:
-        took = "is known to have taken" if run.ending == UNKNOWN_END else "took"
-        sentence += f". The run {took} {run.last_step:,} of {planned:,} steps, which cost ε = {format_epsilon(spent)}"
+        return f"Not private, whatever is shown below: {run.statement.partition(chr(10))[0]}"
+    sentence = (
+        f"ε = {format_epsilon(found.epsilon)} at δ = {found.delta!r}, {found.adjacency.replace('_', '-')} adjacency, "
+        f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', found.sampling)} sampling, accountant: {found.accountant.rstrip('.')}"
+    )
+    taken, planned = run.last_step, run.planned_steps
+    if taken > planned:
+        return f"The guarantee does not hold: {taken:,} steps were taken, and {sentence} covers {planned:,}."
+    if taken < planned:
+        took = "took" if run.is_ended else "is known to have taken"
+        sentence += (
+            f". The run {took} {taken:,} of {planned:,} steps, which cost ε = {format_epsilon(run.epsilon_spent)}"
+        )
     return f"{sentence}."
 
 
@@ -288,8 +282,8 @@ def _finals(found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("Best validation loss", _number(validation.get("best_loss")), f"at step {validation.get('best_step')}"),
         ("Validation accuracy", _number(validation.get("accuracy")), Mark.OUTSIDE.value),
         ("Validation perplexity", _number(validation.get("perplexity")), Mark.OUTSIDE.value),
-        ("ε spent", _epsilon(found["epsilon_spent"]), "rounded up"),
-        ("Steps", _number(found["steps"]), f"of {planned:,} planned" if planned else ""),
+        ("ε spent", format_epsilon(found["epsilon_spent"]), "rounded up"),
+        ("Steps", _number(found["steps"]), f"of {planned:,} planned"),
         ("Time", _time(found["seconds"]), Mark.TIMING.value),
         ("Examples per second", _number(found["median_examples_per_second"], 4), "median; " + Mark.TIMING.value),
     ]
@@ -342,7 +336,6 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, str]:
 
 def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
     start = run.starts[-1] if run.starts else {}
-    covered = run.plan.get("num_examples")
     resumed = [one["resumed_from"] for one in run.starts if one.get("resumed_from") is not None]
     private = found.get("not_private")
     rows: dict[str, Any] = {
@@ -354,7 +347,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Machine": start.get("machine"),
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),
-        "Examples covered by the guarantee": _number(covered if covered is not None else found["examples"]),
+        "Examples covered by the guarantee": f"{run.privacy_plan.num_examples:,}",
         "Validation examples": _number(found["validation_examples"]),
         "Expected batch size": _number(found["batch_size"]),
         "Noise": found["mechanism"],
@@ -377,10 +370,6 @@ def _text(value: Any) -> str:
 def _number(value: Any, digits: int = 6) -> str:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return format_number(float(value), digits) if is_number else "–"
-
-
-def _epsilon(value: float | None) -> str:
-    return "–" if value is None else format_epsilon(value)
 
 
 def _seconds(value: float | None) -> str:
