@@ -374,7 +374,7 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     odd: list[dict[str, Any]] = [
         {"kind": "step", "step": 1, "seconds": math.nan, "epsilon": "much", "not_private": None},
         {"kind": "step", "step": 2, "seconds": math.inf, "released": {"noise_to_signal": None}},
-        {"kind": "step", "step": 3, "seconds": 10**400, "released": {"noise_to_signal": 4.0}},
+        {"kind": "step", "step": 3, "seconds": -math.inf, "released": {"noise_to_signal": 4.0}},
         {"kind": "step", "step": 5, "seconds": None},
         {"kind": "step", "step": 6, "seconds": 0.5},
         {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": None},
