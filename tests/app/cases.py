@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dpoptim.app import RecordKind, Prepared, Records, prepare
+from dpoptim.app import Prepared, RecordKind, Records, prepare
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 
@@ -23,8 +23,9 @@ NAMES = ("animal", "privacy")
 def text_records(labelled: bool = False) -> Records:
     labels = np.array([NAMES.index(name) for name in tiny.LABELS]) if labelled else None
     return Records(
-        kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, empty=1, labels=labels, label_names=NAMES if labelled else ()
-    )
+        kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, empty=1, labels=labels,
+        label_names=NAMES if labelled else (),
+    )  # fmt: skip
 
 
 def masked_lm(head: str = "BERT", **options: Any) -> Prepared:

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.checkpoints import load_checkpoint
-from dpoptim.app.progress import ProgressDisplay
 from dpoptim.noise import NoiseKey
 from tests.app import tiny
 
@@ -53,7 +53,7 @@ def rows_recipe(folder: Path, **changes: Any) -> Recipe:
     return Recipe(**{**settings, **changes})
 
 
-class StopAfter(ProgressDisplay):
+class StopAfter(ProgressReporter):
     """A person who presses Ctrl-C during a step."""
 
     def __init__(self, step: int) -> None:
@@ -64,7 +64,7 @@ class StopAfter(ProgressDisplay):
             signal.raise_signal(signal.SIGINT)
 
 
-class CrashAfter(ProgressDisplay):
+class CrashAfter(ProgressReporter):
     """The power goes after a step: what was released behind the last checkpoint is released."""
 
     def __init__(self, step: int) -> None:

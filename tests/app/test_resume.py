@@ -144,7 +144,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 def test_what_is_missing_is_told(tmp_path):
-    with pytest.raises(ValueError, match="no run directory"):
+    with pytest.raises(ValueError, match="is not a run directory"):
         resume(tmp_path)
     train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
     key = tmp_path / "run" / "noise.key"

@@ -1,4 +1,4 @@
-"""A run directory is complete, says what it guarantees, and nothing of it exists where the input is wrong."""
+"""Run directories: complete, in agreement with their plan, and not made at all if the input is wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import transformers
 
 import dpoptim
 from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
-from dpoptim.app.progress import ProgressDisplay
 from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
 from tests.app.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
     return RunDirectory(folder / "run"), summary
 
 
-def test_the_directory_is_complete(finished):
+def test_directory_is_complete(finished):
     place, summary = finished
     names = {path.name for path in place.path.iterdir()}
     expected = {
@@ -49,7 +49,7 @@ def test_the_directory_is_complete(finished):
     assert summary["reason"] == "finished"
 
 
-def test_recipe_and_plan_say_the_same(finished):
+def test_recipe_and_plan_agree(finished):
     place, _ = finished
     recipe = read_recipe(place.recipe_file)
     described = json.loads(place.plan_file.read_text())
@@ -62,7 +62,7 @@ def test_recipe_and_plan_say_the_same(finished):
     assert recipe.label_names == ("no", "yes")
 
 
-def test_the_log_tells_the_run(finished):
+def test_log_of_a_run(finished):
     place, _ = finished
     entries = log_of(place.path)
     kinds = [entry["kind"] for entry in entries]
@@ -99,7 +99,7 @@ def test_the_saved_model_is_the_trained_one(finished):
     assert found.loss == pytest.approx(summary["validation"]["last"]["loss"], rel=1e-5)
 
 
-def test_debugging_values_are_there_only_when_asked_for(tmp_path):
+def test_debug_logs_values_that_are_not_private(tmp_path):
     train(rows_recipe(tmp_path, debug=True, steps=5), tmp_path / "run")
     steps = [entry for entry in log_of(tmp_path / "run") if entry["kind"] == "step"]
     for entry in steps:
@@ -152,13 +152,13 @@ def test_held_out_records_never_enter_training(tmp_path):
     assert (held_out_places(120, 0.25) == out).all()
 
 
-def test_evaluation_data_must_be_other_data(tmp_path):
+def test_validation_data_is_not_the_training_data(tmp_path):
     recipe = rows_recipe(tmp_path, validation_data=str(tmp_path / "." / "rows.csv"))
-    with pytest.raises(ValueError, match="is the training data itself"):
+    with pytest.raises(ValueError, match="is the training data; give other records"):
         prepare_run(recipe)
 
 
-def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
+def test_copies_of_the_training_data_are_refused(tmp_path):
     """By a link, as a copy in another order, and by a folder that holds it."""
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
@@ -170,7 +170,7 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
     (folder / "rows.csv").write_text((tmp_path / "rows.csv").read_text())
     (folder / "more.csv").write_text("\n".join([header, "9,9,9,yes", "8,8,8,no"]) + "\n")
     for data, validation, why in (
-        (rows, tmp_path / "link.csv", "is the training data itself"),
+        (rows, tmp_path / "link.csv", "is the training data; "),
         (rows, tmp_path / "copy.csv", "has the training records in it"),
         (folder / "rows.csv", folder, "has the training records in it"),
         (rows, tmp_path / "part.csv", r"has the training records in it \(60 of 60\)"),
@@ -178,10 +178,10 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
         with pytest.raises(ValueError, match=why):
             prepare_run(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
     found = prepare_run(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
-    assert (found.shared_records, [note for note in found.notes if "training records too" in note]) == (0, [])
+    assert (found.shared_records, [note for note in found.notes if "also training records" in note]) == (0, [])
 
 
-def test_rows_of_a_few_numbers_may_be_alike(tmp_path):
+def test_equal_rows_of_small_tables_are_allowed(tmp_path):
     generator = np.random.default_rng(0)
     rows = [",".join(map(str, generator.integers(0, 2, 4))) for _ in range(140)]
     for name, part in (("rows.csv", rows[:100]), ("other.csv", rows[100:])):
@@ -192,7 +192,7 @@ def test_rows_of_a_few_numbers_may_be_alike(tmp_path):
     assert found.shared_records == 40
 
 
-def test_records_in_both_are_counted(tmp_path):
+def test_shared_records_are_counted(tmp_path):
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
@@ -200,7 +200,7 @@ def test_records_in_both_are_counted(tmp_path):
     setup = prepare_run(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
     assert setup.shared_records == 2
     assert any(
-        note.startswith("2 of the 3 records of validation_data are training records too") for note in setup.notes
+        note.startswith("2 of the 3 records of validation_data are also training records") for note in setup.notes
     )
     train(setup.recipe.replace(steps=2), tmp_path / "run")
     written = "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
@@ -208,25 +208,24 @@ def test_records_in_both_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "why"),
+    ("name", "count", "use"),
     [
-        ("cuda:7", 1, "device='cuda:7': there is no such GPU here; there is cuda:0 alone"),
-        ("cuda:2", 2, "device='cuda:2': there is no such GPU here; there is cuda:0 to cuda:1"),
-        ("cuda", 0, "device='cuda': there is no usable GPU here; use cpu or auto"),
-        ("cuda:0", 0, "device='cuda:0': there is no usable GPU here; use cpu or auto"),
-        ("mps", 0, "device='mps' is not supported; use auto, cpu or cuda"),
-        ("meta", 1, "device='meta' is not supported; use auto, cpu or cuda"),
-        ("nonsense", 1, "device='nonsense' is no device; use auto, cpu or cuda"),
-        ("cuda:-1", 1, "device='cuda:-1' is no device; use auto, cpu or cuda"),
+        ("cuda:7", 1, "auto, cpu or cuda:0"),
+        ("cuda:2", 2, "auto, cpu or cuda:0 to cuda:1"),
+        ("cuda", 0, r"auto, cpu \(there is no usable GPU\)"),
+        ("mps", 0, "auto, cpu"),
+        ("nonsense", 1, "auto, cpu"),
+        ("cuda:-1", 1, "auto, cpu"),
     ],
 )
-def test_a_device_that_is_not_here(name, count, why, tmp_path, monkeypatch):
+def test_missing_device(name, count, use, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    refused(rows_recipe(tmp_path, device=name), tmp_path, f"^{why}$")
+    with pytest.raises(ValueError, match=f"^device='{name}' is not available here; use {use}"):
+        chosen_device(name)
 
 
-def test_a_device_that_is_here(monkeypatch):
+def test_available_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cuda", "cuda:0", "cuda:1", "cpu"):
@@ -234,7 +233,7 @@ def test_a_device_that_is_here(monkeypatch):
     assert chosen_device("auto") == torch.device("cuda")
 
 
-class Never(ProgressDisplay):
+class Never(ProgressReporter):
     def begin(self, **values) -> None:
         raise AssertionError("training began")
 
@@ -254,7 +253,7 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path):
     refused(good.replace(batch_size=500), tmp_path, "batch_size=500 is larger than the 114 training records")
     refused(good.replace(num_examples=100), tmp_path, "there are 114 training records")
     refused(good.replace(device="cuda:9"), tmp_path, "device='cuda:9'")
-    refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not read")
+    refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not used by tabular-classification")
     refused(good.replace(noise="buffered-toeplitz:2", sampling="poisson"), tmp_path, "no proof")
     refused(good.replace(eps_scale=1.0, variant="dp_sgd"), tmp_path, "eps_scale")
     (tmp_path / "empty.csv").write_text("a,b,label\n")
@@ -262,14 +261,14 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path):
     refused(good.replace(model=str(tmp_path / "no-model"), task=None), tmp_path, "does not exist")
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     recipe = rows_recipe(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="not a folder one may write to"):
+    with pytest.raises(ValueError, match="is not a writable folder"):
         train(recipe, tmp_path / "file" / "run", progress=Never())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").write_text("")
-    with pytest.raises(ValueError, match="is there already; choose another name"):
+    with pytest.raises(ValueError, match="already exists; choose another name"):
         train(recipe, tmp_path / "full", progress=Never())
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1000))
     refused(recipe, tmp_path, "the disk has 0 MB left")
@@ -300,7 +299,7 @@ def test_add_remove_needs_a_declared_size(tmp_path):
     assert (summary["examples"], summary["validation"]) == (150, None)
 
 
-def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
+def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
     written: list[tuple[str, float, int]] = []
 
     class Writer:

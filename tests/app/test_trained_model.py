@@ -1,4 +1,4 @@
-"""The model of a finished run is loaded again as it was scored, LoRA factors included, and can be trained on."""
+"""The model of a finished run loads with the scores it had, LoRA factors included, and can be trained further."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_a_built_in_model_is_loaded_with_its_sizes(tmp_path):
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
-def test_what_has_no_model_is_told_in_a_line(tmp_path):
-    with pytest.raises(ValueError, match="no run directory"):
+def test_missing_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a run directory"):
         load_trained(tmp_path)
     (tmp_path / "recipe.toml").write_text('model = "mlp"\ndata = "a.csv"\nepsilon = 1\n')
     with pytest.raises(ValueError, match="has no model yet; finish the run with: dpoptim train --resume"):

@@ -84,9 +84,9 @@ class ProgressReporter:
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         """A step is done: ε so far, and the seconds per step (0 if unknown)."""
         rate = f", {self._batch_size / seconds:.0f} examples/s" if seconds else ""
-        self._spent = f"ε {format_epsilon(epsilon)} {self._so_far}{rate}"
+        self._spent = f"{format_epsilon(epsilon)} {self._so_far}{rate}"
         if self._bar is not None:
-            text = "; ".join(filter(None, (self._spent, self._scores, self._loss)))
+            text = "; ".join(filter(None, (f"ε {self._spent}", self._scores, self._loss)))
             self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         elif self._log is not None and time.monotonic() - self._printed >= SILENCE:
             self._line(step)
@@ -99,11 +99,12 @@ class ProgressReporter:
         """Scores on held-out records, as in the log."""
         self._scores = scores_line(entry)
         if self._log is not None:
-            self._line(entry["step"], self._scores)
+            self._line(entry["step"], f": {self._scores}")
 
-    def _line(self, step: int, *parts: str) -> None:
-        spent = (self._spent, self._loss) if step else ()
-        self.message("; ".join(filter(None, (f"step {step}/{self._steps}", *parts, *spent))))
+    def _line(self, step: int, scores: str = "") -> None:
+        spent = f"; epsilon {self._spent}" if step else ""
+        loss = f", {self._loss}" if self._loss else ""
+        self.message(f"step {step}/{self._steps}{scores}{spent}{loss}")
 
     def _end_stage(self) -> None:
         if self._status is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -104,6 +105,9 @@ def main(
 ) -> int:
     """Run the demonstration, write its report, and print a table or JSON.
 
+    Returns:
+        The exit code: 0, or 128 plus the signal that interrupted it.
+
     Args:
         json_wanted: Print JSON in place of the table.
         quick: Use little text and few steps.
@@ -119,6 +123,7 @@ def main(
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work
     folder = Path(keep or f"runs/demo-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     folder.mkdir(parents=True)
+    torch.set_num_threads(1)  # two threads spend more time waiting than such a small model computes
     began = time.perf_counter()
     progress = ProgressReporter(console, brief=True)
     progress.message(f"reading documentation strings of {' and '.join(LIBRARIES)} ...")
@@ -129,9 +134,10 @@ def main(
     summaries = {}
     for number, method in enumerate(METHODS, start=1):
         progress.message(f"fine-tuning {number} of {len(METHODS)}: {method.name} ...")
-        summaries[method.name] = train(
-            recipe_of(method, folder, size, settings), folder / method.name, progress=progress
-        )
+        recipe = recipe_of(method, folder, size, settings)
+        summary = summaries[method.name] = train(recipe, folder / method.name, progress=progress)
+        if summary["reason"] != "finished":
+            return 128 + summary.get("signal", 2)
     runs = read_runs([folder / method.name for method in METHODS])
     report = write_report(runs, folder / "report.html")
     promise = runs[0].guarantee

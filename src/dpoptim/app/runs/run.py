@@ -338,7 +338,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
 def _reworded(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
     text = one_line(error)
-    saved = f"; step {step_of(found[-1])} is saved, resume with: dpoptim train --resume {place.path}" if found else ""
+    saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
         return OSError(f"training stopped: {text}{saved}")
     return ValueError(f"the device ran out of memory ({text}); set a smaller micro_batch_size or micro_batch_tokens")
