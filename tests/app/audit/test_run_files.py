@@ -9,21 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app import RunDirectory, train
+from dpoptim.app import RunDirectory
 from dpoptim.app.audit import audit_folder
-from tests.app.runs import rows_recipe
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    train(rows_recipe(folder, steps=6), folder / "run")
-    return folder / "run"
 
 
 @pytest.fixture
-def run(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def run(trained_run, tmp_path):
+    shutil.copytree(trained_run, tmp_path / "run")
     return RunDirectory(tmp_path / "run")
 
 
@@ -146,12 +138,19 @@ def test_edited_or_missing_steps(run):
     assert "missing" in failed(run)["released steps are counted"]
 
 
-def test_debug_values_in_the_log(tmp_path):
-    train(rows_recipe(tmp_path, steps=6, debug=True), tmp_path / "run")
-    assert failed(RunDirectory(tmp_path / "run")).keys() == {LOG}
+def test_debug_values_in_the_log(run):
+    assert failed(run) == {}
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("debug = false", "debug = true"))
+    assert failed(run).keys() == {LOG}
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("debug = true", "debug = false"))
+    with run.log_file.open("a") as log:
+        log.write('{"kind": "step", "step": 6, "not_private": {"loss": 1.0}}\n')
+    assert "1 lines hold values that are not private" in failed(run)[LOG]
 
 
-@pytest.mark.parametrize(("file", "said"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")])
+@pytest.mark.parametrize(
+    ("file", "said"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")]
+)
 def test_an_incomplete_run_is_refused(run, file, said):
     (run.path / file).unlink()
     with pytest.raises(ValueError, match=said):
