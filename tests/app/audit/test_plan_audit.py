@@ -20,7 +20,8 @@ from dpoptim import (
     SquareRoot,
 )
 from dpoptim.app.audit import PlanAudit, audit_plan, games_needed
-from dpoptim.app.audit.checks import measure_noise, noise_checks
+from dpoptim.app.audit.canaries import play
+from dpoptim.app.audit.checks import measure_noise, noise_checks, sampling_violation
 from dpoptim.integrations.named_settings import make_optimizer, release_of
 from dpoptim.privacy import Sampling
 
@@ -184,20 +185,31 @@ DRAWS: list[tuple[Sampling, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sampling", "change", "said"), DRAWS)
-def test_wrong_batches_fail(monkeypatch, sampling, change, said):
+def change_batches(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, change: Any) -> None:
     kind, indices = type(sampling), type(sampling).indices
 
     def other(self: Any, key: Any, step: int, **sizes: Any) -> Any:
         return np.asarray(change(lambda at: indices(self, key, at, **sizes), step))
 
-    plan = plan_of(sampling=sampling)
     monkeypatch.setattr(kind, "indices", other)
     monkeypatch.setattr(kind, "largest_batch", lambda self, batch_size: 10**6)  # the mechanism checks it
+
+
+@pytest.mark.parametrize(("sampling", "change", "said"), DRAWS)
+def test_wrong_batches_are_found(monkeypatch, sampling, change, said):
+    plan = PrivacyPlan(**PLAN, sampling=sampling, noise_multiplier=1.0, delta=1e-4)
+    assert sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) is None
+    change_batches(monkeypatch, sampling, change)
+    assert said in (sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) or "")
+
+
+def test_wrong_batches_fail_an_audit(monkeypatch):
+    sampling, change, said = DRAWS[0]
+    plan = plan_of(sampling=sampling)
+    change_batches(monkeypatch, sampling, change)
     found = audit_plan(plan, maker("dp_sgd"), canaries=1000)
-    wrong = [check.found for check in found.checks if check.name == "batches are drawn as planned"]
+    assert [check.name for check in found.checks if said in check.found] == ["batches are drawn as planned"]
     assert "batches are drawn as planned" in failures(found)
-    assert said in wrong[0]
 
 
 def test_a_diverging_training_is_refused():
