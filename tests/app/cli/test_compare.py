@@ -77,7 +77,7 @@ def test_one_seed_has_no_interval_and_says_so(place, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(arguments(place, "--seeds", "1")) == 0
     out = capsys.readouterr().out
-    assert "One seed: there is no interval" in out
+    assert "One seed gives no interval" in out
     assert "±" not in out
     assert "ever started in this folder" in out
 

@@ -79,7 +79,7 @@ would leave negative, the window of scale_then_privatize's eps_scale, and what t
 
 Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.27 clip
 norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an empirical
-question; the advice says what it is based on.
+question; --verbose lists the evidence.
 """
 
 _EXAMPLES = """\

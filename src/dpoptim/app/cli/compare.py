@@ -211,7 +211,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 def _interval_note(result: dict[str, Any]) -> str:
     share, seeds = f"{100 * result['confidence']:g} %", len(result["seeds"])
     if seeds == 1:
-        return "One seed: there is no interval, and no difference can be told from chance. Use --seeds 3 or more."
+        return "One seed gives no interval, and a difference may be chance. Use --seeds 3 or more."
     wide = " Two seeds make it very wide (t = 12.7; 4.3 with three, 2.8 with five): use more." if seeds == 2 else ""
     return (
         f"± is a {share} interval (Student's t over {seeds} seeds).{wide} Differences to {result['best']} are paired "

@@ -52,7 +52,7 @@ _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mi
 
 
 class _Paragraphs(argparse.HelpFormatter):
-    """Fills paragraphs to the width of the terminal, and leaves those with indented lines as they are.
+    """Fills paragraphs to the width of the terminal, and leaves those with indented lines unchanged.
 
     >>> print(_Paragraphs("x", width=32)._fill_text("one two three four five six seven\\n\\nexamples:\\n  x y", 30, ""))
     one two three four five six
@@ -192,7 +192,7 @@ def add_training(parser: argparse.ArgumentParser, *, sampling: str) -> argparse.
         help="auto and poisson sample secretly, in cycles where noise is correlated; shuffled does not amplify "
         "privacy (default: %(default)s)",
     )
-    add_adjacency(training, default=ADJACENCIES[0].replace("-", "_"))
+    add_adjacency(training, default=ADJACENCIES[0])
     return training
 
 

@@ -46,7 +46,7 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
     guarantee. The noise key is not read. The file loads nothing.
 
     Raises:
-        ValueError: If there is no run, or the output does not end in .html.
+        ValueError: If `runs` is empty, or the output does not end in .html.
         OSError: If the file cannot be written; an older report stays as it was.
     """
     if not runs:
@@ -293,7 +293,7 @@ def _finals(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _comparison(shown: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The final numbers of several runs side by side; the heading of a number that is not private says so."""
+    """The final numbers of several runs side by side; headings mark numbers that are not private."""
     remarks: dict[str, str] = {}
     rows = []
     for run in shown:
