@@ -31,7 +31,7 @@ from torch import Tensor
 
 import dpoptim
 from dpoptim.clipping.captured import Captured
-from dpoptim.data.lengths import cut_together
+from dpoptim.data.lengths import part_multiple
 from experiments.tinybert.corpus import read_corpus
 from experiments.tinybert.model import MaskedLM, load
 from experiments.tinybert.texts import Indices, Part, Texts, laid_out, made_part
@@ -124,7 +124,7 @@ def set_up(options: argparse.Namespace) -> Run:
         losses.sum().backward()
         return losses.detach()
 
-    graphs = optimizer.captured(model, together=cut_together(options.batch))
+    graphs = optimizer.captured(model, together=part_multiple(options.batch))
     differentiate = graphs if options.graphs else ordinary
     return Run(model, texts, loader, optimizer, differentiate, min(options.only_time or options.steps, options.steps))
 

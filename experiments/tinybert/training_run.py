@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dpoptim.data import private_loader
-from dpoptim.data.lengths import cut_together
+from dpoptim.data.lengths import part_multiple
 from dpoptim.noise import NoiseKey
 from experiments.experiment import Outcome
 from experiments.tinybert.evaluation import mean_losses
@@ -126,7 +126,7 @@ class _Training:
             collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
             pin_memory=ground.device.startswith("cuda"), key=key, run_id=run_id,
         )  # fmt: skip
-        self._differentiate = self.optimizer.captured(self.model, together=cut_together(self.plan.batch_size))
+        self._differentiate = self.optimizer.captured(self.model, together=part_multiple(self.plan.batch_size))
         self.sights = RunMetrics(cell, self.optimizer)
         self.curve: Curve = []
         self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()

@@ -13,7 +13,8 @@ from dpoptim.version import __version__
 if TYPE_CHECKING:
     from dpoptim import clipping, data, noise, optim, privacy, theory
     from dpoptim.clipping import PublicGradients, check_example_independence, linear_cross_entropy, public_data
-    from dpoptim.data import PrivateLoader, pad_to_bucket, private_loader, secret_randomness
+    from dpoptim.data import PrivateLoader, pad_to_bucket, private_loader
+    from dpoptim.data.secret_randomness import secret_randomness
     from dpoptim.noise import (
         Banded,
         BandedInverse,

@@ -14,7 +14,6 @@ import transformers
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.checkpoints import load_checkpoint
-from dpoptim.noise import NoiseKey
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
@@ -54,9 +53,10 @@ def rows_recipe(folder: Path, **changes: Any) -> Recipe:
 
 
 class StopAfter(ProgressReporter):
-    """A person who presses Ctrl-C during a step."""
+    """Presses Ctrl-C during a step."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
@@ -65,9 +65,10 @@ class StopAfter(ProgressReporter):
 
 
 class CrashAfter(ProgressReporter):
-    """The power goes after a step: what was released behind the last checkpoint is released."""
+    """Crashes after a step, behind the last checkpoint."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
@@ -87,7 +88,7 @@ def log_of(directory: Path) -> list[dict[str, Any]]:
 
 def parameters_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
     path = directory / "checkpoints" / f"step-{step:06d}"
-    found: dict[str, torch.Tensor] = load_checkpoint(path, NoiseKey.load(directory / "noise.key"))["model"]
+    found: dict[str, torch.Tensor] = load_checkpoint(path)["model"]
     return found
 
 

@@ -41,7 +41,7 @@ def test_texts_are_held_out_before_training():
 
 def test_table_fits_in_80_columns_and_comes_last(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    names = [("none", "the public model"), *((method.name, method.idea) for method in demonstration.METHODS)]
+    names = [("none", "the public model"), *demonstration.METHODS.items()]
     scores = {"private": True, "epsilon": 8.0, "loss": 12.345}
     answer = {
         "results": [{"name": name, "idea": idea, **scores} for name, idea in names], "report": "runs/demo/report.html",

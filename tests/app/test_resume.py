@@ -17,7 +17,6 @@ import pytest
 from dpoptim.app import Recipe, resume, train
 from dpoptim.app.runs import run as run_module
 from dpoptim.app.runs.checkpoints import checkpoints, save_checkpoint
-from dpoptim.noise import NoiseKey
 from tests.app.runs import (
     CrashAfter,
     StopAfter,
@@ -95,10 +94,10 @@ def test_a_crash_between_checkpoints_repeats_the_same_steps(tmp_path, one_key, m
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    def full(folder, step, state, key):
+    def full(folder, step, state):
         if step == 20:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return save_checkpoint(folder, step, state, key)
+        return save_checkpoint(folder, step, state)
 
     monkeypatch.setattr(run_module, "save_checkpoint", full)
     with pytest.raises(OSError, match="No space left on device; step 10 is saved, continue with") as failed:
@@ -109,8 +108,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
-    key = NoiseKey.generate()
-    save_checkpoint(tmp_path, 10, {"step": 10}, key)
+    save_checkpoint(tmp_path, 10, {"step": 10})
 
     def fail(state, path):
         path.write_bytes(b"half of it")
@@ -118,7 +116,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypat
 
     monkeypatch.setattr("torch.save", fail)
     with pytest.raises(OSError, match="is the disk full"):
-        save_checkpoint(tmp_path, 20, {"step": 20}, key)
+        save_checkpoint(tmp_path, 20, {"step": 20})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
 
 

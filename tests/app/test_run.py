@@ -42,7 +42,7 @@ def test_directory_is_complete(finished):
     mask = os.umask(0o077)
     os.umask(mask)
     readable = {stat.S_IMODE(path.stat().st_mode) for path in place.model.iterdir()}
-    assert readable == {0o666 & ~mask}, "a model is there to be given away"
+    assert readable == {0o666 & ~mask}, "a model is meant to be shared"
     assert stat.S_IMODE(place.model.stat().st_mode) == 0o777 & ~mask
     assert [path.name for path in sorted(place.checkpoints.iterdir())] == ["step-000010", "step-000020"]
     assert json.loads(place.summary_file.read_text()) == summary
@@ -89,7 +89,7 @@ def test_log_of_a_run(finished):
     assert all(entry["outside_guarantee"] and entry["examples"] == 6 for entry in scores)
 
 
-def test_the_saved_model_is_the_trained_one(finished):
+def test_saved_model_is_the_trained_one(finished):
     place, summary = finished
     records = read_records(place.path.parent / "rows.csv")
     held_out = records.take(held_out_places(len(records), 0.05))
@@ -108,7 +108,8 @@ def test_debug_logs_values_that_are_not_private(tmp_path):
         assert 0 < entry["not_private"]["clipped_fraction"] <= 1
 
 
-def test_a_language_model_by_default_settings(tmp_path):
+@pytest.mark.slow
+def test_language_model_with_default_settings(tmp_path):
     model = write_bert(tmp_path / "bert")
     recipe = Recipe(model=model, data=write_texts(tmp_path / "texts.jsonl", 80), epsilon=8.0, steps=6)
     summary = train(recipe, tmp_path / "run")
@@ -159,7 +160,7 @@ def test_validation_data_is_not_the_training_data(tmp_path):
 
 
 def test_copies_of_the_training_data_are_refused(tmp_path):
-    """By a link, as a copy in another order, and by a folder that holds it."""
+    """By a link, as a copy in another order, and in part."""
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows)
@@ -171,9 +172,8 @@ def test_copies_of_the_training_data_are_refused(tmp_path):
     (folder / "more.csv").write_text("\n".join([header, "9,9,9,yes", "8,8,8,no"]) + "\n")
     for data, validation, why in (
         (rows, tmp_path / "link.csv", "is the training data; "),
-        (rows, tmp_path / "copy.csv", "has the training records in it"),
-        (folder / "rows.csv", folder, "has the training records in it"),
-        (rows, tmp_path / "part.csv", r"has the training records in it \(60 of 60\)"),
+        (rows, tmp_path / "copy.csv", "are training records"),
+        (rows, tmp_path / "part.csv", "all 60 records of .* are training records"),
     ):
         with pytest.raises(ValueError, match=why):
             prepare_run(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
@@ -192,7 +192,7 @@ def test_equal_rows_of_small_tables_are_allowed(tmp_path):
     assert found.shared_records == 40
 
 
-def test_shared_records_are_counted(tmp_path):
+def test_records_in_both_sources_are_counted(tmp_path):
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
@@ -204,7 +204,7 @@ def test_shared_records_are_counted(tmp_path):
     )
     train(setup.recipe.replace(steps=2), tmp_path / "run")
     written = "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
-    assert "shared" not in written, "how many there are tells of single records: it is said, and not written"
+    assert "shared" not in written, "the number reveals single records: it is printed, not written"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     refused(recipe, tmp_path, "the disk has 0 MB left")
 
 
-def test_a_model_that_mixes_examples_is_refused(tmp_path):
+def test_model_that_mixes_examples_is_refused(tmp_path):
     """A ResNet normalises over the batch."""
     from PIL import Image
 

@@ -59,7 +59,9 @@ CASES: dict[str, tuple[Callable[[Path], str], Callable[[Path], str], dict[str, A
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case.startswith("lora-c") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
     write_model, write_data, settings = CASES[case]
     recipe = Recipe(

@@ -1,4 +1,4 @@
-"""Batches cut by length: the cheapest cut, what the loader makes of it, and padding to a few widths."""
+"""Batches cut by length: the cheapest cut, the parts that the loader yields, and padding to few widths."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def least_cost(lengths, *, max_tokens, max_examples, bucket, price):
     return min(costs)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_other_cut_is_cheaper(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, rng.integers(5, 60), rng.integers(1, 11))
@@ -100,9 +100,7 @@ def drawn(plan, step):
     ).tolist()
 
 
-@pytest.mark.parametrize("size", [None, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("sampling", "workers", "size"), [(Shuffled(), 0, 3), (Poisson(), 2, None), (Poisson(), 0, 3)])
 def test_parts_of_a_step_are_its_examples_with_the_right_tickets(sampling, workers, size):
     plan = tokens_plan(sampling)
     loader = private_loader(
@@ -145,10 +143,9 @@ def test_empty_samples_are_still_placeholders():
     assert empty > 5
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_resuming_gives_the_same_parts(sampling):
+def test_resuming_gives_the_same_parts():
     def parts(**changes):
-        plan = tokens_plan(sampling)
+        plan = tokens_plan(Poisson())
         loader = private_loader(DATA, plan, **RUN, lengths=LENGTHS, micro_batch_tokens=128, bucket=8, **changes)
         found = []
         for batch in loader:
@@ -207,23 +204,22 @@ def test_lengths_of_any_kind_are_kept_as_an_array_of_their_own():
 def test_lengths_go_by_the_dataset_where_its_size_is_private():
     plan = tokens_plan(Poisson(), adjacency=Adjacency.ADD_REMOVE, num_examples=50)
     assert private_loader(DATA, plan, lengths=LENGTHS, micro_batch_tokens=64).lengths is not None
-    with pytest.raises(ValueError, match="50 entries"):
+    with pytest.raises(ValueError, match="50 lengths for 60"):
         private_loader(DATA, plan, lengths=LENGTHS[:50], micro_batch_tokens=64)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"lengths": LENGTHS}, "needs micro_batch_tokens"),
-        ({"micro_batch_tokens": 64}, "needs lengths"),
-        ({"lengths": LENGTHS[1:], "micro_batch_tokens": 64}, "59 entries and the dataset 60"),
-        ({"lengths": [0, *LENGTHS[1:]], "micro_batch_tokens": 64}, r"lengths\[0\]=0"),
-        ({"lengths": [3, -1, *LENGTHS[2:]], "micro_batch_tokens": 64}, r"lengths\[1\]=-1"),
+        ({"lengths": LENGTHS}, "both lengths and micro_batch_tokens, or neither"),
+        ({"micro_batch_tokens": 64}, "both lengths and micro_batch_tokens, or neither"),
+        ({"lengths": LENGTHS[1:], "micro_batch_tokens": 64}, "59 lengths for 60 examples"),
+        ({"lengths": [3, -1, *LENGTHS[2:]], "micro_batch_tokens": 64}, "lengths >= 1, got -1"),
         ({"lengths": LENGTHS / 2, "micro_batch_tokens": 64}, "float64"),
         ({"lengths": LENGTHS[None], "micro_batch_tokens": 64}, "shape"),
         ({"lengths": LENGTHS > 3, "micro_batch_tokens": 64}, "bool"),
-        ({"lengths": LENGTHS, "micro_batch_tokens": 0}, "micro_batch_tokens must"),
-        ({"lengths": LENGTHS, "micro_batch_tokens": True}, "micro_batch_tokens must"),
+        ({"lengths": LENGTHS, "micro_batch_tokens": 0}, "micro_batch_tokens >= 1"),
+        ({"lengths": LENGTHS, "micro_batch_tokens": True}, "micro_batch_tokens >= 1"),
         ({"lengths": LENGTHS, "micro_batch_tokens": 64, "bucket": 0}, "bucket"),
     ],
 )
@@ -270,20 +266,20 @@ def test_padding_at_the_edges():
 
 
 def test_parts_come_in_few_shapes():
-    """Multiples of `together`, but for the last part; a run of many batches meets few of them."""
+    """Parts have a multiple of 64 examples, and a run of many batches has few shapes."""
     rng = np.random.default_rng(0)
     shapes = set()
     for _ in range(50):
         lengths = np.clip(rng.normal(200, 80, 512), 10, 512).astype(np.int64)
-        parts = cut_by_length(lengths, max_tokens=1 << 17, together=64, price=2_000)
+        parts = cut_by_length(lengths, max_tokens=1 << 17, multiple=64, price=2_000)
         assert sorted(np.concatenate(parts).tolist()) == list(range(512))
         assert all(len(part) % 64 == 0 for part in parts)
         shapes |= {(len(part), int(-(-lengths[part].max() // 64) * 64)) for part in parts}
     assert len(shapes) <= 30
     alone = {
         (len(part), int(-(-lengths[part].max() // 64) * 64))
-        for part in cut_by_length(lengths, max_tokens=1 << 17, together=1, price=2_000)
+        for part in cut_by_length(lengths, max_tokens=1 << 17, multiple=1, price=2_000)
     }
     assert any(examples % 64 for examples, _ in alone)
-    tight = cut_by_length(np.array([500, 500, 500]), max_tokens=512, together=64)
+    tight = cut_by_length(np.array([500, 500, 500]), max_tokens=512, multiple=64)
     assert [len(part) for part in tight] == [1, 1, 1]

@@ -9,21 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from dpoptim.integrations.hugging_face import PrivacyArguments
+import dpoptim
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
 from tests.integrations.hugging_face_cases import (
+    WORDS,
     assert_equal_weights,
     class_trainer,
+    classifier,
+    labelled,
     masked_model,
     masked_trainer,
+    training_args,
     weights,
 )
 
 # -- checkpoints and the key ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kept", "workers"), [(4, 0), (3, 0), (4, 1)])
+@pytest.mark.parametrize(("kept", "workers"), [(4, 1), (3, 0)])
 def test_a_resumed_run_goes_on_bitwise(tmp_path, kept, workers):
     """With dropout, and with masks that the stock collator draws; at the end of an epoch (4 steps) and within one."""
     options: dict[str, Any] = dict(
@@ -61,11 +66,11 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
     class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
     other = PrivacyArguments(noise_multiplier=0.5, delta=1e-3)
-    with pytest.raises(ValueError, match=r"noise_multiplier was 0\.6 and is 0\.5"):
+    with pytest.raises(ValueError, match=r"another privacy plan \(its noise_multiplier"):
         class_trainer(tmp_path, privacy=other).train(resume_from_checkpoint=checkpoint)
     secret = key_of(tmp_path)
     secret.rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"\.key is missing.* another noise key"):
+    with pytest.raises(ValueError, match=r"\.key is missing, and checkpoint .* needs this noise key"):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
     NoiseKey.generate().save(secret)
     with pytest.raises(ValueError, match="another noise key"):
@@ -115,7 +120,7 @@ def test_a_key_file_serves_one_run(tmp_path):
     options: dict[str, Any] = dict(privacy=privacy, save_strategy="steps", save_steps=2)
     class_trainer(tmp_path, **options).train()
     assert sorted(path.name for path in file.parent.iterdir()) == ["mine.key", "mine.steps"]
-    with pytest.raises(ValueError, match="is the key of an earlier run, and every run has its own"):
+    with pytest.raises(ValueError, match="records 4 released steps, and a new run would release them again"):
         class_trainer(tmp_path, **options).train()
     class_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
     (tmp_path / "vault" / "mine.steps").unlink()
@@ -146,15 +151,28 @@ def test_the_key_is_never_uploaded(tmp_path, monkeypatch):
     assert len(list((tmp_path / "out.secret").glob("*.key"))) == 1
 
 
-def test_a_key_inside_an_uploaded_folder_is_refused(tmp_path, monkeypatch):
-    hub = FakeHub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+def test_a_key_in_output_dir_is_refused(tmp_path):
     privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, key_file=str(tmp_path / "out" / "own.key"))
-    with pytest.raises(ValueError, match="lies in output_dir"):
-        class_trainer(tmp_path, privacy=privacy, push_to_hub=True).train()
-    # Whoever pushes without having said so in the arguments is refused then.
-    trainer = class_trainer(tmp_path, privacy=privacy)
-    trainer.train()
-    with pytest.raises(ValueError, match="lies in output_dir"):
-        trainer.push_to_hub()
-    assert hub.uploaded == []
+    with pytest.raises(ValueError, match="is in output_dir, which people upload"):
+        class_trainer(tmp_path, privacy=privacy).train()
+
+
+def test_a_run_id_starts_once(tmp_path):
+    """A second run with the same key and run_id would have the same noise over different examples."""
+    key = NoiseKey.generate()
+
+    def train(rows: list[dict[str, Any]], run_id: str) -> None:
+        model = classifier()
+        plan = dpoptim.PrivacyPlan(
+            num_examples=len(rows), batch_size=6, steps=4, noise_multiplier=0.6, delta=1e-3, clip_norm=0.1
+        )
+        optimizer = dpoptim.dp_sgd(model, plan, lr=1e-2, key=key, run_id=run_id)
+        PrivateTrainer(
+            model=model, args=training_args(tmp_path), train_dataset=rows, processing_class=WORDS, plan=plan,
+            optimizers=(optimizer, None),
+        ).train()  # fmt: skip
+
+    train(labelled(), "one")
+    with pytest.raises(ValueError, match="a new run would release them again with the same noise"):
+        train([{**row, "labels": 1 - row["labels"]} for row in labelled()], "one")
+    train(labelled(), "two")

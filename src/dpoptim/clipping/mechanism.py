@@ -33,7 +33,7 @@ from dpoptim.noise import (
     strategy_state,
 )
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
-from dpoptim.privacy.checksums import checksums
+from dpoptim.privacy.step_ledger import checksums, strategy_digest
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class PrivateMechanism:
         for stream, strategy in strategies.items():
             self._stddevs[stream] *= strategy.column_norm
         self._row_norms = strategies["gradient"].row_norms()
+        self._strategy_digest: str | None = None
 
     def _begin_run(self, run_id: str) -> None:
         """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
@@ -127,6 +128,13 @@ class PrivateMechanism:
                     key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
                 )
                 self._noise[stream].append(rows)
+
+    @property
+    def strategy_digest(self) -> str:
+        """A digest of the strategies of all noise streams, as the step ledger records it."""
+        if self._strategy_digest is None:
+            self._strategy_digest = strategy_digest(self._strategies, self.noise_memory.bits)
+        return self._strategy_digest
 
     @property
     def noise_memory_bytes(self) -> int:
@@ -276,16 +284,16 @@ class PrivateMechanism:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
-        """What is the same where the release is, and another where it is not: checksums of sums and scale, the run, the
-        noise's levels, and by what the squares of an average are bounded.
+        """Describe the release before its noise: run, strategies, noise levels, bound of the squares, sums and scale.
 
-        NOT private: what receives it must keep nothing of it but a digest with a secret key.
+        Two releases of one step are equal if their contents are. The content is NOT private: keep only a keyed digest.
         """
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
                 vectors.append(flatten([scale[name] for name in names], vector.dtype))
-        return f"{self.run_id} {sorted(self._stddevs.items())} {bound!r} ".encode() + checksums(vectors)
+        levels = sorted(self._stddevs.items())
+        return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
         """Warn once, where nothing is private anyhow: that such an example exists is itself private.

@@ -2,7 +2,14 @@
 
 from dpoptim.data.lengths import pad_to_bucket
 from dpoptim.data.loader import PrivateLoader, private_loader
-from dpoptim.data.record_fingerprint import RecordDigests, digest_records
+from dpoptim.data.record_fingerprint import RecordFingerprint, fingerprint_records
 from dpoptim.data.secret_randomness import secret_randomness
 
-__all__ = ["PrivateLoader", "RecordDigests", "digest_records", "pad_to_bucket", "private_loader", "secret_randomness"]
+__all__ = [
+    "PrivateLoader",
+    "RecordFingerprint",
+    "fingerprint_records",
+    "pad_to_bucket",
+    "private_loader",
+    "secret_randomness",
+]

@@ -1,9 +1,8 @@
-"""What the loader tells the optimizer about each physical batch, in order, without passing through user code.
+"""The handshake of loader and optimizer: one ticket per physical batch, without passing through user code.
 
-A loop of the usual shape, `for batch in loader: loss.backward(); optimizer.step()`, does not say whether a
-batch ends a step or is a placeholder. The loader issues one ticket for each batch that it yields, and the
-optimizer takes one in each `step()`. The two meet at the plan object that both were given: plans are compared
-by identity, since two runs may have equal plans.
+A loop such as `for batch in loader: loss.backward(); optimizer.step()` does not say whether a batch ends a step or is
+a placeholder. So the loader issues a ticket with each batch, and the optimizer takes one in each `step()`. They find
+each other by the plan object that both were given. Plans are compared by identity: two runs may have equal plans.
 """
 
 from __future__ import annotations
@@ -16,32 +15,23 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """One physical batch: which step it belongs to, and what the optimizer has to do with it.
-
-    `is_placeholder`: the step's sample is empty, and the one example in the batch must not be counted.
-    `opens_batch`: first physical batch of its step; whatever was accumulated before belongs to an abandoned
-    iteration and must be dropped, since otherwise an example could count twice in one step.
-    `closes_batch`: last physical batch of its step; noise is added and the update is made.
-    """
+    """One physical batch: its step, and what the optimizer does with it."""
 
     step: int
     key_fingerprint: str
     physical_examples: int
-    is_placeholder: bool
-    opens_batch: bool
-    closes_batch: bool
+    is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
+    opens_batch: (
+        bool  # the first of its step; sums of an abandoned iteration are dropped, or examples would count twice
+    )
+    closes_batch: bool  # the last of its step; noise is added and the update is made
 
 
 class Issuer(Protocol):
-    """A loader: its generation rises with each new iteration, which makes the tickets of older ones void.
-
-    `look_ahead` is how many batches a wrapper around it may fetch before the optimizer has stepped on them.
-    """
+    """A loader. Each new iteration raises its generation, which voids the tickets of older ones."""
 
     @property
     def generation(self) -> int: ...
-    @property
-    def look_ahead(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,7 @@ class _Entry:
 
 @dataclass
 class _Channel:
-    """What passes between the loader and the optimizer of one plan object."""
+    """The tickets between the loader and the optimizer of one plan object."""
 
     plan: weakref.ref[object]
     entries: deque[_Entry] = field(default_factory=deque)
@@ -88,31 +78,27 @@ def _channel(plan: object) -> _Channel:
 
 
 def issue(plan: object, loader: Issuer, ticket: Ticket) -> None:
-    """Queue a ticket for whoever optimizes under this plan object.
+    """Queue a ticket for the optimizer of this plan object.
 
-    Refused where an optimizer is bound and has not stepped on an earlier batch: a skipped batch would shift all
-    later ones.
+    Refused while an optimizer has not stepped on an earlier batch: a skipped batch would shift all later ones.
     """
     channel = _channel(plan)
-    waiting = [entry for entry in channel.entries if entry.is_valid]
-    if channel.live_consumer() is not None and len(waiting) > loader.look_ahead:
+    if channel.live_consumer() is not None and any(entry.is_valid for entry in channel.entries):
         raise ValueError(
-            "the loader was asked for another batch before optimizer.step() was called for the last one; call step() "
-            "once for each batch, also for one you would rather skip (a wrapper that fetches ahead needs "
-            "private_loader(..., look_ahead=1))"
+            "the loader was asked for another batch before optimizer.step() was called for the last one. Call step() "
+            "once for each batch, and do not wrap the loader in one that fetches ahead."
         )
     channel.was_used = True
     channel.entries.append(_Entry(ticket, weakref.ref(loader), loader.generation))
 
 
 def take(plan: object, consumer: object | None = None) -> Ticket | None:
-    """The oldest ticket that is still valid, or None; void tickets before it are thrown away.
+    """Take the oldest valid ticket, or None; void tickets before it are dropped.
 
-    First in, first out, so that a wrapper which fetches batches ahead still gets the right ticket for each. Refused
-    to a `consumer` other than the one that was bound last: two optimizers under one plan would release twice what it
+    Refused to a `consumer` other than the one bound last: two optimizers under one plan would release twice what it
     covers.
 
-    >>> class Loader: generation, look_ahead = 0, 0
+    >>> class Loader: generation = 0
     >>> class Plan: pass
     >>> plan, loader = Plan(), Loader()
     >>> ticket = Ticket(
@@ -125,8 +111,8 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
     channel = _channel(plan)
     if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:
         raise ValueError(
-            "another optimizer was made with this plan object since, and its loader feeds that one; make a plan object "
-            "for each run (plan.replace() copies it)"
+            "a newer optimizer was made with this plan object, and the loader feeds that one. Make a plan object for "
+            "each run; plan.replace() copies it."
         )
     while channel.entries:
         entry = channel.entries.popleft()
@@ -136,7 +122,7 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
 
 
 def bind(plan: object, consumer: object) -> None:
-    """From now on `consumer` takes the tickets of this plan object; those that wait are void."""
+    """Make `consumer` the one that takes the tickets of this plan object; waiting tickets are void."""
     channel = _channel(plan)
     channel.entries.clear()
     channel.consumer = weakref.ref(consumer)
@@ -144,7 +130,7 @@ def bind(plan: object, consumer: object) -> None:
 
 
 def pending_elsewhere(plan: object) -> bool:
-    """Whether a loader waits for an optimizer under another plan object that no optimizer was made with."""
+    """Whether a loader waits under a different plan object that no optimizer was made with."""
     return any(
         channel.live_consumer() is None and any(entry.is_valid for entry in channel.entries)
         for channel in _channels.values()

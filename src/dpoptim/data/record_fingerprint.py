@@ -1,16 +1,15 @@
-"""Digests of records: whether the data of a run that goes on is the data that it was begun with.
+"""Keyed digests of records: whether a resumed run has the records, in the order, that it started with.
 
-Noise is a function of (key, run, step). If a step were taken again over other records, the difference of the two
-releases would have no noise in it; so a run keeps a digest of its records and is refused over others.
+Noise is a function of (key, run, step). Repeating a step over different records would cancel the noise, and records in
+a different order could take part more often than the plan allows.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import dataclasses
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePath
@@ -24,219 +23,161 @@ from torch import Tensor
 
 from dpoptim.noise import NoiseKey
 
-_LOOKED_AT_TWICE = 4  # at either end
+_READ_TWICE = 4  # records at either end
 _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class RecordDigests:
-    """`whole` names all records in their order, `each` has 64 bits of every one, to count those that two sets share."""
+class RecordFingerprint:
+    """`digest` names all records in their order; `each` has 64 bits per record, to count what two sets share."""
 
-    whole: str
+    digest: str
     each: NDArray[np.uint64]
 
-    def shared_with(self, other: RecordDigests) -> int:
-        """How many records occur in `other` too; both must have been taken with one key."""
+    def shared_with(self, other: RecordFingerprint) -> int:
+        """How many records also occur in `other`, which must have been made with the same key."""
         return int(np.isin(self.each, other.each).sum())
 
     @property
-    def tell_records_apart(self) -> bool:
-        """Whether at least half are distinct: of a few binary features, equal records may be of different people."""
+    def mostly_distinct(self) -> bool:
+        """Whether at least half of the records are distinct; with few binary features, different people are equal."""
         return 2 * len(np.unique(self.each)) >= len(self.each)
 
 
-def digest_records(
+def fingerprint_records(
     records: Any,
     key: NoiseKey,
     *,
-    what: str = "dataset",
+    name: str = "dataset",
     form: Callable[[Any], Any] = lambda record: record,
     look: Callable[[int, Any], None] | None = None,
-) -> RecordDigests:
-    """A keyed digest of every record and of all in order.
+) -> RecordFingerprint:
+    """Compute a keyed digest of every record, and of all records in order.
 
-        d_i = BLAKE2b(subkey, record i),  whole = BLAKE2b(subkey, d_0 d_1 …)
+        d_i = BLAKE2b(subkey, record i),  digest = BLAKE2b(subkey, d_0 d_1 …)
 
-    `records` is a list, a torch dataset or a `datasets.Dataset` of texts, numbers, arrays, tensors, images, paths
-    (which stand for the bytes of their file), and lists, dicts, tuples and plain objects of these. `form` is applied to
-    each record first; `look(place, record)` is called with each as it is read.
+    It reads every record once: about 5 s for a million short texts, 2 s for a gigabyte of arrays.
 
-    Guarantee: without the key the digests tell nothing of the records. With it, other values, another type or shape of
-    an array, and another order, of records or of the keys of a dict, give other digests.
-    Edge cases: ValueError for records that are others at each access (random augmentation), and for those of a type
-    that cannot be read. It reads every record once: about 5 s for a million short texts, 20 s for a million dicts of 20
-    tokens, 2 s for a gigabyte of arrays.
+    Args:
+        records: A list, a torch dataset or a `datasets.Dataset`. A record is made of strings, bytes, numbers, None,
+            arrays, dense tensors, images, paths (which stand for the content of their file), and lists, tuples and
+            dicts of these.
+        key: The noise key.
+        name: What to call the records in errors.
+        form: Applied to each record first.
+        look: Called with the place and the record as each is read.
+
+    Raises:
+        ValueError: A record differs each time it is read, or has a type that cannot be fingerprinted.
+
+    Guarantee: without the key the digests reveal nothing about the records.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> one, other = digest_records(["a", "b", "c"], key), digest_records(["b", "a", "c"], key)
-    >>> one.whole == other.whole, digest_records(["c", "d"], key).shared_with(one)
+    >>> one, other = fingerprint_records(["a", "b", "c"], key), fingerprint_records(["b", "a", "c"], key)
+    >>> one.digest == other.digest, fingerprint_records(["c", "d"], key).shared_with(one)
     (False, 1)
     """
     secret = key.subkey("digest", "records")
     size = len(records)
-    for place in sorted({*range(min(size, _LOOKED_AT_TWICE)), *range(max(0, size - _LOOKED_AT_TWICE), size)}):
-        if _digest(form(records[place]), secret, what) != _digest(form(records[place]), secret, what):
+    for place in sorted({*range(min(size, _READ_TWICE)), *range(max(0, size - _READ_TWICE), size)}):
+        if _digest(form(records[place]), secret) != _digest(form(records[place]), secret):
             raise ValueError(
-                f"{what}: example {place} is another one each time it is read (random augmentation?), so that a run "
-                "that goes on could not be told from one over other data; keep the dataset fixed and make what is "
-                "random in the collator, which draws from the run's own secret numbers"
+                f"{name}: record {place} differs each time it is read. Move random augmentation from the dataset to "
+                "the collator."
             )
     whole, each = blake2b(key=secret, digest_size=16), np.empty(size, dtype=np.uint64)
-    place = -1
     for place, record in enumerate(_in_order(records)):
         if look is not None:
             look(place, record)
-        digest = _digest(form(record), secret, what)
+        digest = _digest(form(record), secret)
         whole.update(digest)
         each[place] = int.from_bytes(digest[:8], "little")
-    if place + 1 != size:
-        raise ValueError(f"{what} says that it has {size} examples and gives {place + 1}; mend its __len__")
-    return RecordDigests(whole.hexdigest(), each)
+    return RecordFingerprint(whole.hexdigest(), each)
 
 
-def digest_in_memory(dataset: Any, key: NoiseKey) -> str | None:
-    """A keyed digest where it costs little: lists, tuples, arrays, tensors and TensorDatasets; None for others.
-
-    Edge cases: a path stands for its name here, and no file is read.
-    """
+def fingerprint_in_memory(dataset: Any, key: NoiseKey) -> str | None:
+    """A keyed digest of lists, tuples, arrays, tensors and TensorDatasets; None for others. No file is read."""
     if isinstance(dataset, torch.utils.data.TensorDataset):
         dataset = dataset.tensors
     elif not isinstance(dataset, list | tuple | range | np.ndarray | Tensor):
         return None
-    with contextlib.suppress(ValueError, TypeError, RuntimeError):  # objects that cannot be read
-        return _digest(dataset, key.subkey("digest", "records"), "dataset", files=False).hex()
+    with contextlib.suppress(ValueError):  # records of other types
+        return _digest(dataset, key.subkey("digest", "records"), read_files=False).hex()
     return None
 
 
-def digest_values(value: Any, key: NoiseKey) -> str:
-    """A keyed digest of plain values, arrays and tensors, such as frozen parameters."""
-    return _digest(value, key.subkey("digest", "values"), "value").hex()
-
-
-def _in_order(records: Any) -> Iterable[Any]:
-    """The records one after another; of a `datasets.Dataset` many rows are read at once."""
+def _in_order(records: Any) -> Iterator[Any]:
+    """The records one after another; a `datasets.Dataset` is read in blocks, which is faster."""
     if hasattr(records, "column_names") and hasattr(records, "select"):
         for start in range(0, len(records), _ROWS_AT_ONCE):
             columns = records[start : start + _ROWS_AT_ONCE]
-            names = list(columns)
-            for row in zip(*columns.values(), strict=True):
-                yield dict(zip(names, row, strict=True))
-        return
-    for place in range(len(records)):
-        yield records[place]
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    else:
+        yield from (records[place] for place in range(len(records)))
 
 
-def _digest(record: Any, secret: bytes, what: str, *, files: bool = True) -> bytes:
+def _digest(record: Any, secret: bytes, *, read_files: bool = True) -> bytes:
     encoded = bytearray()
-    _add(record, encoded, files, what)
+    _encode(record, encoded, read_files)
     return blake2b(encoded, key=secret, digest_size=16).digest()
 
 
-def _add(value: Any, to: bytearray, files: bool, what: str) -> None:
-    """Append the value as bytes that no other value has: a letter for its kind, its size, its content."""
+def _encode(value: Any, to: bytearray, read_files: bool) -> None:
+    """Append bytes that no other value has: a letter for the type, the size, the content."""
     kind = type(value)
     if kind is str:
         data = value.encode("utf-8", "surrogatepass")
-        to += b"s%d:" % len(data)
-        to += data
+        to += b"s%d:" % len(data) + data
     elif kind is int:
         to += b"i%d;" % value
     elif kind is bool or value is None:
         to += b"n" if value is None else b"T" if value else b"F"
     elif kind is float:
         to += b"f" + struct.pack("<d", value)
-    elif kind is dict or isinstance(value, Mapping):
+    elif isinstance(value, Mapping):
         to += b"d%d:" % len(value)
         for name in value:  # in their order, which a collator may follow
-            _add(name, to, files, what)
-            _add(value[name], to, files, what)
-    elif kind is list or kind is tuple:
-        _add_sequence(value, to, files, what)
-    elif isinstance(value, bytes | bytearray | memoryview):
+            _encode(name, to, read_files)
+            _encode(value[name], to, read_files)
+    elif isinstance(value, list | tuple | range):
+        _encode_sequence(value, to, read_files)
+    elif isinstance(value, bytes):
         to += b"b%d:" % len(value)
-        _add_bytes(value, to)
-    elif isinstance(value, Tensor):
-        _add_tensor(value, to, files, what)
-    elif isinstance(value, np.ma.MaskedArray):
-        to += b"m"
-        for part in (value.data, np.ma.getmaskarray(value), value.fill_value):
-            _add(part, to, files, what)
-    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        to += f"a{value.dtype.descr if value.dtype.names else value.dtype.str}{value.shape}:".encode()
-        _add_bytes(value.tobytes(), to)
-    elif isinstance(value, PurePath):
-        _add(Path(value).read_bytes() if files else str(value), to, files, what)
-    elif isinstance(value, Set):
-        _add(sorted(_digest(part, b"", what, files=files) for part in value), to, files, what)
-    elif isinstance(value, Sequence | np.ndarray):
-        _add_sequence(value, to, files, what)
-    else:
-        _add_object(value, to, files, what)
-
-
-def _add_tensor(value: Tensor, to: bytearray, files: bool, what: str) -> None:
-    """Its values, whatever lazy view it is; one of another layout by its parts."""
-    value = value.detach()
-    if value.is_quantized:
-        raise ValueError(f"{what} has a quantized tensor ({value.dtype}), which is not compared; dequantize it")
-    if value.layout != torch.strided:
-        if value.layout != torch.sparse_coo:
-            raise ValueError(f"{what} has a tensor of layout {value.layout}, which is not compared; make it dense")
-        value = value.coalesce()
-        to += f"p{tuple(value.shape)}:".encode()
-        _add([value.indices(), value.values()], to, files, what)
-        return
-    to += f"t{value.dtype}{tuple(value.shape)}:".encode()
-    flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.numel():
-        if flat.stride() != (1,):  # of one element, out of a strided view
+        _append(value, to)
+    elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
+        to += f"t{value.dtype}{tuple(value.shape)}:".encode()
+        flat = value.detach().cpu().resolve_conj().resolve_neg().flatten()
+        if flat.stride() != (1,):  # one element of a strided view
             flat = flat.clone(memory_format=torch.contiguous_format)
-        _add_bytes(flat.view(torch.uint8).numpy().data, to)
+        _append(flat.view(torch.uint8).numpy().data, to)
+    elif isinstance(value, np.ndarray | np.generic) and not (
+        isinstance(value, np.ma.MaskedArray) or value.dtype.hasobject
+    ):
+        to += f"a{value.dtype}{value.shape}:".encode()
+        _append(value.tobytes(), to)
+    elif isinstance(value, PurePath):
+        _encode(Path(value).read_bytes() if read_files else str(value), to, read_files)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "convert"):  # an image of Pillow
+        shown = value.convert("RGBA") if getattr(value, "palette", None) else value
+        _encode(["image", value.mode, list(value.size), shown.tobytes()], to, read_files)
+    else:
+        raise ValueError(
+            f"cannot fingerprint a {kind.__name__} in a record. Use strings, numbers, arrays, tensors, lists and dicts."
+        )
 
 
-def _add_bytes(data: Any, to: bytearray) -> None:
-    """As they are, or, where there are many, as their own digest: nothing large is copied."""
+def _append(data: bytes | memoryview, to: bytearray) -> None:
+    """Append the bytes, or their digest if there are many."""
     to += data if len(data) < 1 << 20 else b"+" + blake2b(data, digest_size=32).digest()
 
 
-def _add_sequence(values: Any, to: bytearray, files: bool, what: str) -> None:
+def _encode_sequence(values: Any, to: bytearray, read_files: bool) -> None:
     if len(values) and type(values[0]) is int and set(map(type, values)) == {int}:
         with contextlib.suppress(OverflowError):
-            numbers = array.array("q", values)  # lists of tokens, quickly
+            numbers = array.array("q", values)  # the fast way for lists of tokens
             to += b"I%d:" % len(numbers)
-            _add_bytes(numbers.tobytes(), to)
+            _append(numbers.tobytes(), to)
             return
     to += b"l%d:" % len(values)
     for value in values:
-        _add(value, to, files, what)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object holds in its `__dict__` and its `__slots__`."""
-    slots = [name for part in type(value).__mro__ for name in _names(part.__dict__.get("__slots__", ()))]
-    found = {name: getattr(value, name) for name in slots if name[:2] != "__" and hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
-
-
-def _names(slots: Any) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
-
-
-def _add_object(value: Any, to: bytearray, files: bool, what: str) -> None:
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields: Any = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
-    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # an image of pillow's
-        palette = value.getpalette() if getattr(value, "palette", None) is not None else None
-        shown = [str(getattr(value.palette, "mode", "")), str(value.info.get("transparency"))] if palette else []
-        name, fields = "image", [value.mode, list(value.size), value.tobytes(), palette, shown]
-    elif not callable(value) and (held := attributes_of(value)):
-        fields = held
-    else:
-        raise ValueError(
-            f"{what} has a {name} in its examples, whose content cannot be read; make it of texts, numbers, arrays, "
-            "tensors, and lists or dicts of these"
-        )
-    to += b"o"
-    _add(name, to, files, what)
-    _add(fields, to, files, what)
+        _encode(value, to, read_files)

@@ -1,8 +1,8 @@
-"""Random numbers of a model and its collator (dropout, masks), drawn anew at each step from the run's secret key.
+"""Secret random draws: at every step, the dropout and masks of a model come from the run's key.
 
-They come from one stream for the whole batch, so that one record more, or a longer one, shifts those of the others.
-With a public seed that would let one record change every gradient of the batch. Secret and fresh, what the others get
-has the same law whatever the record is, and the guarantee of each fixed draw is the guarantee of all.
+All examples of a batch share one stream of draws, so one record more, or a longer one, shifts the draws of the others.
+With a public seed, one record could change every gradient of the batch. With secret, fresh draws the others' draws have
+the same distribution whatever the record is, and the guarantee for each fixed draw holds for all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from dpoptim.data.loader import PrivateLoader
-from dpoptim.data.rng_check import check_generators
 from dpoptim.noise import NoiseKey
 
 
@@ -25,7 +24,7 @@ class Mechanism(Protocol):
 
 
 class Optimizer(Protocol):
-    """What is read of a private optimizer: its key, where it stands, and whom it calls when a step is released."""
+    """The part of a private optimizer that is used here."""
 
     observers: list[Callable[[Any], None]]
 
@@ -36,19 +35,24 @@ class Optimizer(Protocol):
 
 
 def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[Any]:
-    """The loader's batches; what torch, numpy and `random` draw for a step comes from the run's secret key.
+    """Iterate over the loader's batches, with torch, numpy and `random` seeded from the run's secret key.
 
-        for batch in dpoptim.secret_randomness(loader, optimizer):      # in place of: for batch in loader
+        for batch in dpoptim.secret_randomness(loader, optimizer):      # replaces: for batch in loader
             loss_per_example(model, batch).sum().backward()
             optimizer.step()
 
-    A loop over a model with dropout, or with a collator that draws masks, needs it for its guarantee: see the
-    assumptions in `plan.statement()`. A model that draws nothing does not.
-    Guarantee: the draws of step t are a function of (key, run, t) alone, so that a run that goes on meets the same
-    dropout. They are set before the step's first batch is fetched. As the step is released the generators get back the
-    state that they had before it, so a checkpoint of them, made after `optimizer.step()`, tells nothing.
-    Edge cases: micro-batches of one step go on in its stream. Workers of the loader are seeded from it when they start.
-    A collate_fn with a generator or a seed of its own is refused, in one line: what it draws would be public.
+    The guarantee of a model with dropout, or of a collator that draws masks, requires it.
+
+    Args:
+        loader: The run's private loader.
+        optimizer: The run's private optimizer.
+
+    Yields:
+        The batches of the loader.
+
+    Guarantee: the draws of step t are a function of (key, run, t) only, so a resumed run repeats them. They are seeded
+    before the step's first batch is fetched; its micro-batches share one stream. When the step is released, the
+    generators get their earlier state back, so saving them afterwards reveals nothing.
 
     >>> import dpoptim
     >>> plan = dpoptim.PrivacyPlan(num_examples=4, batch_size=2, steps=2, noise_multiplier=1.0)
@@ -62,9 +66,8 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
     >>> torch.equal(state, torch.get_rng_state())
     True
     """
-    if not hasattr(optimizer, "release"):
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
-    check_generators(collate_fn=loader._loader_options["collate_fn"])
+    if not hasattr(optimizer, "mechanism"):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Accelerate's optimizer
     saved: list[Callable[[], None]] = []
 
     def put_back(released: Any = None) -> None:
@@ -94,25 +97,21 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
 
 
 def seed_for_step(optimizer: Optimizer) -> None:
-    """Seed torch, numpy and `random` for the optimizer's present step: a function of (key, run, step) alone."""
+    """Seed torch, numpy and `random` for the optimizer's current step, from (key, run, step) only."""
     mechanism: Mechanism = optimizer.mechanism
     secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))
     seed_generators(int.from_bytes(secret[:8], "little"))
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch, numpy and `random`.
-
-    With a public seed, behind a step that was seeded secretly: nothing that saves the generators then saves what the
-    step drew from.
-    """
+    """Seed torch, numpy and `random`; with a public seed after a secret step, saved generators reveal nothing."""
     torch.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def generator_states() -> dict[str, bytes]:
-    """The states of the generators that are seeded, by name: to see whether one was drawn from, or seeded.
+    """The states of the seeded generators by name, to see which ones were used.
 
     >>> before = generator_states()
     >>> drawn = random.random()
@@ -130,7 +129,7 @@ def generator_states() -> dict[str, bytes]:
 
 
 def save_rng_states() -> Callable[[], None]:
-    """The generators as they stand; calling it puts them back."""
+    """Save the generators' states; calling the result restores them."""
     cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 

@@ -1,156 +1,274 @@
-"""Which steps a run has released, and a keyed digest of each, in a file beside its key, written before the release.
+"""The step ledger: a file beside the noise key with a keyed digest of every step that a run has released.
 
-Noise and batches are functions of (key, run, step). A step that was released may be computed again only if it comes
-out the same, bit for bit: then nothing new is told. With other records, other code, other settings or other rounding,
-the difference of the two releases would have no noise in it. So each step's un-noised sums leave a digest behind, and
-a step that is repeated is held against it before its noise is made.
+Noise is a function of (key, run, step), so a resumed run repeats the same noise. Releasing a step twice with different
+content would cancel the noise and reveal the difference. The ledger therefore stores a digest of a step's un-noised
+content before its noise is made, and refuses to release that step again with different content.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from dpoptim.noise import NoiseKey
+import torch
+from torch import Tensor
+
+from dpoptim.noise import NoiseKey, Strategy, strategy_state
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: two processes in one run are then not noticed
+except ImportError:  # Windows has no flock: two processes in one run go unnoticed there
     fcntl = None  # type: ignore[assignment]
 
 _DIGEST_BYTES = 16
 _LINE = 2 * _DIGEST_BYTES + 1
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows would write two characters for the end of a line
-_NEW_RUN = "or begin a new run, which has a new key and an epsilon of its own"
+_BINARY = getattr(os, "O_BINARY", 0)  # stops Windows from writing two characters per line end
+_CHECKSUM_WIDTH = 1024
+_FIELDS = {  # in the order in which they are compared
+    "key": "the noise key",
+    "run_id": "run_id",
+    "plan": "plan",
+    "strategy": "the noise strategy",
+    "settings": "setting",
+    "data": "the training data",
+}
+_OTHERWISE = "or start a new run, which has its own key and its own epsilon"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader:
-    """What must stay the same while a run goes on.
+    """What must not change while a run is paused and resumed; the first line of its ledger.
 
-    `settings` are public values (rates, schedule, seeds, clip norm, model, plan), `records` keyed digests of the data:
-    "training", and held-out parts, which may be left out or added, but not changed. Of `key`, the noise key, the file
-    has the fingerprint.
+    Args:
+        key: The noise key. The file stores its fingerprint only.
+        run_id: The run whose noise is used.
+        plan: The privacy plan, as plain values.
+        strategy: `strategy_digest` of the noise strategies.
+        settings: Other public values that must stay the same, such as learning rates.
+        data: A keyed digest of the training records in their order, or None.
     """
 
     key: NoiseKey
-    settings: Mapping[str, Any]
-    records: Mapping[str, str]
+    run_id: str
+    plan: Mapping[str, Any]
+    strategy: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header as JSON reads it back."""
+        values = {name: getattr(self, name) for name in _FIELDS} | {"key": self.key.fingerprint()}
+        return dict(json.loads(json.dumps(values)))
 
 
 class StepLedger:
-    """The steps that were released, kept in a file of mode 0600.
+    """The released steps of one run, in a file of mode 0600 that is locked while it is open.
 
-        steps = StepLedger.resume(path, identity, step=checkpoint)   # refused unless the run may go on from there
-        optimizer.mechanism.before_step = steps.note                   # called before the noise of a step is made
+        ledger = StepLedger.open(path, header, step=optimizer.mechanism.step)
+        optimizer.mechanism.before_step = ledger.before_step
 
-    Guarantee: when a step's noisy values exist, the file on the disk has the digest of its un-noised ones, and a step
-    that is there is released again only with the same digest, whatever has changed since. `resume` refuses other
-    records or settings before anything is computed. While the object is open, no other process can open it.
-    Edge cases: where sums come out otherwise each time (another device or version, operations that are not
-    deterministic), a run goes on from a checkpoint of its last step alone, which repeats nothing.
-    Cost: checksums of the sums, a write of 33 bytes and an fdatasync a step.
-
-    The file: a line of JSON with settings and records, its digest keyed by the noise key, a line for each step. Of a
-    file whose last lines somebody took away nobody can tell that they were there.
+    Guarantee: the digest of a step is on disk before its noise is made. A recorded step is released again only with the
+    same content, whatever has changed since.
+    Limit: the ledger must be the newest. If key, ledger and checkpoint are restored together from a backup, nobody
+    notices that later steps were released before.
+    Cost per step: checksums of the sums, a write of 33 bytes and an fdatasync.
     """
 
-    def __init__(self, path: Path, handle: int, header: bytes, digests: list[bytes], *, secret: bytes) -> None:
-        self.path, self._start = path, len(header) + 1
+    def __init__(self, path: Path, handle: int, start: int, digests: list[bytes], secret: bytes) -> None:
+        self.path = path
         self._handle: int | None = handle
-        self._digests, self._secret = digests, secret
+        self._start, self._digests, self._secret = start, digests, secret
 
     @property
     def count(self) -> int:
-        """How many steps were released."""
+        """How many steps have been released."""
         return len(self._digests)
 
     @classmethod
-    def begin(cls, path: str | os.PathLike[str], identity: RunHeader) -> Self:
-        """A new file for a run that has released nothing.
+    def open(cls, path: str | os.PathLike[str], header: RunHeader, *, step: int | None = None) -> Self:
+        """Open the ledger of a run.
 
-        Edge cases: one that is there is replaced if it has no step (it is of an attempt that released nothing), and is
-        one ValueError line otherwise.
+        Args:
+            path: The file, beside the noise key.
+            header: What must be the same as when the run started.
+            step: How many steps the checkpoint has that the run resumes from; None for a new run, which creates the
+                file, or replaces one without steps.
+
+        Raises:
+            ValueError: The run may not continue: the file is missing, unreadable, in use, behind the checkpoint, or its
+                header differs; or a new run would repeat released steps.
         """
         path = Path(path)
-        if released_count(path):
-            raise ValueError(
-                f"{path} has steps that were released with this noise key and run_id, and a new run would release "
-                "them again over the same noise; go on from the run's checkpoint, or begin a run with a new key"
-            )
-        path.unlink(missing_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
-        _lock(handle, path)
-        values = {"key": identity.key.fingerprint(), "settings": identity.settings, "records": identity.records}
-        header = json.dumps(values, sort_keys=True).encode()
-        secret = _secret(identity.key)
-        header += b"\n" + _digest(header, secret)
-        _write(handle, header + b"\n", path)
-        os.fsync(handle)
-        return cls(path, handle, header, [], secret=secret)
-
-    @classmethod
-    def resume(cls, path: str | os.PathLike[str], identity: RunHeader, *, step: int) -> Self:
-        """The file of a run that goes on after `step` steps; one ValueError line where it may not."""
-        path = Path(path)
         try:
-            handle = os.open(path, os.O_RDWR | _BINARY)
+            handle = os.open(path, os.O_RDWR | _BINARY | (os.O_CREAT if step is None else 0), 0o600)
         except FileNotFoundError:
             raise ValueError(
-                f"{path} is missing, so nobody knows which steps of the run were released, and over what; put it back, "
-                f"{_NEW_RUN}"
+                f"{path} is missing, so it is unknown which steps were released. Restore the file, {_OTHERWISE}."
             ) from None
         try:
             _lock(handle, path)
-            header, digests = _read(path)
-            _check(header, identity, path)
-            if step > len(digests):
-                raise ValueError(
-                    f"the checkpoint is of step {step} and {path} has {len(digests)} steps: it is not the run's own, "
-                    f"or an old copy; put the run's own back, {_NEW_RUN}"
-                )
+            start, digests = _begin(handle, header, path) if step is None else _resume(header, path, step)
         except BaseException:
             os.close(handle)
             raise
-        return cls(path, handle, header, digests, secret=_secret(identity.key))
+        return cls(path, handle, start, digests, header.key.subkey("digest", "released steps"))
 
-    def note(self, step: int, content: bytes) -> None:
-        """Step `step` (from 0) is about to be released: its digest is on the disk first, or is the one there.
+    def before_step(self, step: int, content: bytes) -> None:
+        """Record step `step` (from 0), or compare it with its record; the mechanism calls this before it makes noise.
 
-        `content` stands for what is released, without its noise; it is not kept.
+        Args:
+            step: The step that is about to be released.
+            content: What is released, without its noise. Only a keyed digest of it is kept.
+
+        Raises:
+            ValueError: The step was released with different content, or an earlier step is missing.
         """
-        if self._handle is None:
-            raise ValueError(f"{self.path} was closed, and step {step} cannot be counted; take the run up again")
-        _check_is_in_place(self._handle, self.path)
-        digest = _digest(b"%d " % step + content, self._secret)
+        digest = blake2b(b"%d " % step + content, key=self._secret, digest_size=_DIGEST_BYTES).hexdigest().encode()
+        if step > self.count:
+            raise ValueError(f"step {step + 1} cannot follow step {self.count}. Release steps one after another.")
         if step < self.count:
-            if not hmac.compare_digest(digest, self._digests[step]):
+            if digest != self._digests[step]:
                 raise ValueError(
-                    f"step {step + 1} was released before, and its gradients come out otherwise now, so that its noise "
-                    "would cancel out; records, code, versions, micro-batches or the device are not what they were, "
-                    f"or operations are not deterministic: undo the change, go on from a checkpoint of step "
-                    f"{self.count}, {_NEW_RUN}"
+                    f"step {step + 1} was released before with different gradients, so its noise would cancel out. "
+                    f"Undo the change of records, code, versions, micro-batches or device, resume from a checkpoint of "
+                    f"step {self.count}, {_OTHERWISE}."
                 )
             return
-        if step > self.count:
-            raise ValueError(f"step {step + 1} comes after step {self.count}; steps are released one after the other")
-        os.lseek(self._handle, self._start + step * _LINE, os.SEEK_SET)  # over a line that a crash cut off
+        assert self._handle is not None, "the ledger is closed"
+        os.lseek(self._handle, self._start + step * _LINE, os.SEEK_SET)  # overwrites a line that a crash cut off
         _write(self._handle, digest + b"\n", self.path)
         getattr(os, "fdatasync", os.fsync)(self._handle)
         self._digests.append(digest)
 
     def close(self) -> None:
-        """Let others open the file."""
+        """Close the file and release its lock."""
         if self._handle is not None:
+            if fcntl is not None:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)  # forked workers may still have the file open
             os.close(self._handle)
             self._handle = None
+
+
+def read_ledger(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a ledger as plain values, and how many steps it records.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read.
+    """
+    header, _, digests = _read(path)
+    return header, len(digests)
+
+
+def released_count(path: Path) -> int:
+    """Return how many steps a ledger records; 0 if there is none, or if a crash cut off its header."""
+    try:
+        return read_ledger(path)[1] if b"\n" in path.read_bytes() else 0
+    except FileNotFoundError:
+        return 0
+
+
+def strategy_digest(strategies: Mapping[str, Strategy], noise_bits: int) -> str:
+    """Digest the strategy of each noise stream, bit for bit; equal sums under two strategies would reveal the normals.
+
+    >>> from dpoptim.noise import ToeplitzStrategy
+    >>> one, other = (ToeplitzStrategy(steps=3, strategy_coefs=(1.0, c)) for c in (0.5, 0.25))
+    >>> strategy_digest({"gradient": one}, 32) == strategy_digest({"gradient": other}, 32)
+    False
+    """
+    digest = blake2b(b"%d" % noise_bits, digest_size=_DIGEST_BYTES)
+    for stream, strategy in sorted(strategies.items()):
+        for name, value in sorted(strategy_state(strategy).items()):
+            if isinstance(value, Tensor):
+                digest.update(f"{stream} {name} {tuple(value.shape)} ".encode() + value.numpy().tobytes())
+            else:
+                digest.update(f"{stream} {name} {value!r} ".encode())
+    return digest.hexdigest()
+
+
+def checksums(vectors: Iterable[Tensor]) -> bytes:
+    """Sum the bits of fp32 or fp64 vectors over rows and columns of 1024 words, 1/2000 of the vectors' size.
+
+    Integer sums modulo 2^64 do not depend on their order, so they are the same on every device.
+    Guarantee: a change in one place changes the checksums; several changes do, unless they cancel in every row and
+    every column. The checksums are NOT private: they are functions of the vectors.
+    """
+    found = [torch.cat(_row_and_column_sums(vector)).cpu() for vector in vectors]
+    return b"".join(sums.numpy().tobytes() for sums in found)
+
+
+def _row_and_column_sums(vector: Tensor) -> list[Tensor]:
+    halves = vector.contiguous().view(torch.int32)
+    if halves.storage_offset() % 2:
+        halves = halves.clone()
+    whole = len(halves) // (2 * _CHECKSUM_WIDTH) * (2 * _CHECKSUM_WIDTH)
+    words = halves[:whole].view(torch.int64).view(-1, _CHECKSUM_WIDTH)
+    # numpy sums columns ten times as fast as torch on a CPU
+    down = torch.from_numpy(words.numpy().sum(0)) if words.device.type == "cpu" else words.sum(0)
+    return [down, words.sum(1), halves[whole:].to(torch.int64)]
+
+
+def _begin(handle: int, header: RunHeader, path: Path) -> tuple[int, list[bytes]]:
+    """Write the header of a new run; return where its steps begin, and no digests."""
+    if count := released_count(path):
+        raise ValueError(
+            f"{path} records {count} released steps, and a new run would release them again with the same noise. "
+            f"Resume from the run's checkpoint, {_OTHERWISE}."
+        )
+    line = json.dumps(header.to_dict()).encode() + b"\n"
+    os.ftruncate(handle, 0)
+    _write(handle, line, path)
+    os.fsync(handle)
+    return len(line), []
+
+
+def _resume(header: RunHeader, path: Path, step: int) -> tuple[int, list[bytes]]:
+    """Compare the header and the number of steps; return where the steps begin, and their digests."""
+    then, start, digests = _read(path)
+    now = header.to_dict()
+    for name, words in _FIELDS.items():
+        if then[name] != now[name]:
+            raise ValueError(f"{_difference(words, then[name], now[name])}. Undo the change, {_OTHERWISE}.")
+    if step > len(digests):
+        raise ValueError(
+            f"{path} records {len(digests)} steps, but the checkpoint is of step {step}. Restore the newest ledger of "
+            f"the run, {_OTHERWISE}."
+        )
+    return start, digests
+
+
+def _difference(words: str, then: Any, now: Any) -> str:
+    """Say what changed; of two mappings, the first entry that differs."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        name = next(name for name in sorted({*then, *now}) if then.get(name) != now.get(name))
+        return _difference(f"{words} {name}", then.get(name), now.get(name))
+    old, new = json.dumps(then, ensure_ascii=False), json.dumps(now, ensure_ascii=False)
+    if words.startswith("the ") or max(len(old), len(new)) > 60:
+        return f"{words} has changed since the run started"
+    return f"{words} was {old} when the run started and is {new} now"
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
+    """The header, where the steps begin, and their digests; a last line that a crash cut off is left out."""
+    whole = path.read_bytes()
+    first, *digests = whole[: whole.rfind(b"\n") + 1].splitlines() or [b""]
+    try:
+        header = json.loads(first)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or any(len(digest) != _LINE - 1 for digest in digests):
+        raise ValueError(f"{path} cannot be read. Restore the run's own file, {_OTHERWISE}.")
+    if header.keys() != _FIELDS.keys():
+        raise ValueError(
+            f"{path} was written by an older version of dpoptim, whose runs cannot resume. Start a new run."
+        )
+    return header, len(first) + 1, digests
 
 
 def _write(handle: int, line: bytes, path: Path) -> None:
@@ -158,97 +276,9 @@ def _write(handle: int, line: bytes, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def released_settings(path: Path, key: NoiseKey) -> dict[str, Any]:
-    """The settings that a run was begun with, as its key vouches for them; one ValueError line where it does not."""
-    return _verified(_read(path)[0], key, path)[0]
-
-
-def released_count(path: Path) -> int:
-    """How many steps a file has; 0 where there is none, or where a crash came before its header was whole."""
-    try:
-        return len(_read(path)[1]) if path.read_bytes().count(b"\n") > 2 else 0
-    except FileNotFoundError:
-        return 0
-
-
-def _read(path: Path) -> tuple[bytes, list[bytes]]:
-    """The header with its digest, and the digests of the steps."""
-    whole = path.read_bytes()
-    lines = whole[: whole.rfind(b"\n") + 1].splitlines()
-    if len(lines) < 2 or any(len(line) != _LINE - 1 for line in lines[1:]):
-        raise ValueError(f"{path} cannot be read; put the run's own back, {_NEW_RUN}")
-    return b"\n".join(lines[:2]), lines[2:]
-
-
-def _check(header: bytes, identity: RunHeader, path: Path) -> None:
-    settings, records = _verified(header, identity.key, path)
-    for name in ("training", *(name for name in identity.records if name != "training")):
-        if records.get(name) != identity.records.get(name) and (name == "training" or name in records):
-            raise ValueError(
-                f"the {name} records are not those that the run was begun with (edited, moved, replaced or tokenised "
-                f"otherwise), and over others its noise would cancel out; put them back, {_NEW_RUN}"
-            )
-    if changed := _difference(settings, json.loads(json.dumps(dict(identity.settings)))):
-        raise ValueError(f"{changed}: a run keeps the settings it was begun with; undo the change, {_NEW_RUN}")
-
-
-def _verified(header: bytes, key: NoiseKey, path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings and records of the run, as its key vouches for them."""
-    text, digest = header.split(b"\n")
-    try:
-        found = json.loads(text)
-        fingerprint, settings, records = found["key"], found["settings"], found["records"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}); put the run's own back, {_NEW_RUN}"
-        ) from error
-    if fingerprint != key.fingerprint():
-        raise ValueError(
-            f"{path} is of a run with another noise key ({fingerprint}, and this one is {key.fingerprint()}); "
-            f"put the run's own back, {_NEW_RUN}"
-        )
-    if not hmac.compare_digest(_digest(text, _secret(key)), digest):
-        raise ValueError(f"{path} was edited, so nobody knows what was released; put the run's own back, {_NEW_RUN}")
-    return settings, records
-
-
-def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first value that changed, in words, those of digests ("the …") last; nothing where none did."""
-    for name in sorted({*then, *now}, key=lambda name: (name.startswith("the "), name == "plan", name)):
-        if then.get(name) != now.get(name):
-            old, new = (_short(values.get(name)) for values in (then, now))
-            told = not name.startswith("the ") and old != new
-            return f"{name} was {old} and is {new}" if told else f"{name} has changed"
-    return ""
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else "…"
-
-
-def _secret(key: NoiseKey) -> bytes:
-    return key.subkey("digest", "released steps")
-
-
-def _digest(content: bytes, secret: bytes) -> bytes:
-    return blake2b(content, key=secret, digest_size=_DIGEST_BYTES).hexdigest().encode()
-
-
 def _lock(handle: int, path: Path) -> None:
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{path.parent} is being trained by another process; wait for it to end") from None
-    _check_is_in_place(handle, path)
-
-
-def _check_is_in_place(handle: int, path: Path) -> None:
-    """The file that is open and locked must be the one that others find under its name."""
-    try:
-        named = path.stat()
-    except FileNotFoundError:
-        named = None
-    if os.name == "posix" and (named is None or not os.path.samestat(named, os.fstat(handle))):
-        raise ValueError(f"{path} was moved or replaced while it was open; put the run's own back, {_NEW_RUN}")
+            raise ValueError(f"another process is training the run of {path}. Wait for it to end.") from None

@@ -33,9 +33,9 @@ def test_a_run_prints_its_guarantee_and_folder_and_can_be_resumed(base, capsys):
     assert "model: out/model; statement and log: out" in printed.err
     assert "training loss" not in printed.err
     steps = [line for line in printed.err.splitlines() if line.startswith("step ")]
-    assert steps[0].startswith("step 0/4; held-out loss")
-    assert "ε" not in steps[0], "nothing is spent before the first step"
-    assert "ε 4.0000 so far" in steps[-1]
+    assert steps[0].startswith("step 0/4: held-out loss")
+    assert "epsilon" not in steps[0], "nothing is spent before the first step"
+    assert "epsilon 4.0000 so far" in steps[-1]
     Path("out/noise.key").unlink()
     assert main(["train", "--resume", "out"]) == 0
     printed = capsys.readouterr()
@@ -80,7 +80,7 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
     for words in ("Assumptions:", "Noise:", "variant = "):
         assert words in printed.out
         assert words not in text
-    assert "note: nothing is held out" in printed.err
+    assert "note: no records are held out" in printed.err
     assert main([*base, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["epsilon"] <= 4.0
@@ -108,7 +108,6 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
         (["--device", "mps"], "device='mps'"),
         (["--sampling", "odd"], "sampling='odd'"),
         (["--run-dir", "rows.csv"], "rows.csv"),
-        (["--run-dir", "/proc/run"], "/proc/run"),
         (["--resume", "somewhere"], "--resume uses the run's own recipe and takes no --model"),
         (["--quick"], "--quick"),
         (["--model", "./absent"], "does not exist"),
@@ -151,7 +150,7 @@ def test_missing_settings_are_named(base, capsys):
     for arguments, words in (
         (["--data", "rows.csv", "--epsilon", "1"], "model is missing; add --model"),
         (["--model", "mlp", "--data", "rows.csv"], "epsilon is missing"),
-        ([".", "--epsilon", "1"], "--data ."),
+        ([".", "--epsilon", "1"], "is a folder; give a TOML file"),
         (["rows.csv", "--epsilon", "1"], "rows.csv"),
         (["recipe.toml"], "does not exist"),
         (["--resume", "."], "not a run directory"),
@@ -171,7 +170,7 @@ def test_a_log_is_never_silent_for_long(base, capsys, monkeypatch):
     json.loads(printed.out)
     steps = [line for line in printed.err.splitlines() if line.startswith("step ")]
     assert [line.partition(";")[0] for line in steps] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
-    assert "ε 4.0000 so far" in steps[-1]
+    assert "epsilon 4.0000 so far" in steps[-1]
 
 
 def test_texts(tmp_path, monkeypatch, capsys):
@@ -185,7 +184,7 @@ def test_texts(tmp_path, monkeypatch, capsys):
     Path("labelled.jsonl").write_text('{"text": "noise", "kind": 1}\n{"text": "fox", "kind": 0}\n' * 20)
     for arguments, words in (
         (["--data", "empty.jsonl"], "empty.jsonl"),
-        (["--data", "few.jsonl"], "leaves 5 training records"),
+        (["--data", "few.jsonl"], "has 5 training records"),
         (["--data", "labelled.jsonl", "--label-column", "kind"], "text-classification"),
         (["--data", "notes.jsonl", "--task", "causal-lm"], "both directions"),
     ):

@@ -13,14 +13,13 @@ from typing import Any
 
 from dpoptim.app.audit.checks import Check
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
-from dpoptim.app.runs.identity import plan_values
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import log_lines
 from dpoptim.integrations.named_settings import noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.format_epsilon import format_epsilon
-from dpoptim.privacy.step_ledger import released_count, released_settings
+from dpoptim.privacy.step_ledger import read_ledger
 
 _PIECE = 1 << 24  # bytes searched at a time
 
@@ -161,25 +160,22 @@ def _holds(file: Path, secret: bytes) -> bool:
 def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None) -> Check:
     name = "released steps are counted"
     try:
-        count = released_count(run.steps_file)
-        settings = {} if key is None else released_settings(run.steps_file, key)
-    except (ValueError, FileNotFoundError) as error:
-        said = f"{run.steps_file.name} is missing" if isinstance(error, FileNotFoundError) else str(error)
-        return Check(name=name, passed=False, found=said)
+        header, count = read_ledger(run.steps_file)
+    except FileNotFoundError:  # a run that was handed on has neither key nor ledger
+        return Check(name=name, passed=None if key is None else False, found=f"{run.steps_file.name} is missing")
+    except ValueError as error:
+        return Check(name=name, passed=False, found=str(error))
     if count > plan.steps:
         return Check(name=name, passed=False, found=f"{count:,} were released and the plan covers {plan.steps:,}")
     logged = max((step for entry in _entries(run) if isinstance(step := entry.get("step"), int)), default=0)
     if logged > count:
         return Check(name=name, passed=False, found=f"{count:,} are counted, and the log has step {logged:,}")
-    if key is None:
-        return Check(name=name, passed=None, found=f"{count:,} of {plan.steps:,}, which only the key could vouch for")
-    if settings.get("plan") != _plain(plan_values(plan)):
-        return Check(name=name, passed=False, found="the steps were released under another plan than plan.json's")
-    return Check(name=name, passed=True, found=f"{count:,} of {plan.steps:,}, under this plan, as the key vouches")
-
-
-def _plain(values: dict[str, Any]) -> Any:
-    return json.loads(json.dumps(values))
+    if key is not None and header["key"] != key.fingerprint():
+        return Check(name=name, passed=False, found=f"{run.steps_file.name} belongs to a different noise key")
+    own = json.loads(json.dumps(plan.to_dict()))  # the optimizer chooses the release
+    if any(header["plan"].get(name) != value for name, value in own.items() if name != "release"):
+        return Check(name=name, passed=False, found="the steps were released under a different plan than plan.json")
+    return Check(name=name, passed=True, found=f"{count:,} of {plan.steps:,}, under this plan")
 
 
 def _entries(run: RunDirectory) -> list[dict[str, Any]]:

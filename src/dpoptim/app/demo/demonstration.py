@@ -46,51 +46,19 @@ class Size:
     steps: int
 
 
-FULL = Size(texts_per_library=4000, batch_size=384, steps=20)
+FULL = Size(texts_per_library=3000, batch_size=384, steps=16)
 QUICK = Size(texts_per_library=150, batch_size=32, steps=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One row of the table: a way of fine-tuning."""
-
-    name: str
-    idea: str
-    settings: dict[str, Any]
-
-    @property
-    def is_private(self) -> bool:
-        """Whether the run adds noise."""
-        return "noise_multiplier" not in self.settings
-
-
-METHODS = (
-    Method(
-        name="post_processing",
-        idea="Adam on the noisy gradient",
-        settings={"variant": "post_processing", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="bias_correction",
-        idea="subtracts the noise's part of the second moment",
-        settings={"variant": "bias_correction", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="independent_moments",
-        idea="separate noise for the squared gradient",
-        settings={"variant": "independent_moments", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="scale_then_privatize",
-        idea="applies Adam's scaling before clipping and noise",
-        settings={"variant": "scale_then_privatize", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="not_private",
-        idea="Adam without clipping and noise",
-        settings={"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3},
-    ),
-)
+NOT_PRIVATE = "not_private"
+METHODS = {
+    "post_processing": "Adam on the noisy gradient",
+    "bias_correction": "subtracts the noise's part of the second moment",
+    "independent_moments": "separate noise for the squared gradient",
+    "scale_then_privatize": "applies Adam's scaling before clipping and noise",
+    NOT_PRIVATE: "Adam without clipping and noise",
+}
+"""Ways of fine-tuning, and the idea of each."""
 
 
 def main(
@@ -132,15 +100,15 @@ def main(
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     summaries = {}
-    for number, method in enumerate(METHODS, start=1):
-        progress.message(f"fine-tuning {number} of {len(METHODS)}: {method.name} ...")
-        recipe = recipe_of(method, folder, size, settings)
-        summary = summaries[method.name] = train(recipe, folder / method.name, progress=progress)
+    for number, name in enumerate(METHODS, start=1):
+        progress.message(f"fine-tuning {number} of {len(METHODS)}: {name} ...")
+        recipe = recipe_of(name, folder, size, settings)
+        summary = summaries[name] = train(recipe, folder / name, progress=progress)
         if summary["reason"] != "finished":
             return 128 + summary.get("signal", 2)
-    runs = read_runs([folder / method.name for method in METHODS])
+    runs = read_runs([folder / name for name in METHODS])
     report = write_report(runs, folder / "report.html")
-    promise = runs[0].guarantee
+    guarantee = runs[0].guarantee
     answer = {
         "epsilon": epsilon,
         "delta": delta,
@@ -148,8 +116,8 @@ def main(
         "test_records": len(test),
         "batch_size": size.batch_size,
         "steps": size.steps,
-        "adjacency": promise.adjacency,
-        "sampling": promise.sampling,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
         "results": list(rows(summaries)),
         "seconds": time.perf_counter() - began,
         "report": str(report),
@@ -174,41 +142,37 @@ def read_texts(size: Size) -> tuple[list[str], list[str]]:
     return private, test
 
 
-def recipe_of(method: Method, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
+def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
     """The recipe of one run."""
-    values = {
+    changes: dict[str, Any] = {"variant": method, "learning_rate": 1e-2}
+    if method == NOT_PRIVATE:
+        settings = {name: value for name, value in settings.items() if name != "epsilon"}
+        changes = {"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3}
+    return Recipe(
+        task="masked-lm",
+        model=str(MODEL),
+        data=str(folder / "private.jsonl"),
+        validation_data=str(folder / "test.jsonl"),
+        max_length=LENGTH,
+        noise="independent",
+        batch_size=size.batch_size,
+        steps=size.steps,
+        evaluate_every=size.steps,
+        checkpoint_every=size.steps,
+        device="cpu",
         **settings,
-        "task": "masked-lm",
-        "model": str(MODEL),
-        "data": str(folder / "private.jsonl"),
-        "validation_data": str(folder / "test.jsonl"),
-        "max_length": LENGTH,
-        "noise": "independent",
-        "batch_size": size.batch_size,
-        "steps": size.steps,
-        "evaluate_every": size.steps,
-        "checkpoint_every": size.steps,
-        "device": "cpu",
-        **method.settings,
-    }
-    if not method.is_private:
-        del values["epsilon"]
-    return Recipe(**values)
+        **changes,
+    )
 
 
 def rows(summaries: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of the table: the model before fine-tuning, then each method."""
-    first = next(iter(summaries.values()))["validation"]["first"]
+    first = summaries[NOT_PRIVATE]["validation"]["first"]
     yield {"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": first["loss"]}
-    for method in METHODS:
-        summary = summaries[method.name]
-        yield {
-            "name": method.name,
-            "idea": method.idea,
-            "private": method.is_private,
-            "epsilon": summary["epsilon"],
-            "loss": summary["validation"]["last"]["loss"],
-        }
+    for name, idea in METHODS.items():
+        last = summaries[name]["validation"]["last"]
+        spent = {"private": name != NOT_PRIVATE, "epsilon": summaries[name]["epsilon"]}
+        yield {"name": name, "idea": idea, **spent, "loss": last["loss"]}
 
 
 def show(answer: dict[str, Any]) -> None:

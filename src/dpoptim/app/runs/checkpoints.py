@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders that are there whole or not at all, sealed with its key, the last two kept."""
+"""Checkpoints of a run: each folder appears complete or not at all, and the last two are kept."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from typing import Any
 import torch
 
 from dpoptim.app.files import make_folder, remove_unfinished
-from dpoptim.noise import NoiseKey
-from dpoptim.privacy.seals import check_seal, seal_folder
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], key: NoiseKey) -> Path:
-    """Write `folder`/step-000100/state.pt with its seal, and remove all but the last two checkpoints.
-
-    Guarantee: a checkpoint has its name only once it is whole and on the disk, and an older one goes only after that.
-    """
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write `folder`/step-000100/state.pt, then remove all but the last two checkpoints."""
     path = folder / f"step-{step:06d}"
     if path.exists():
         return path
@@ -29,9 +24,8 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], key: NoiseKe
     def fill(temporary: Path) -> None:
         try:
             torch.save(state, temporary / "state.pt")
-        except RuntimeError as error:  # how torch's writer says that a disk is full
+        except RuntimeError as error:  # torch reports a full disk like this
             raise OSError(f"{path} cannot be written (is the disk full?)") from error
-        seal_folder(temporary, key, name=f"step {step}")
 
     remove_unfinished(folder)
     make_folder(path, fill)
@@ -41,13 +35,13 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], key: NoiseKe
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "state.pt").is_file()]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """How many steps a checkpoint has behind it, by its name.
+    """The step of a checkpoint, from its name.
 
     >>> step_of(Path("checkpoints/step-000120"))
     120
@@ -57,24 +51,10 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def load_checkpoint(path: Path, key: NoiseKey) -> dict[str, Any]:
-    """The state in a checkpoint; plain values and tensors alone, nothing in it can run code.
-
-    Guarantee: one ValueError line, before anything is loaded, where the checkpoint is not as the run saved it under
-    this name: edited, swapped or renamed. Its name, loader and optimizer agree in the step.
-    """
-    check_seal(path, key, name=f"step {step_of(path)}")
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
     try:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}; remove it") from error
-    steps = {
-        "its name": step_of(path),
-        "its state": state["step"],
-        "its loader": state["loader"]["next_step"],
-        "its optimizer": state["optimizer"]["privacy"]["step"],
-    }
-    if len(set(steps.values())) != 1:
-        said = ", ".join(f"{step} by {what}" for what, step in steps.items())
-        raise ValueError(f"checkpoint {path} is of step {said}: it is not one that the run saved; take another")
+        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}). Remove it.") from error
     return state

@@ -13,7 +13,7 @@ import torch
 from dpoptim.app.models.prepared import random_batch
 from dpoptim.app.runs.run import bytes_on_disk
 from dpoptim.app.runs.setup import RunSetup
-from dpoptim.data.lengths import cut_by_length, cut_together
+from dpoptim.data.lengths import cut_by_length, part_multiple
 from dpoptim.integrations.named_settings import optimizer_of
 
 _MOST_PARTS = 3
@@ -94,7 +94,7 @@ def _parts(setup: RunSetup) -> list[list[int]]:
         max_tokens=recipe.micro_batch_tokens or int(drawn.sum()),
         max_examples=recipe.micro_batch_size,
         bucket=prepared.bucket,
-        together=cut_together(recipe.batch_size),
+        multiple=part_multiple(recipe.batch_size),
     )
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data import private_loader
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
+from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
@@ -31,12 +33,11 @@ class Loop:
     run that resumes from `state_dict` equals the run that never stopped, bit for bit if the arithmetic repeats.
     """
 
-    def __init__(self, setup: RunSetup, key: NoiseKey, steps: StepLedger, *, digest: str) -> None:
+    def __init__(self, setup: RunSetup, key: NoiseKey, *, digest: str) -> None:
         recipe, prepared = setup.recipe, setup.prepared
-        self._setup = setup
+        self._setup, self._digest = setup, digest
         setup.model.train()
         self._optimizer = optimizer_of(recipe, setup.model, setup.plan, key=key)
-        self._optimizer.mechanism.before_step = steps.note
         cut: dict[str, Any] = {"micro_batch_size": recipe.micro_batch_size}
         if prepared.lengths is not None:
             cut |= {"lengths": prepared.lengths, "micro_batch_tokens": recipe.micro_batch_tokens}
@@ -73,6 +74,13 @@ class Loop:
     def epsilon_is_whole(self) -> bool:
         """Whether the ε of the steps so far is reported as the whole run's."""
         return self._spent.note is not None
+
+    def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
+        """Record every step from here on; `step` is that of the checkpoint that was loaded, None for a new run."""
+        settings = recipe_settings(self._setup.recipe.to_dict())
+        ledger = StepLedger.open(path, run_header(self._optimizer, settings=settings, data=self._digest), step=step)
+        self._optimizer.mechanism.before_step = ledger.before_step
+        return ledger
 
     def close(self) -> None:
         """Detach the optimizer from the model."""

@@ -25,7 +25,6 @@ from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
-from dpoptim.app.runs.identity import identity_of
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory
@@ -40,11 +39,12 @@ from dpoptim.app.runs.run_log import (
     write_scalars,
 )
 from dpoptim.app.runs.setup import RunSetup, prepare_run
+from dpoptim.app.runs.shared_records import training_digest
 from dpoptim.integrations.losses.tasks import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import one_line
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
+from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
@@ -80,11 +80,9 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
             progress.note(line)
         place.check_new(bytes_needed=bytes_on_disk(setup))
         key = NoiseKey.generate()
-        progress.stage("taking digests of the records")
-        identity = identity_of(setup, key)
-        place.create(setup.recipe, setup.plan, key, identity)
+        place.create(setup.recipe, setup.plan, key)
         try:
-            return _run(setup, place, progress, key, identity, fresh=True)
+            return _run(setup, place, progress, key)
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
@@ -117,11 +115,9 @@ def resume(
         return _summary(place, place.read_plan())
     recipe, plan, key = place.read()
     with progress:
-        setup = prepare_run(
-            recipe if device is None else recipe.replace(device=device), plan=plan, stage=progress.stage
-        )
-        progress.stage("taking digests of the records")
-        return _run(setup, place, progress, key, identity_of(setup, key), fresh=False)
+        recipe = recipe if device is None else recipe.replace(device=device)
+        setup = prepare_run(recipe, plan=plan, stage=progress.stage)
+        return _run(setup, place, progress, key)
 
 
 def bytes_on_disk(setup: RunSetup) -> int:
@@ -130,35 +126,21 @@ def bytes_on_disk(setup: RunSetup) -> int:
     return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
-def _run(
-    setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey, identity: RunHeader, *, fresh: bool
-) -> dict[str, Any]:
+def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
-    if not fresh and not found and (released_count(place.steps_file) or read_log(place.log_file)):
-        raise ValueError(
-            f"{place.checkpoints} has no checkpoint left, and starting over would release steps twice; put one back, "
-            "or train in another directory (its privacy loss adds to this one's)"
-        )
-    state = load_checkpoint(found[-1], key) if found else None
-    step = 0 if state is None else int(state["step"])
-    with RunLog(place.log_file):  # nobody else is at it
-        steps = StepLedger.resume(place.steps_file, identity, step=step)
+    progress.stage("taking digests of the records")
+    with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
         if found:
-            cut_log(place.log_file, step)
-    with (
-        contextlib.closing(steps),
-        RunLog(place.log_file) as log,
-        stopping_between_steps() as stop,
-        contextlib.closing(Loop(setup, key, steps, digest=identity.records["training"])) as loop,
-    ):
-        if state is not None:
-            loop.load_state_dict(state)
-            state = None
-        try:
-            run = _Run(setup, place, progress, log, loop, stop, key)
-            return run.train(resumed_from=step if found else None)
-        except (OSError, torch.OutOfMemoryError) as error:
-            raise _reworded(error, place) from error
+            loop.load_state_dict(load_checkpoint(found[-1]))
+        step = loop.step if found else None
+        with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
+            if step is not None:
+                cut_log(place.log_file, step)
+            with RunLog(place.log_file) as log, stopping_between_steps() as stop:
+                try:
+                    return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
+                except (OSError, torch.OutOfMemoryError) as error:
+                    raise _reworded(error, place) from error
 
 
 class _Run:
@@ -172,9 +154,8 @@ class _Run:
         log: RunLog,
         loop: Loop,
         stop: StopRequest,
-        key: NoiseKey,
     ) -> None:
-        self._setup, self._place, self._progress, self._key = setup, place, progress, key
+        self._setup, self._place, self._progress = setup, place, progress
         self._log, self._loop, self._stop = log, loop, stop
         self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
@@ -278,7 +259,7 @@ class _Run:
             )
 
     def _checkpoint(self) -> None:
-        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict(), self._key)
+        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
         self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
 
     def _save_model(self) -> None:

@@ -13,7 +13,7 @@ from dpoptim.app.files import make_folder, write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.noise import NoiseKey
-from dpoptim.privacy import PrivacyPlan, RunHeader, StepLedger
+from dpoptim.privacy import PrivacyPlan
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RunDirectory:
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
     | noise.key | SECRET, mode 0600: whoever has it can remove the noise |
-    | noise.steps | how many steps were released, and of what: a run goes on as itself or not at all |
+    | noise.steps | the step ledger: a digest of each released step |
     | log.jsonl | the log, one JSON object per line |
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
@@ -86,13 +86,12 @@ class RunDirectory:
                 "left; make room, or choose another disk"
             )
 
-    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey, identity: RunHeader) -> None:
+    def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
         """Make the folder (mode 0700) with all files that exist before training; it appears complete or not at all."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
             key.save(new.key_file)
-            StepLedger.begin(new.steps_file, identity).close()
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")

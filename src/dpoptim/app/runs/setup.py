@@ -104,7 +104,7 @@ def prepare_run(
     shared = 0
     if recipe.validation_data is not None and held_out is not None:
         stage("comparing training and held-out records")
-        shared = check_held_out_is_other(training, held_out, data=recipe.data, validation_data=recipe.validation_data)
+        shared = check_held_out_is_other(training, held_out, validation_data=recipe.validation_data)
     public = recipe.adjacency != Adjacency.ADD_REMOVE.value
     if public and recipe.num_examples not in (None, len(training)):
         raise ValueError(

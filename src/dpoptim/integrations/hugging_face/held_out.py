@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dpoptim.data import RecordDigests, digest_records
-from dpoptim.data.record_schema import RecordSchema
+from dpoptim.data import RecordFingerprint, fingerprint_records
 from dpoptim.noise import NoiseKey
 
 _LABELS = ("label", "labels", "label_ids")
@@ -28,20 +27,6 @@ def named_held_out(eval_dataset: Any) -> dict[str, Any]:
     return {name: part for name, part in named.items() if hasattr(part, "__len__") and len(part)}
 
 
-def digests_of(
-    train: Any, held_out: Mapping[str, Any], key: NoiseKey, *, look: RecordSchema | None = None
-) -> dict[str, RecordDigests]:
-    """Keyed digests of the training and held-out examples; each is read once, by `look` too.
-
-    Edge cases: held-out examples that are random, or that cannot be read, have none.
-    """
-    found = {"training": digest_records(train, key, what="train_dataset", look=look)}
-    for name, dataset in held_out.items():
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):
-            found[name] = digest_records(dataset, key, what="eval_dataset")
-    return found
-
-
 class HeldOutCheck:
     """Whether examples that are to be evaluated on are training examples, whatever type they have.
 
@@ -54,7 +39,7 @@ class HeldOutCheck:
     def __init__(self, train_dataset: Any, *, columns: list[str] | None, debugging: bool) -> None:
         self._train, self._columns, self._debugging = train_dataset, columns, debugging
         self._key = NoiseKey.generate()
-        self._training: RecordDigests | None = None
+        self._training: RecordFingerprint | None = None
         self._checked: list[Any] = []
 
     def check(self, eval_dataset: Any) -> None:
@@ -84,7 +69,7 @@ class HeldOutCheck:
         except (ValueError, TypeError, RuntimeError):
             return
         shared = found.shared_with(self._training)
-        if shared == len(found.each) and (_is_text_or_image(self._train[0]) or self._training.tell_records_apart):
+        if shared == len(found.each) and (_is_text_or_image(self._train[0]) or self._training.mostly_distinct):
             raise ValueError(
                 f"eval_dataset ({name}) has the same examples as train_dataset, or some of them and no others: scores "
                 "on them are not private, and no guarantee covers them; give other examples, or none"
@@ -96,8 +81,8 @@ class HeldOutCheck:
                 stacklevel=5,
             )
 
-    def _digests(self, dataset: Any) -> RecordDigests:
-        return digest_records(dataset, self._key, form=self._form)
+    def _digests(self, dataset: Any) -> RecordFingerprint:
+        return fingerprint_records(dataset, self._key, form=self._form)
 
     def _form(self, example: Any) -> Any:
         if isinstance(example, Mapping) and self._columns is not None:

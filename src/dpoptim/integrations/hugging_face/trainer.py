@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.clipping import Released
-from dpoptim.data import RecordDigests, private_loader
-from dpoptim.data.rng_check import check_generators
+from dpoptim.data import fingerprint_records, private_loader
+from dpoptim.data.record_schema import RecordSchema
+from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.integrations.hugging_face.batch_check import check_batches
-from dpoptim.integrations.hugging_face.checkpoint_files import read_loader_state, write_loader_state
-from dpoptim.integrations.hugging_face.collator_check import check_repeats, same_form
-from dpoptim.integrations.hugging_face.held_out import HeldOutCheck, digests_of, named_held_out
-from dpoptim.integrations.hugging_face.identity import identity_for
+from dpoptim.integrations.hugging_face.checkpoints import (
+    RunSecrets,
+    new_secrets,
+    read_loader_state,
+    secrets_of,
+    write_loader_state,
+)
+from dpoptim.integrations.hugging_face.held_out import HeldOutCheck
 from dpoptim.integrations.hugging_face.refusals import (
     check_accelerator,
     check_call,
@@ -30,20 +34,13 @@ from dpoptim.integrations.hugging_face.refusals import (
     private_args,
     size_of,
 )
-from dpoptim.integrations.hugging_face.secret_folder import (
-    RunSecrets,
-    check_key_file,
-    new_secrets,
-    open_steps,
-    secrets_of,
-)
 from dpoptim.integrations.hugging_face.step_loader import Step, StepLoader
 from dpoptim.integrations.losses.batch_losses import losses_for
 from dpoptim.integrations.released_norms import released_norms
+from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
-from dpoptim.privacy.seals import seal_folder
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
@@ -72,10 +69,10 @@ class PrivateTrainer(transformers.Trainer):
     in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
     "not_private_loss", and no guarantee covers the log.
     Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A run that is resumed goes on as itself: a checkpoint that was edited, other examples and other settings are refused
-    before anything is computed, and a step that comes out otherwise than it was released (other code, another device)
-    before its noise is made. For that, and to see that they have one form (keys and types), all examples are read once
-    when training begins (30 s for a million short tokenised texts).
+    A resumed run repeats released steps exactly. It refuses different examples or settings before it computes anything,
+    and a step with different gradients (changed code, another device) before it makes noise. For this, and to check
+    that all examples have the same keys and types, every example is read once when training begins (30 s for a million
+    short tokenised texts).
     Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation
     leaves no trace in training. What the plan cannot cover is refused at once.
     """
@@ -102,12 +99,12 @@ class PrivateTrainer(transformers.Trainer):
         check_accelerator(self)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
-        check_generators(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
+        check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
         self._held_out: HeldOutCheck | None = None
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
-        self._records: dict[str, RecordDigests] = {}
-        self._released_steps: StepLedger | None = None
+        self._data_digest: str | None = None
+        self._ledger: StepLedger | None = None
         self._released: dict[str, Tensor] = {}
         self._spent: EpsilonSpent | None = None
         self._plan = plan
@@ -139,20 +136,22 @@ class PrivateTrainer(transformers.Trainer):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        held_out = {n: self._used_columns(d, "evaluation") for n, d in named_held_out(self.eval_dataset).items()}
-        self._records = digests_of(dataset, held_out, self._run_secrets().key, look=same_form(collate, self.args))
-        check_repeats(collate, dataset, self._run_secrets().key)
+        key = self._run_secrets().key
+        schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
+        alone = self.args.per_device_train_batch_size == 1  # then no two records are collated together
+        look = None if alone else schema.check
+        self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
         check_batches(self, self._losses, collate, dataset)
         loader = private_loader(
             dataset,
             plan,
-            key=self._run_secrets().key,
+            key=key,
             micro_batch_size=self.args.per_device_train_batch_size,
             collate_fn=collate,
-            check_schema=False,  # they were compared, at the columns that are used
+            check_schema=False,  # checked above, for the columns in use
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            digest=self._records["training"].whole,
+            digest=self._data_digest,
         )
         self._steps = StepLoader(loader)
         return self._steps
@@ -296,8 +295,8 @@ class PrivateTrainer(transformers.Trainer):
         finally:
             if self._steps is not None:
                 self._steps.pause()
-            if self._released_steps is not None:
-                self._released_steps.close()
+            if self._ledger is not None:
+                self._ledger.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
                 if not ready and self.private_optimizer.mechanism.step == 0:  # nothing is spent: it may be tried again
@@ -338,38 +337,27 @@ class PrivateTrainer(transformers.Trainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
-        """The key of the run and the file of its released steps: a checkpoint's, or new ones."""
-        optimizer = self.private_optimizer
-        if self.args.push_to_hub:
-            check_key_file(self.privacy, self.args)
+        """The key and ledger file of the run: those of a checkpoint, or new ones."""
         if checkpoint is not None:
-            key = None if optimizer is None else optimizer.key
-            self._secrets = secrets_of(checkpoint, self.privacy, self.args, key=key)
+            self._secrets = secrets_of(checkpoint, self.privacy, self.args, self.private_optimizer)
         elif self._secrets is None:
-            given = (None, "") if optimizer is None else (optimizer.key, optimizer.mechanism.run_id)
-            self._secrets = new_secrets(self.privacy, self.args, key=given[0], run_id=given[1])
+            self._secrets = new_secrets(self.privacy, self.args, self.private_optimizer)
         return self._secrets
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is None:
-            self._open_steps()
+            self._open_ledger(step=None)
         return prepared
 
-    def _open_steps(self) -> None:
-        """From here on the disk has a step before it is released; a run that may not go on is refused."""
-        assert self.private_optimizer is not None
-        secrets = self._run_secrets()
-        identity = identity_for(
-            secrets=secrets,
-            args=self.args,
-            privacy=self.privacy,
-            optimizer=self.private_optimizer,
-            model=self.model,
-            records=self._records,
-        )
-        self._released_steps = open_steps(secrets, identity)
-        self.private_optimizer.mechanism.before_step = self._released_steps.note
+    def _open_ledger(self, *, step: int | None) -> None:
+        """Record every step from here on before it is released; refuse a run that may not resume."""
+        optimizer = self.private_optimizer
+        assert optimizer is not None
+        settings = trainer_settings(self.args, self.privacy)
+        header = run_header(optimizer, settings=settings, data=self._data_digest)
+        self._ledger = StepLedger.open(self._run_secrets().ledger_file, header, step=step)
+        optimizer.mechanism.before_step = self._ledger.before_step
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -377,27 +365,13 @@ class PrivateTrainer(transformers.Trainer):
             write_loader_state(output_dir, {**self._steps.loader.state_dict(), "run": self._run_secrets().name})
             self._steps.pause()
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The stock one, and last of all the seal, without which nothing goes on from it."""
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        seal_folder(folder, self._run_secrets().key)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        seal_folder(checkpoint_folder, self._run_secrets().key)
-        super()._push_from_checkpoint(checkpoint_folder)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._steps is None:
             return
-        self._open_steps()
         super()._load_optimizer_and_scheduler(checkpoint)
+        assert self.private_optimizer is not None
+        self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock upload of output_dir, where no key may lie."""
-        check_key_file(self.privacy, self.args)
-        return super().push_to_hub(*args, **kwargs)
 
 
 def _has_columns(dataset: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch.utils.data
 
 from dpoptim.data import PrivateLoader, secret_randomness
-from dpoptim.data.rng_check import check_generators
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
 _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
@@ -133,9 +132,7 @@ class BatchMemoryManager:
 
 
 def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
-    """The DataLoader to take dataset, batch size and workers from; refuses one whose draws would be lost in silence,
-    or whose collate_fn draws from a public seed.
-    """
+    """The DataLoader to take dataset, batch size and workers from; refuses one whose draws would be silently lost."""
     if isinstance(data_loader, DPDataLoader):
         return data_loader.original
     if not isinstance(data_loader, torch.utils.data.DataLoader):
@@ -165,7 +162,6 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
             "data_loader has a generator, and private batches are drawn with a secret key; leave it out, and pass key= "
             "to make_private to draw the same again"
         )
-    check_generators(collate_fn=data_loader.collate_fn)
     left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
     if left:
         warnings.warn(

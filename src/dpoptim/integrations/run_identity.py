@@ -1,0 +1,70 @@
+"""The header of a run's step ledger: what must stay the same when a run is paused and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpoptim.optim import PrivateOptimizer
+from dpoptim.privacy import RunHeader
+
+_TRAINING_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "seed", "bf16",
+)  # fmt: skip
+_MAY_CHANGE = (  # of PrivacyArguments and recipes
+    "key_file", "log_norms", "debug_loss", "device", "log_every", "checkpoint_every", "evaluate_every",
+    "micro_batch_size", "micro_batch_tokens",
+    "data", "validation_data", "model",  # files may move: the digest of the records is compared
+)  # fmt: skip
+
+
+def run_header(
+    optimizer: PrivateOptimizer, *, settings: Mapping[str, Any] | None = None, data: str | None = None
+) -> RunHeader:
+    """Build the ledger header of a run from its optimizer.
+
+    Call it after `optimizer.load_state_dict`: a resumed run takes its run_id and its noise strategy from the state.
+    Model code and weights are not in the header. If they change, the gradients of a repeated step do, and the ledger
+    refuses it.
+
+    Args:
+        optimizer: The run's private optimizer.
+        settings: Further public values that must stay the same.
+        data: A keyed digest of the training records, `fingerprint_records(records, key).digest`.
+
+    Returns:
+        The header for `StepLedger.open`.
+    """
+    mechanism = optimizer.mechanism
+    return RunHeader(
+        key=optimizer.key,
+        run_id=mechanism.run_id,
+        plan=optimizer.plan.to_dict(),
+        strategy=mechanism.strategy_digest,
+        settings=settings or {},
+        data=data,
+    )
+
+
+def trainer_settings(args: Any, privacy: Any) -> dict[str, Any]:
+    """The settings of a PrivateTrainer run, from its TrainingArguments and PrivacyArguments."""
+    return {
+        **{name: _plain(getattr(args, name, None)) for name in _TRAINING_ARGUMENTS},
+        **{name: _plain(value) for name, value in vars(privacy).items() if name not in _MAY_CHANGE},
+    }
+
+
+def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a `dpoptim train` run, from its complete recipe."""
+    return {name: value for name, value in recipe.items() if name not in _MAY_CHANGE}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, strings, and lists and dicts of them; other objects by the value of their enum member."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    value = getattr(value, "value", value)
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
