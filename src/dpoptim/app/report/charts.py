@@ -484,12 +484,12 @@ def _scales_chart(runs: Sequence[RunHistory], *, limit: int) -> Chart | str:
         pairs = [(0, 6), (1, 5), (2, 4)] if is_one else [(1, 5)]
         bands = [[(x, fan[low], fan[high]) for x, fan in own] for low, high in pairs]
         drawn.append(Layer(line=[(x, fan[3]) for x, fan in own], bands=bands))
-    bands = "half, nine tenths and all of them" if is_one else "nine tenths of them"
+    shares = "half, nine tenths and all of them" if is_one else "nine tenths of them"
     return Chart(
         name="scales",
         title="Scales s over steps",
         mark=Mark.RELEASED,
-        caption=f"Line: median coordinate; bands: {bands}. A wide fan means that coordinates are scaled differently. "
+        caption=f"Line: median coordinate; bands: {shares}. A wide fan means that coordinates are scaled differently. "
         "If all are near 1, scaling does nothing.",
         heads=["step", *(QUANTILES if is_one else (run.name for run in runs))],
         rows=[
