@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -163,8 +164,9 @@ def test_large_epsilon_ends(capsys):
 
 def test_the_printed_code_runs(capsys):
     lines = printed(capsys, changed(SMALL, ["--clip-norm", "0.5"])).splitlines()
-    names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(
-        num_examples=2000, batch_size=100, steps=60, **given), "model": torch.nn.Linear(3, 1)}  # fmt: skip
+    names: dict[str, Any] = {name: getattr(dpoptim, name) for name in dpoptim.__all__}
+    names["PrivacyPlan"] = lambda *_, **given: PrivacyPlan(num_examples=2000, batch_size=100, steps=60, **given)
+    names["model"] = torch.nn.Linear(3, 1)
     (plan_line,) = [line.partition(" = ")[2] for line in lines if line.startswith("  plan = ")]
     (optimizer_line,) = [line.partition(" = ")[2] for line in lines if line.startswith("  optimizer = ")]
     names["plan"] = eval(plan_line.replace("..., ", ""), names)

@@ -59,7 +59,10 @@ def test_the_answer_comes_first(capsys):
 def test_the_printed_plan_keeps_the_guarantee(capsys):
     change = ["--adjacency", "replace", "--epsilon", "4.99999996", "--delta", "1.23456789e-6"]
     (line,) = [line for line in printed(capsys, changed(SMALL, change)).splitlines() if "PrivacyPlan(" in line]
-    names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given)}
+    names = {
+        **{name: getattr(dpoptim, name) for name in dpoptim.__all__},
+        "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given),
+    }
     plan = eval(line.strip().replace("PrivacyPlan(..., ", "PrivacyPlan("), names)
     found = json.loads(printed(capsys, changed(SMALL, [*change, "--json"])))
     (row,) = [row for row in found["mechanisms"] if row["name"] == found["chosen"]]
