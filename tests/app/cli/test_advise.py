@@ -233,7 +233,7 @@ def test_parameters_are_counted_from_the_configuration_alone(tmp_path, bert):
     assert model_size(str(tmp_path)) == ModelSize(parameters=4_416_698, counted="BertForMaskedLM")  # BERT-Tiny, tied
     config.architectures = None
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"does not say what it is for .*; set --task to one of masked-lm"):
+    with pytest.raises(ValueError, match=r"does not name its task .*; set --task to one of masked-lm"):
         model_size(str(tmp_path))
     assert model_size(str(tmp_path), task=Task.MASKED_LM).parameters == 4_416_698
     config.num_labels = 5
@@ -305,10 +305,10 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
         ("-5", "is neither a number of parameters, such as 4.4M, nor"),
         ("mlp", "depends on the columns of the data; give a number"),
         ("./missing", "does not exist"),
-        ("empty", "cannot be loaded from its folder"),
-        ("broken", "cannot be loaded from its folder"),
-        ("nobody/no-such-model", "there is no such folder here, and the Hugging Face hub does not give it"),
-        ("9/no-such-model", "hub does not give it"),
+        ("empty", "MODEL 'empty' is a folder without config.json"),
+        ("broken", "MODEL 'broken' cannot be loaded"),
+        ("nobody/no-such-model", "is not a folder here, and the Hugging Face hub did not provide it"),
+        ("9/no-such-model", "hub did not provide it"),
     ],
 )
 def test_models_that_cannot_be_read(capsys, tmp_path, monkeypatch, model, words):
@@ -336,10 +336,10 @@ def test_mistakes_of_a_probe_are_reported_in_options(capsys, tmp_path, bert, pub
     base = ["advise", str(bert), *TRAINING, "--task", "masked-lm", "--probe"]
     refused_in_one_line(capsys, [*base, str(tmp_path / "no.txt")], f"--probe '{tmp_path}/no.txt' does not exist")
     refused_in_one_line(
-        capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must lie between 2"
+        capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must be between 2"
     )
     refused_in_one_line(
-        capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, and --probe"
+        capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, but --probe"
     )
     labels = changed([*base, str(public_texts)], ["--task", "text-classification"])
     refused_in_one_line(capsys, labels, "set --label-column")

@@ -68,6 +68,7 @@ def test_an_unknown_command(capsys):
     assert "invalid choice: 'tran'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error():
     settings = "plan --steps 20 --batch-size 10 --num-examples 200 --epsilon 3 --delta 1e-6 --json"
     ran = subprocess.Popen(

@@ -481,8 +481,9 @@ def _in_options() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error).replace("task is not given, and ", "").replace("set task (--task) to", "set --task to")
-        raise ValueError(_NAMES.sub(_in_option, re.sub(r"\bdata (?=['\"])", "--probe ", text))) from error
+        text = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", str(error))  # "task (--task)" becomes "--task"
+        text = re.sub(r"\bdata[ =](?=['\"])", "--probe ", text)
+        raise ValueError(_NAMES.sub(_in_option, text)) from error
 
 
 def _in_option(found: re.Match[str]) -> str:
