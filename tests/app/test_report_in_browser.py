@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = write_run(place / "first", records(debug=True))
     long = f'data = "/home/{"x" * 300}"\n{"y" * 99} = "{"z" * 99}"\n'
     second = write_run(place / f"second{'w' * 80}", records(shift=0.4, taken=24), recipe=long)
-    long_note = {"kind": "start", "versions": {"v" * 80: "1" * 80}, "device": "d" * 200}
+    long_note = {"kind": "start", "resumed_from": None, "versions": {"v" * 80: "1" * 80}, "device": "d" * 200}
     with (first / "log.jsonl").open("a") as log:
         log.write(json.dumps(long_note) + "\n")
     write_report(read_runs([first]), place / "one.html")

@@ -347,7 +347,7 @@ def test_mistakes_of_a_probe_are_reported_in_options(capsys, tmp_path, bert, pub
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "bare" / name).write_bytes((bert / name).read_bytes())
     bare = ["advise", str(tmp_path / "bare"), *TRAINING, "--task", "masked-lm", "--probe", str(public_texts)]
-    refused_in_one_line(capsys, bare, "set --from-scratch to start from new ones")
+    refused_in_one_line(capsys, bare, "set --from-scratch")
 
 
 def test_without_transformers(monkeypatch):
