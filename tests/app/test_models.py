@@ -222,12 +222,12 @@ def test_encoder_decoder_models_are_sent_to_the_trainer(tmp_path):
         config = {"model_type": name, "architectures": [architecture]}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"t5' \(T5For.*text-to-text model, .* .*PrivateTrainer") as error:
+    with pytest.raises(ValueError, match=r"t5' \(T5For.*encoder–decoder model, which PrivateTrainer") as error:
         task_of_model(str(tmp_path / "t5"))
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"no AutoModelForCausalLM for.*it is a text-to-text model.*PrivateTrainer"):
+    with pytest.raises(ValueError, match=r"no AutoModelForCausalLM for.*it is an encoder–decoder model"):
         load_model(Task.CAUSAL_LM, tmp_path / "t5", from_scratch=True)
-    with pytest.raises(ValueError, match=r"text-to-text model.*PrivateTrainer.*or set task \(--task\) to masked-lm$"):
+    with pytest.raises(ValueError, match=r"PrivateTrainer.*or set task \(--task\) to masked-lm$"):
         task_of_model(str(tmp_path / "bart"))
 
 

@@ -15,17 +15,12 @@ import torch
 
 from dpoptim.app import Recipe, read_recipe
 from dpoptim.app.recipes import recipe as recipe_module
-from dpoptim.app.recipes.defaults import CLIP_NORM, notes_on, with_defaults
+from dpoptim.app.recipes.defaults import notes_on, with_defaults
+from dpoptim.app.recipes.plans import learning_rate_at, plan_of
 from dpoptim.app.recipes.recipe import ADJACENCIES, TASKS, VARIANTS, flags
+from dpoptim.integrations import named_settings
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.named_settings import (
-    learning_rate_at,
-    name_of_noise,
-    noise_of,
-    noise_words,
-    plan_of,
-    sampling_of,
-)
+from dpoptim.integrations.named_settings import CLIP_NORM, name_of_noise, noise_of, noise_words, sampling_of
 from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent
 from dpoptim.privacy import Adjacency, CyclicPoisson, Poisson, Shuffled
 
@@ -185,7 +180,8 @@ def test_plan_follows_the_recipe():
     assert given.noise == Independent()
 
 
-def test_automatic_noise_keeps_to_what_is_proved():
+@pytest.mark.slow
+def test_automatic_noise_is_proved_for_the_sampling():
     plan = plan_for(epsilon=8.0, batch_size=20, steps=60)
     assert isinstance(plan.sampling, (Poisson, CyclicPoisson))
     assert plan.epsilon() <= 8.0
@@ -194,7 +190,8 @@ def test_automatic_noise_keeps_to_what_is_proved():
     assert plan_for(noise="banded-toeplitz:4", batch_size=20, steps=30).sampling == CyclicPoisson(bands=4)
 
 
-def test_a_sampling_that_is_named_is_obeyed_or_refused():
+@pytest.mark.slow
+def test_named_sampling_is_kept():
     sizes = {"epsilon": 8.0, "batch_size": 20, "steps": 60}
     free = plan_for(**sizes)
     assert isinstance(free.sampling, CyclicPoisson), "what auto takes here, so that poisson is something else"
@@ -204,6 +201,9 @@ def test_a_sampling_that_is_named_is_obeyed_or_refused():
     four = plan_for(sampling="cyclic:4", **sizes)
     assert (four.sampling, four.noise) == (CyclicPoisson(bands=4), BandedToeplitz(bands=4))
     assert plan_for(sampling="cyclic:1", **sizes).sampling == CyclicPoisson(bands=1)
+
+
+def test_sampling_without_a_proof_is_refused():
     for noise in ("banded-toeplitz:4", "buffered-toeplitz:2"):
         with pytest.raises(ValueError, match=f"noise='{noise}' with sampling='poisson' has no proof") as refused:
             plan_for(sampling="poisson", noise=noise, batch_size=20, steps=30)
@@ -213,7 +213,7 @@ def test_a_sampling_that_is_named_is_obeyed_or_refused():
 
 def test_weak_delta_is_refused():
     for delta in (1 / 400, 0.01, 0.5):
-        with pytest.raises(ValueError, match=r"is not below 1/400, .* such as 0.0001, or leave it out"):
+        with pytest.raises(ValueError, match="is not below 1/400"):
             plan_for(delta=delta, noise="independent", batch_size=20, steps=30)
     assert plan_for(delta=0.0024, noise="independent", batch_size=20, steps=30).delta == 0.0024
 
@@ -261,7 +261,8 @@ def test_learning_rates_rise_and_fall(schedule):
 
 def test_names_agree_with_the_library():
     """The recipe lists names itself, because it must not import torch."""
-    assert tuple(task.value for task in Task) == TASKS
+    assert {task.value for task in Task} >= set(TASKS)
+    assert named_settings.VARIANTS == VARIANTS
     assert {kind.value.replace("_", "-") for kind in Adjacency} == set(ADJACENCIES)
     assert all(word in flags()["--noise"].metadata["help"] for word in noise_words())
     assert f"default: {CLIP_NORM:g}" in flags()["--clip-norm"].metadata["help"]

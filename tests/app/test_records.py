@@ -49,7 +49,7 @@ def write(folder: Path, kind: str, columns: dict[str, list[Any]], name: str = "d
     return write_csv(path, columns, "\t" if kind == "tsv" else ",")
 
 
-def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
+def first_line(error: pytest.ExceptionInfo[ValueError]) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -98,7 +98,7 @@ def test_missing_column(kind, tmp_path):
     path = write(tmp_path, kind, {"a": TEXTS, "b": LABELS})
     with pytest.raises(ValueError, match="text_column='body' is not a column; the columns are a, b") as error:
         read_records(path, text_column="body")
-    one_line(error)
+    first_line(error)
     with pytest.raises(ValueError, match="label_column='kind' is not a column; the columns are a, b"):
         read_records(path, text_column="a", label_column="kind")
     with pytest.raises(ValueError, match=r"2 columns of strings; set text_column \(--text-column\) to one of a, b"):
@@ -134,7 +134,7 @@ def test_missing_texts_are_refused(kind, tmp_path):
     where = "record 3" if kind == "saved" else rf"'data\.{kind}', record 3"
     with pytest.raises(ValueError, match=rf"2 of 5 records .* have no 'body' \(first: {where}\); remove them") as error:
         records.refuse_empty()
-    one_line(error)
+    first_line(error)
     records.take([0, 1, 3]).refuse_empty()
 
 
@@ -147,7 +147,7 @@ def test_file_without_permission(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=rf"data '.*{name}' cannot be read by this user") as error:
         read_records(tmp_path / name)
-    one_line(error)
+    first_line(error)
 
 
 def test_long_csv_field(tmp_path):
@@ -321,7 +321,7 @@ def test_broken_files(name, content, line, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         read_records(tmp_path / name)
-    one_line(error)
+    first_line(error)
     assert "secret" not in str(error.value)
 
 
@@ -353,7 +353,7 @@ def test_files_that_are_not_utf8(tmp_path):
 def test_an_empty_folder(tmp_path):
     with pytest.raises(ValueError, match="is a folder without tables") as error:
         read_records(tmp_path)
-    one_line(error)
+    first_line(error)
 
 
 def test_dataset_missing_on_the_hub(monkeypatch):
@@ -363,7 +363,7 @@ def test_dataset_missing_on_the_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(ValueError, match="the Hugging Face hub did not provide it") as error:
         read_records("nobody/nothing")
-    assert one_line(error).endswith("(cannot reach the hub)")
+    assert first_line(error).endswith("(cannot reach the hub)")
 
 
 def test_a_dataset_of_the_hub(monkeypatch):
@@ -392,7 +392,7 @@ def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkey
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(ValueError, match="needs the package") as error:
         read_records(tmp_path / source if source.endswith("parquet") else source)
-    assert line in one_line(error)
+    assert line in first_line(error)
 
 
 def test_number_of_labels_must_match():

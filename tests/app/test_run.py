@@ -36,7 +36,7 @@ def test_directory_is_complete(finished):
     expected = {
         "recipe.toml", "plan.json", "statement.txt", "noise.key", "noise.steps", "log.jsonl", "checkpoints", "model"
     }  # fmt: skip
-    assert names - {"tensorboard"} == expected | {"summary.json"}
+    assert names == expected | {"summary.json"}
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (place.path, place.key_file, place.steps_file)}
     assert list(modes.values()) == [0o700, 0o600, 0o600]
     mask = os.umask(0o077)
@@ -81,7 +81,7 @@ def test_log_of_a_run(finished):
     assert epsilons[-1] == start["epsilon"]
     assert all(entry["released"]["gradient_norm"] > 0 for entry in steps)
     times = [entry["seconds"] for entry in steps]
-    assert times[:2] == [None, None], "the time of fewer than ten steps tells of single batches"
+    assert times[:2] == [None, None], "the time of fewer than ten steps reveals single batches"
     assert all(found > 0 and found == float(f"{found:.2g}") for found in times[2:])
     assert [entry["kind"] for entry in entries if "time" in entry] == ["start", "end"]
     scores = [entry for entry in entries if entry["kind"] == "evaluation"]
@@ -246,7 +246,7 @@ def refused(recipe: Recipe, tmp_path, match: str) -> None:
     assert set(tmp_path.iterdir()) == before, "something was written"
 
 
-def test_bad_data_is_refused_before_anything_is_written(tmp_path):
+def test_bad_data_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     good = rows_recipe(tmp_path)
     refused(good.replace(data=str(tmp_path / "absent.csv")), tmp_path, "does not exist")
     refused(good.replace(label_column="colour"), tmp_path, "label_column='colour' is not a column")
@@ -256,6 +256,8 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path):
     refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not used by tabular-classification")
     refused(good.replace(noise="buffered-toeplitz:2", sampling="poisson"), tmp_path, "no proof")
     refused(good.replace(eps_scale=1.0, variant="dp_sgd"), tmp_path, "eps_scale")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    refused(good.replace(report_to="tensorboard"), tmp_path, "needs the package tensorboard")
     (tmp_path / "empty.csv").write_text("a,b,label\n")
     refused(good.replace(data=str(tmp_path / "empty.csv")), tmp_path, "no records")
     refused(good.replace(model=str(tmp_path / "no-model"), task=None), tmp_path, "does not exist")
@@ -314,10 +316,11 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     (tmp_path / "run").mkdir()
-    recipe = rows_recipe(tmp_path, steps=5, evaluate_every=5, log_every=1, checkpoint_every=2)
+    every = {"evaluate_every": 5, "log_every": 1, "checkpoint_every": 2}
+    recipe = rows_recipe(tmp_path, steps=5, report_to="tensorboard", **every)
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "run", progress=CrashAfter(3))
     (tmp_path / "run" / "tensorboard").mkdir()

@@ -22,7 +22,7 @@ from dpoptim.app import (
     train,
 )
 from dpoptim.app.models.loading import task_of_model
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from tests.app import tiny
 from tests.app.runs import log_of, rows_recipe, write_bert, write_texts
 
@@ -87,7 +87,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
 
     further = recipe.replace(model=str(tmp_path / "run" / "model"), task=None)
     setup = prepare_run(further)
-    assert setup.recipe.task == task.value, "the folder says what it is for"
+    assert setup.recipe.task == task.value, "the folder names its task"
     if recipe.lora_rank is None:
         assert all(parameter.requires_grad for parameter in setup.model.parameters())
 

@@ -34,10 +34,9 @@ from dpoptim.app.cli.options import (
 from dpoptim.app.cli.plan import COLUMNS, headline, mechanism_cells, mechanism_values, note_weak_delta, plan_line
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.named_settings import CLIP_NORM, name_of_noise, name_of_sampling
+from dpoptim.integrations.optional import require
 from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency
 from dpoptim.privacy.format_epsilon import format_epsilon
@@ -463,7 +462,7 @@ def _labels(model: str, task: Task) -> int | None:
     if model == "small-cnn" or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
         return 2
     try:
-        config = needed("transformers", f"MODEL {model!r}").AutoConfig.from_pretrained(model)
+        config = require("transformers", f"MODEL {model!r}").AutoConfig.from_pretrained(model)
     except OSError:
         return 2  # load_model reports what is wrong
     return max(2, int(config.num_labels))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from dpoptim.integrations.optional import needed, one_line
+from dpoptim.integrations.optional import first_line, require
 
 Columns = dict[str, Sequence[Any]]
 Locate = Callable[[int], str]
@@ -45,7 +45,7 @@ def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
                 f"data {str(path)!r} has columns {', '.join(table)} and {files[0].name} has {', '.join(tables[0])}; "
                 "give files with the same columns"
             )
-    columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
+    columns: Columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
     counts = [len(next(iter(table.values()), ())) for table in tables]
 
     def locate(index: int) -> str:
@@ -122,11 +122,11 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def load_saved_dataset(folder: Path, split: str) -> Any:
     """Load the `datasets.Dataset` in a folder, or the part `split` of a `DatasetDict`."""
-    datasets = needed("datasets", f"reading the saved dataset {folder}")
+    datasets = require("datasets", f"reading the saved dataset {folder}")
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:
-        raise ValueError(f"data {str(folder)!r} is not a readable saved dataset: {one_line(error)}") from error
+        raise ValueError(f"data {str(folder)!r} is not a readable saved dataset: {first_line(error)}") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"split={split!r} is not in {str(folder)!r}, which has {', '.join(found)}")
@@ -138,14 +138,14 @@ def load_hub_dataset(name: str, split: str) -> Any:
     """Load the dataset `name` or `name:configuration` from the Hugging Face hub or its local cache."""
     missing = f"data {name!r} is not a file or folder here"
     try:
-        datasets = needed("datasets", "reading a dataset of the Hugging Face hub")
+        datasets = require("datasets", "reading a dataset of the Hugging Face hub")
     except ValueError as error:
         raise ValueError(f"{missing}, and {error}") from None
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
-        raise ValueError(f"{missing}, and the Hugging Face hub did not provide it ({one_line(error)})") from error
+        raise ValueError(f"{missing}, and the Hugging Face hub did not provide it ({first_line(error)})") from error
 
 
 def columns_of(dataset: Any) -> Columns:
@@ -228,7 +228,7 @@ def _read_csv(path: Path) -> Columns:
         try:
             header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
         except csv.Error as error:
-            raise ValueError(f"data {str(path)!r} is not a readable table: {one_line(error)}") from error
+            raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise ValueError(f"data {str(path)!r} has the column {repeated[0]!r} more than once; rename one")
@@ -242,14 +242,14 @@ def _read_csv(path: Path) -> Columns:
 
 
 def _read_parquet(path: Path) -> Columns:
-    parquet = needed("pyarrow.parquet", f"reading {path.name}")
+    parquet = require("pyarrow.parquet", f"reading {path.name}")
     with _readable(path):
         try:
             return dict(parquet.read_table(path).to_pydict())
         except PermissionError:
             raise
         except Exception as error:
-            raise ValueError(f"data {str(path)!r} is not a readable parquet file: {one_line(error)}") from error
+            raise ValueError(f"data {str(path)!r} is not a readable parquet file: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

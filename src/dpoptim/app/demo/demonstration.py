@@ -28,7 +28,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.report.page import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.optional import require
 from dpoptim.privacy.format_epsilon import format_epsilon
 
 MODEL = Path(__file__).parent / "model"
@@ -85,7 +85,7 @@ def main(
         delta: δ of each private run.
         seed: The seed of the masks.
     """
-    needed("transformers", "the demonstration")
+    require("transformers", "the demonstration")
     size = QUICK if quick else FULL
     settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work
@@ -144,7 +144,7 @@ def read_texts(size: Size) -> tuple[list[str], list[str]]:
 
 def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
     """The recipe of one run."""
-    changes: dict[str, Any] = {"variant": method, "learning_rate": 1e-2}
+    changes: dict[str, Any] = {"variant": method, "learning_rate": 5e-3}
     if method == NOT_PRIVATE:
         settings = {name: value for name, value in settings.items() if name != "epsilon"}
         changes = {"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3}

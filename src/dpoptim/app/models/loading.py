@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpoptim.integrations.losses.task_of_class import tasks_of_classes, trained_elsewhere
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.optional import needed, one_line
+from dpoptim.integrations.losses import Task, tasks_of_classes, trained_elsewhere
+from dpoptim.integrations.optional import first_line, require
 
 CNN_IMAGE_SIZE = 32
 _AUTO_CLASSES = {
@@ -125,7 +124,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
         ValueError: There is none, or transformers is not installed.
     """
     name = _expanded(name_or_path)
-    transformers = needed("transformers", f"the tokenizer of {name!r}")
+    transformers = require("transformers", f"the tokenizer of {name!r}")
     _check_folder(name, "tokenizer")
     with _loading("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -140,7 +139,7 @@ def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple
     They are read from its preprocessor_config.json and default to ½. They come with the model and are not computed on
     private images.
     """
-    base = needed("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
+    base = require("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
     try:
         found, _ = base.ImageProcessingMixin.get_image_processor_dict(_expanded(name_or_path))
     except Exception:  # a model need not have the file
@@ -162,7 +161,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
-    peft = needed("peft", f"lora_rank={rank}")
+    peft = require("peft", f"lora_rank={rank}")
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
     if targets is None:
         known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -179,7 +178,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"targets={targets!r} cannot be used: {one_line(error)}") from error
+        raise ValueError(f"targets={targets!r} cannot be used: {first_line(error)}") from error
 
 
 def task_of_model(name: str) -> Task:
@@ -193,7 +192,7 @@ def task_of_model(name: str) -> Task:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    transformers = needed("transformers", f"model={name!r}")
+    transformers = require("transformers", f"model={name!r}")
     name = _expanded(name)
     _check_folder(name, "model")
     base = _base_of_adapter(name)
@@ -247,11 +246,11 @@ def _from_transformers(
     from_scratch: bool,
     dtype: torch.dtype,
 ) -> Any:
-    transformers = needed("transformers", f"model={name!r}")
+    transformers = require("transformers", f"model={name!r}")
     _check_folder(name, "model", weights=not from_scratch)
     base = _base_of_adapter(name)
     if base is not None:
-        peft = needed("peft", f"model={name!r}, which holds LoRA factors,")
+        peft = require("peft", f"model={name!r}, which holds LoRA factors,")
         model = _from_transformers(task, base, num_labels, label_names, from_scratch, dtype)
         with _loading("model", name):
             return peft.PeftModel.from_pretrained(model, name).merge_and_unload().requires_grad_(True)
@@ -303,9 +302,9 @@ def _loading(what: str, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         if Path(name).is_dir():
-            raise ValueError(f"{what}={name!r} cannot be loaded: {one_line(error)}") from error
+            raise ValueError(f"{what}={name!r} cannot be loaded: {first_line(error)}") from error
         raise ValueError(
-            f"{what}={name!r} is not a folder here, and the Hugging Face hub did not provide it ({one_line(error)}); "
+            f"{what}={name!r} is not a folder here, and the Hugging Face hub did not provide it ({first_line(error)}); "
             "check the path"
         ) from error
 

@@ -219,6 +219,8 @@ class Recipe:
     checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)", type=int,
         metavar="N")
     log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)", type=int, metavar="N")
+    report_to: str | None = _setting(None, _one_of("tensorboard"), RUN, "also write the log for TensorBoard",
+        choices=("tensorboard",))
     debug: bool = _setting(False, yes_or_no, RUN, "also log training losses and clipping: NOT private", type=bool)
     # fmt: on
 

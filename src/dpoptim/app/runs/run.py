@@ -40,9 +40,9 @@ from dpoptim.app.runs.run_log import (
 )
 from dpoptim.app.runs.setup import RunSetup, prepare_run
 from dpoptim.app.runs.shared_records import training_digest
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
-from dpoptim.integrations.optional import one_line
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.epsilon_spent import EpsilonSpent
@@ -157,7 +157,9 @@ class _Run:
     ) -> None:
         self._setup, self._place, self._progress = setup, place, progress
         self._log, self._loop, self._stop = log, loop, stop
-        self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
+        self._writer = None
+        if setup.recipe.report_to == "tensorboard":
+            self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
         self._finite_at, self._loss_noted = loop.step, False
 
@@ -175,8 +177,7 @@ class _Run:
                 self._evaluate()
             for entry in loop:
                 if "released" in entry:
-                    self._log.write("step", **entry)
-                    write_scalars(self._writer, {"kind": "step", **entry})
+                    self._write("step", entry)
                     if "not_private" in entry:
                         self._progress.not_private(entry["not_private"]["loss"])
                 self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
@@ -197,6 +198,11 @@ class _Run:
         except BaseException as error:
             self._end_with(error)
             raise
+
+    def _write(self, kind: str, entry: dict[str, Any]) -> None:
+        self._log.write(kind, **entry)
+        if self._writer is not None:
+            write_scalars(self._writer, {"kind": kind, **entry})
 
     def _description(self, resumed_from: int | None) -> dict[str, Any]:
         setup, plan = self._setup, self._loop.plan
@@ -248,8 +254,7 @@ class _Run:
             "examples": scores.examples,
             "outside_guarantee": True,
         }
-        self._log.write("evaluation", **entry)
-        write_scalars(self._writer, {"kind": "evaluation", **entry})
+        self._write("evaluation", entry)
         self._progress.evaluation(entry)
         if not math.isfinite(scores.loss) and not self._loss_noted:
             self._loss_noted = True
@@ -318,7 +323,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
 
 def _reworded(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
-    text = one_line(error)
+    text = first_line(error)
     saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
         return OSError(f"training stopped: {text}{saved}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib.util
 import json
 import math
 import shutil
@@ -66,13 +65,11 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
-    """A TensorBoard writer into `folder`, or None if tensorboard is not installed.
+    """A TensorBoard writer into `folder`.
 
-    The folder is made again from the log's entries, so that a repeated step appears once: the difference between two
+    The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
     versions of a step, on a device that sums in a different order, would contain no noise.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
     from torch.utils.tensorboard import SummaryWriter
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -85,8 +82,6 @@ def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
 
 def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
     """Write every number of a step or evaluation to TensorBoard; the names of values that are not private say so."""
-    if writer is None:
-        return
     step = entry["step"]
     if entry["kind"] == "evaluation":
         parts = {"held-out": {name: entry[name] for name in ("loss", "accuracy", "perplexity")}}

@@ -16,12 +16,13 @@ from dpoptim.app.data.records import RecordKind, Records, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch
 from dpoptim.app.recipes.defaults import chosen_device, notes_on, validation_fraction, with_defaults
+from dpoptim.app.recipes.plans import optimizer_of, plan_of
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.shared_records import check_held_out_is_other, same_source
 from dpoptim.clipping import check_example_independence
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, optimizer_of, plan_of
-from dpoptim.integrations.optional import one_line
+from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
+from dpoptim.integrations.optional import first_line, require
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 _KINDS = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
@@ -97,6 +98,8 @@ def prepare_run(
             data, an impossible ε, a model that mixes examples. Nothing is written or trained before.
     """
     device = chosen_device(recipe.device)
+    if recipe.report_to == "tensorboard":
+        require("tensorboard", "report_to='tensorboard'")
     recipe = recipe.with_whole_paths()
     stage("reading the records")
     task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
@@ -200,5 +203,5 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
         with torch.random.fork_rng(devices=[] if setup.device.type == "cpu" else None):
             check_example_independence(setup.model, setup.prepared.loss_per_example, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {one_line(error)}") from error
+        raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {first_line(error)}") from error
     return optimizer.plan
