@@ -335,9 +335,7 @@ def test_probes_that_cannot_run(capsys, tmp_path, bert, public_texts):
 def test_mistakes_of_a_probe_are_reported_in_options(capsys, tmp_path, bert, public_texts):
     base = ["advise", str(bert), *TRAINING, "--task", "masked-lm", "--probe"]
     refused_in_one_line(capsys, [*base, str(tmp_path / "no.txt")], f"--probe '{tmp_path}/no.txt' does not exist")
-    refused_in_one_line(
-        capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must be between 2"
-    )
+    refused_in_one_line(capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must be between 2")
     refused_in_one_line(
         capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, but --probe"
     )

@@ -104,7 +104,8 @@ def test_secret_sampling_and_verbose(capsys):
 
 
 def test_other_workloads_and_all_mechanisms(capsys):
-    found = json.loads(printed(capsys, [*changed(SMALL, ["--steps", "20"]), "--all", "--workload", "moments:0.9", "--json"]))
+    change = ["--steps", "20", "--all", "--workload", "moments:0.9", "--json"]
+    found = json.loads(printed(capsys, changed(SMALL, change)))
     names = [row["name"] for row in found["mechanisms"]]
     assert {"Banded(bands=20)", "Dense()"} <= set(names)
     assert found["workload"] == "DecayedSums(beta=0.9)"
