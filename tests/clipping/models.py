@@ -100,9 +100,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(11, 6, padding_idx=0)
+        self.table = nn.Embedding(20, 6, padding_idx=0)  # tables of up to 16 rows take a simpler path
         self.mix = nn.Linear(6, 6)
-        self.decoder = nn.Linear(6, 11)
+        self.decoder = nn.Linear(6, 20)
         self.decoder.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ CASES: dict[str, Callable[[], Case]] = {
         squares,
         _inputs(6),
     ),
-    "embedding": lambda: Case(nn.Embedding(9, 5), squares, _ids(9, 6)),
+    "embedding": lambda: Case(nn.Embedding(20, 5), squares, _ids(9, 6)),  # more than 16 rows, as in `Tied`
     "embedding with padding_idx": lambda: Case(nn.Embedding(9, 5, padding_idx=3), squares, _ids(9, 6)),
     "embedding 3-D ids": lambda: Case(nn.Embedding(9, 5), squares, _ids(9, 4, 3)),
     "layer norm": lambda: Case(nn.LayerNorm(6), squares, _inputs(7, 6)),

@@ -106,6 +106,16 @@ def test_a_forged_entry_is_ignored(cache_dir, forged):
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
 
 
+def test_an_entry_just_above_the_target_is_not_used(cache_dir):
+    run = poisson(0.05, 50)
+    calibrate(run, epsilon=2.0, delta=1e-6)
+    (file,) = cache_dir.iterdir()
+    too_little = calibrate(run, epsilon=2.0 + tolerance(2.0), delta=1e-6, use_cache=False)
+    np.savez(file, inputs=np.load(file)["inputs"], values=np.array([too_little]))
+    found = calibrate(run, epsilon=2.0, delta=1e-6)
+    assert accounting.epsilon(run, noise_multiplier=found, delta=1e-6) <= 2.0
+
+
 def test_a_true_entry_is_used(cache_dir, monkeypatch):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)

@@ -271,6 +271,21 @@ def test_the_same_step_with_a_different_strategy_is_refused(stream, tmp_path, mo
         run(tmp_path / "n", make="independent_moments", resume=True)
 
 
+def test_a_different_scale_is_a_different_release():
+    """If nothing is clipped, the sums are the same but the noise is not."""
+    plan = dpoptim.PrivacyPlan(steps=1, batch_size=4, num_examples=4, clip_norm=100.0, noise_multiplier=1.0)
+    key, model = dpoptim.NoiseKey.from_bytes(bytes(32)), nn.Linear(3, 2)
+    found: list[bytes] = []
+    for factor in (1.0, 0.5):
+        own = copy.deepcopy(model)
+        optimizer = dpoptim.dp_sgd(own, plan, lr=0.1, key=key, run_id="run", external_batches=True)
+        optimizer.mechanism.scale = {name: torch.full_like(p.detach(), factor) for name, p in own.named_parameters()}
+        optimizer.mechanism.before_step = lambda step, content: found.append(content)
+        own(torch.ones(4, 3)).sum(1).sum().backward()
+        optimizer.step()
+    assert found[0] != found[1]
+
+
 def test_a_header_names_key_run_plan_and_strategy():
     optimizer = dpoptim.dp_sgd(nn.Linear(2, 1), PLAN, lr=0.1, key=KEY, run_id="run", external_batches=True)
     found = run_header(optimizer, settings={"lr": 0.1}, data="d").to_dict()
