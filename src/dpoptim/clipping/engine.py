@@ -51,6 +51,7 @@ _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
 _losses_checked: weakref.WeakKeyDictionary[nn.Module, SeenLayers] = weakref.WeakKeyDictionary()
 """Models whose loss has passed `check_example_independence`, with what it showed."""
+_NOTHING = SeenLayers()
 
 
 @contextlib.contextmanager
@@ -249,13 +250,15 @@ class Engine:
                 )
             return found
 
-        _losses_checked.pop(self.model, None)
+        before = _losses_checked.pop(self.model, None)
         watch = _Watch(self)
         self.buffers.begin(anew=True)
         is_conclusive = watch.check("loss_fn", run, arguments)
         self.buffers.look()
         self.buffers.check(waiting=False)
         if is_conclusive:
+            if before is not None:
+                watch.seen.update(before)
             _losses_checked[self.model] = watch.seen
         return is_conclusive
 
@@ -281,7 +284,7 @@ class Engine:
         if self.batch.is_open and not is_recomputed:
             self.flush()
         self.buffers.begin(anew=False)  # where layers are called by themselves
-        by_losses = _losses_checked.get(self.model, SeenLayers())
+        seen, by_losses = self._seen, _losses_checked.get(self.model, _NOTHING)
         is_bare = self.call is None and not is_recomputed
         if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
             self._need_checked_loss(f"layer '{layer}' ran outside a call of {type(self.model).__name__}")
@@ -289,14 +292,15 @@ class Engine:
             self.examples = tensor.shape[0]
         found = layer, tensor.ndim
         if tensor.shape[0] == self.examples:
-            if self.examples > 1 and not is_bare and found not in self._seen.examples | by_losses.examples:
+            is_seen = found in seen.examples or found in by_losses.examples
+            if self.examples > 1 and not is_bare and not is_seen:
                 raise ValueError(
                     f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked, "
                     "so nothing shows that the first axis of its input is the batch. Run the same layers in every "
-                    "call, or let an argument that is True, False or None decide"
+                    "call, or first run dpoptim.check_example_independence(model, loss_fn, batch) on such a batch"
                 )
             return tensor
-        if tensor.shape[0] == 1 and found in self._seen.shared | by_losses.shared:
+        if tensor.shape[0] == 1 and (found in seen.shared or found in by_losses.shared):
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
 
@@ -312,7 +316,7 @@ class Engine:
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None:
         """Where the arguments of a layer had the examples when it was checked; None if such a call was not seen."""
         key = layer, tuple(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return self._seen.axes.get(key) or _losses_checked.get(self.model, SeenLayers()).axes.get(key) or None
+        return self._seen.axes.get(key) or _losses_checked.get(self.model, _NOTHING).axes.get(key) or None
 
     def use(self) -> Use:
         """Where a layer call stands, to be handed to `keep` when its gradient arrives."""

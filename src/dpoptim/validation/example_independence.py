@@ -6,7 +6,8 @@ others are replaced by different examples and get different output gradients. Wh
 the same: outputs, input gradients and the per-example gradients of parameters.
 
 Not seen: mixing that needs more than `MAX_ROWS` rows (expert capacity), effects smaller than the rounding of the run's
-dtype, and whatever happens outside the function that is checked. A sound model is refused if it draws a data-dependent
+dtype, paths that only a later length, number or attribute opens, and whatever happens outside the function that is
+checked. A sound model is refused if it draws a data-dependent
 amount of random numbers.
 
 Arguments are tensors in tuples, lists and dicts, with the examples on the first axis. Tensors of a different length or
@@ -67,7 +68,7 @@ class Arguments(NamedTuple):
         return not self.only_first or leaf is next(t for t in self.leaves if isinstance(t, Tensor) and t.ndim)
 
     def signature(self) -> tuple[Any, ...]:
-        """What may send a batch down a different path, except the lengths and values of tensors."""
+        """What may send a batch down a different path, except lengths, numbers, texts and the values of tensors."""
         return tuple(
             (leaf.ndim, leaf.dtype, self.has_examples(leaf), leaf.shape[:1] == (1,)) if isinstance(leaf, Tensor)
             else leaf if isinstance(leaf, bool | None) else type(leaf)
