@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
+# make demo | test | test-all | lint | types | docs | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
 # when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
 
 PYTHON ?= python3
@@ -8,12 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench bench-all clean
+.PHONY: help demo test test-all lint types docs bench bench-all clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    pretrain a small BERT on public text, fine-tune it privately on other text; two to three minutes"
 	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
+	@echo "make test-all    every test that needs no GPU, the slow ones too"
+	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
 	@echo "make bench   is a private step still cheap? Times one beside the same without privacy, in a few minutes"
@@ -27,6 +29,13 @@ demo: $(VENV)/.train
 # One thread a process: xdist already keeps the cores busy.
 test: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu" $(ARGS)
+
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --quiet --strict --clean
+	@echo "Open site/index.html"
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
@@ -48,7 +57,7 @@ bench-all: $(VENV)/.dev
 		--json benchmarks/results/abstracts.json --write benchmarks/abstracts.md
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -73,10 +82,18 @@ $(VENV)/.train: $(VENV)/.runtime
 	@$(INSTALL) --editable '.[train]'
 	@touch $@
 
-# Read with tomllib, so that a pip without --group will do.
+# Groups are read with tomllib, so that a pip without --group works too.
+GROUP = $(BIN)/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")'
+
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing the tools that check it ..."
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")' \
-		> $(VENV)/dev-requirements.txt
+	@$(GROUP) dev > $(VENV)/dev-requirements.txt
 	@$(INSTALL) --requirement $(VENV)/dev-requirements.txt
+	@touch $@
+
+# The site is built from the sources without importing them: torch is not needed.
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing MkDocs ..."
+	@$(GROUP) docs > $(VENV)/docs-requirements.txt
+	@$(INSTALL) --requirement $(VENV)/docs-requirements.txt
 	@touch $@
