@@ -6,7 +6,7 @@
 
 The data are any texts: a .jsonl, .csv or .txt file (or another source that `dpoptim.app.read_records` takes),
 cut into tokens by the tokenizer beside the model, or a folder of packed ids, which the figures of abstracts.md come
-from (`experiments.tinybert.corpus` describes it); tokens that were cut are kept in a folder beside the data.
+from (`experiments.tinybert.data` describes it); tokens that were cut are kept in a folder beside the data.
 The model is the folder of a BERT with its head for masked tokens. Of each text 15 % of the tokens are masked (80 %
 [MASK], 10 % another, 10 % as they are), anew in every step, from a fixed seed; its loss is the mean over them. The
 optimizer is `scale_then_privatize` with noise multiplier 1. A step's batch is cut by length (`lengths=`,
@@ -32,9 +32,8 @@ from torch import Tensor
 import dpoptim
 from dpoptim.clipping.captured import Captured
 from dpoptim.data.lengths import part_multiple
-from experiments.tinybert.corpus import read_corpus
+from experiments.tinybert.data import Indices, Part, Texts, laid_out, make_part, read_corpus
 from experiments.tinybert.model import MaskedLM, load
-from experiments.tinybert.texts import Indices, Part, Texts, laid_out, made_part
 
 LONGEST = 512
 EVERY = 100
@@ -134,7 +133,7 @@ def train(run: Run, device: str) -> Progress:
     generator = torch.Generator(device).manual_seed(0)
     progress = Progress(torch.cuda.synchronize if device == "cuda" else lambda: None)
     for indices, width, most, tokens in run.loader:
-        losses = run.differentiate(made_part(run.texts, indices, width, most, vocabulary, generator))
+        losses = run.differentiate(make_part(run.texts, indices, width, most, vocabulary, generator))
         run.optimizer.step()
         progress.add(losses, tokens=tokens, padded=len(indices) * width)
         if not run.loader.step_ends:

@@ -1,1 +1,1 @@
-"""The paper's experiments, run again: cells of settings, lines in a file, tables and pictures of the file alone."""
+"""The paper's experiments, reproduced: `python -m experiments`."""

@@ -8,11 +8,11 @@ from datetime import datetime
 
 from dpoptim.app.comparison.intervals import Interval
 from dpoptim.privacy.format_epsilon import format_epsilon
-from experiments.result_files import Line
+from experiments.results_file import Line
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table whose first `left` columns are text and the others numbers, set to the right.
+    """A table whose first `left` columns are text; the others are numbers, aligned right.
 
     >>> print(table(["name", "loss"], [["a", "1.0"]]))
     | name | loss |
@@ -28,7 +28,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits, or a dash; powers of ten where it is far from 1.
+    """A number with that many significant digits, or a dash for None; in powers of ten if far from 1.
 
     >>> number(0.00012345, 2), number(187547.0, 3), number(None), number(0.0), number(12.5, 2), number(22.0, 3)
     ('1.2e-4', '1.88e5', '–', '0', '12', '22')
@@ -45,7 +45,8 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def spread(found: Interval) -> str:
-    """
+    """The mean, and half the width of the interval if there is one.
+
     >>> spread(Interval(mean=0.5, half_width=0.1, count=3)), spread(Interval(mean=-0.5, half_width=None, count=1))
     ('0.500 ± 0.100', '−0.500')
     """
@@ -53,7 +54,8 @@ def spread(found: Interval) -> str:
 
 
 def thousandths(value: float) -> str:
-    """
+    """Three decimals, with a proper minus sign.
+
     >>> thousandths(-0.02), thousandths(-0.0004)
     ('−0.020', '0.000')
     """
@@ -61,7 +63,7 @@ def thousandths(value: float) -> str:
 
 
 def epsilon_shown(epsilon: float | None) -> str:
-    """Rounded up; a dash where nothing is guaranteed.
+    """ε rounded up, or a dash if nothing is guaranteed.
 
     >>> epsilon_shown(261.23821), epsilon_shown(None)
     ('261.2383', '–')
@@ -70,7 +72,8 @@ def epsilon_shown(epsilon: float | None) -> str:
 
 
 def percent(value: float) -> str:
-    """
+    """A whole number of percent.
+
     >>> percent(0.123)
     '12 %'
     """
@@ -78,14 +81,14 @@ def percent(value: float) -> str:
 
 
 def made_by(lines: Sequence[Line], command: str) -> str:
-    """A sentence that says where the lines come from."""
+    """A sentence about where the lines come from."""
     commits = sorted({line["setting"]["commit"] for line in lines})
     machines = sorted({line["setting"]["machine"] for line in lines})
     days = sorted({line["setting"]["made"][:10] for line in lines})
     seconds, busy = sum(line["setting"]["seconds"] for line in lines), _seconds_of_the_machine(lines)
     took = f"{seconds:.0f} s"
     if busy < 0.9 * seconds:
-        took += f", several at a time, in {busy:.0f} s of the machine's time,"
+        took += f" (several at a time, {busy:.0f} s in total)"
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"Made by `{command}`: {len(lines)} cells, {took} on {' and '.join(machines)}; {when}, commit "
@@ -94,7 +97,7 @@ def made_by(lines: Sequence[Line], command: str) -> str:
 
 
 def _seconds_of_the_machine(lines: Sequence[Line]) -> float:
-    """In which at least one of the cells was running: several may have shared the machine.
+    """The time during which at least one cell was running; several may have shared the machine.
 
     >>> made = ("2026-01-01T00:00:09+00:00", "2026-01-01T00:00:10+00:00", "2026-01-01T00:01:00+00:00")
     >>> _seconds_of_the_machine([{"setting": {"made": at, "seconds": 5.0}} for at in made])

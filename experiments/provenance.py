@@ -1,4 +1,4 @@
-"""Where and when a number was made: commit, machine, versions, time. A number means little without them."""
+"""Where and when a number was made: commit, machine, versions, time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from dpoptim.version import __version__
 
-PACKAGE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("torch", "numpy", "scipy", "transformers", "dp-accounting")
 
 
@@ -39,28 +39,26 @@ def setting(started: float, *, commit: str | None = None, device: str = "cpu") -
 
 @cache
 def this_commit() -> str:
-    """The commit of the working tree that the package lies in, "+changes" where src is not as committed.
+    """The commit of the repository, "+changes" if src or experiments have uncommitted changes.
 
-    Asked once: later changes to the tree are not what runs.
-    Edge cases: without such a tree (an installed package, also one in an environment inside some other repository),
-    the package's version.
+    Asked once per process, because later changes are not what runs. Without a repository, the package's version.
     """
     top = _git("rev-parse", "--show-toplevel")
-    if not top or not (Path(top) / "src" / "dpoptim").exists() or not PACKAGE.samefile(Path(top) / "src" / "dpoptim"):
+    if not top or not ROOT.samefile(top):
         return f"dpoptim {__version__}"
     head = _git("rev-parse", "--short", "HEAD") or "no commit"
-    return head + ("+changes" if _git("status", "--porcelain", "--", ":/src") else "")
+    return head + ("+changes" if _git("status", "--porcelain", "--", ":/src", ":/experiments") else "")
 
 
 def machine(device: str = "cpu") -> str:
-    """The GPU's name, or the processor's kind and how many threads were used."""
+    """The GPU's name, or the processor's kind and the number of threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def is_gpu(name: str) -> bool:
-    """Whether what `machine` called so is a GPU.
+    """Whether a name from `machine` is a GPU.
 
     >>> is_gpu("NVIDIA H200"), is_gpu(machine("cpu"))
     (True, False)
@@ -69,7 +67,7 @@ def is_gpu(name: str) -> bool:
 
 
 def versions(names: Sequence[str] = NAMES) -> dict[str, str]:
-    """Of Python, dpoptim and those of the named packages that are installed.
+    """The versions of Python, dpoptim and those named packages that are installed.
 
     >>> versions(["no such package"])["dpoptim"] == __version__
     True
@@ -83,7 +81,7 @@ def versions(names: Sequence[str] = NAMES) -> dict[str, str]:
 
 def _git(*command: str) -> str:
     try:
-        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=PACKAGE, check=False)
-    except OSError:  # no git
+        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    except OSError:  # git is not installed
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

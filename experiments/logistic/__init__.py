@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from experiments.experiment import Experiment, Request, run_cells
+from experiments.framework import Experiment, Request, run_cells
 from experiments.logistic import cells, report
-from experiments.voice import Voice
+from experiments.progress import ProgressReporter
 
 
-def run(request: Request, voice: Voice) -> int:
-    """Every variant, noise and setting that is not in the file yet."""
-    return run_cells("logistic", cells.cells(request.scale), cells.compute, request, voice)
+def run(request: Request, reporter: ProgressReporter) -> int:
+    """Run every cell that is not in the file yet."""
+    return run_cells("logistic", cells.cells(request.scale), cells.compute, request, reporter)
 
 
 EXPERIMENT = Experiment(name="logistic", run=run, markdown=report.markdown, pictures=report.pictures)

@@ -1,8 +1,8 @@
 """The cells of the logistic regression: every variant, both kinds of noise, three settings; tuned, then reported.
 
-Learning rate (and ε, where it is tuned) are chosen for each draw by the mean loss of its validation samples over the
-first half of the trials; what is reported are test losses of the other half. Beside it stands what one gets as the
-paper does it: chosen by the mean test loss of all trials, reported on the same.
+For each draw, the learning rate (and ε, if tuned) is chosen by the mean loss of validation samples over the first half
+of the trials. The reported test losses are those of the other half. For comparison, the paper's way is also reported:
+choose by the mean test loss of all trials, and report the same losses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from dpoptim.noise.series import Series
-from experiments.experiment import Outcome
-from experiments.logistic.problem import Datasets, Problem, datasets, evaluate, population_loss
-from experiments.logistic.simulation import VARIANTS, plan_of, walk
+from experiments.framework import Outcome
+from experiments.logistic.problem import VARIANTS, Datasets, Problem, datasets, evaluate, plan_of, population_loss, walk
 
 Cell = dict[str, Any]
 DELTA = 1e-5
@@ -28,18 +27,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one example a step": {"present": 0.3, "batch_size": 1, "steps": 1000},
     "not sparse": {"present": 1.0, "batch_size": 10, "steps": 1000},
 }
-"""Assumed: the paper's text on sizes is not at hand. The first is the main one."""
+"""Assumed, because the paper's sizes are not known. The first is the main one. Names are keys of committed results."""
 _GRID = {"lrs": 13, "eps": (TINY_EPS, 0.01, 0.1, 1.0, 10.0, 100.0)}
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"lrs": 3, "eps": (1.0, 10.0), "test_samples": 400, "draws": (3,), "trials": (4,), "steps": 40},
     "small": {**_GRID, "test_samples": 10_000, "draws": (20,), "trials": (10,), "steps": 1000},
     "paper": {**_GRID, "test_samples": 10_000, "draws": (100, 40, 40), "trials": (30, 16, 16), "steps": 1000},
 }
-"""`draws` and `trials` have an entry for each setting that is run."""
+"""`draws` and `trials` have an entry for each setting to run."""
 
 
 def cells(scale: str) -> list[Cell]:
-    """Ground truth and non-private once a setting, the others once a kind of noise."""
+    """Ground truth and non-private once per setting, the others once per kind of noise."""
     size, found = SIZES[scale], []
     for setting, draws, trials in zip(SETTINGS, size["draws"], size["trials"], strict=False):
         shared = {"draws": draws, "trials": trials, "test_samples": size["test_samples"], "steps": size["steps"]}
@@ -56,7 +55,7 @@ def cells(scale: str) -> list[Cell]:
 
 
 def _rates(count: int) -> list[float]:
-    """From 10^-1.5 to 10^1.5, with digits that every machine agrees on.
+    """From 10^-1.5 to 10^1.5, rounded so that all machines agree.
 
     >>> _rates(3)
     [0.03162, 1.0, 31.62]
@@ -69,7 +68,7 @@ def _tunes_eps(variant: str) -> bool:
 
 
 def compute(cell: Cell) -> Outcome:
-    """One variant with one kind of noise: losses above the ground truth's, draw by draw."""
+    """One variant with one kind of noise: losses above the ground truth, draw by draw."""
     problem = Problem(**{field.name: cell[field.name] for field in dataclasses.fields(Problem)})
     data, variant, noise = _datasets(problem), cell["variant"], cell["noise"]
     truth = np.array([float(test(1.0)) for test in data.test])
@@ -94,18 +93,18 @@ def compute(cell: Cell) -> Outcome:
 
 @lru_cache(maxsize=1)
 def _datasets(problem: Problem) -> Datasets:
-    """The draws of the problem last asked for: all variants see the same ones."""
+    """The draws of the last problem: all variants see the same ones."""
     return datasets(problem)
 
 
 def scores(final: Series, data: Datasets, truth: Series) -> dict[str, Any]:
-    """Of θ_T [draws, trials, choices]: what is reported, draw by draw, in units of the loss.
+    """What is reported of θ_T [draws, trials, choices], draw by draw, in units of the loss.
 
-    excess: mean test loss of the second half of the trials less that of θ = 1, at the choice with the least mean
-        validation loss over the first half; population_excess: the same of the loss's mean over all x.
-    as_paper: the least, over choices, of the mean test loss of all trials, less that of θ = 1.
+    excess: mean test loss of the second half of the trials minus that of θ = 1, at the choice with the least mean
+        validation loss over the first half; population_excess: the same for the mean loss over all x.
+    as_paper: the least mean test loss of all trials over the choices, minus that of θ = 1.
     spread: standard deviation of the test loss over the reported trials.
-    best: the choice. A single trial (no noise) is its own first and second half.
+    best: the choice. A single trial (no noise) serves as both halves.
     """
     half, population = final.shape[1] // 2, population_loss()
     found: dict[str, list[float]] = {
@@ -125,5 +124,5 @@ def scores(final: Series, data: Datasets, truth: Series) -> dict[str, Any]:
 
 
 def _plain(values: Series) -> list[float | None]:
-    """Seven significant digits; None for what is not finite."""
+    """Seven significant digits; None if not finite."""
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]

@@ -1,15 +1,19 @@
-"""Sparse logistic regression in one dimension: the settings, the datasets drawn from them, and their losses.
+"""Sparse logistic regression in one dimension: the settings, the datasets, their losses, and AdaGrad on all of them.
 
     x_j ~ N(0, 1) with probability `present`, else x_j = 0;   y_j ~ Bernoulli(sigmoid(x_j)), so that θ* = 1
     loss_j(θ) = log(1 + exp(−s_j θ x_j)),  s_j = ±1 for y_j = 1, 0;   ∇loss_j = −s_j x_j sigmoid(−s_j θ x_j)
 
-An example with x = 0 has the gradient 0: only the others are kept here, each with its step. Test samples are drawn
-from those with x ≠ 0, as the losses that the paper prints are near that of θ* on such ones.
+An example with x = 0 has gradient 0, so only the others are kept, each with its step. Test samples are drawn from those
+with x ≠ 0, because the losses that the paper prints are close to that of θ* on such samples.
+
+AdaGrad, its second moments, noise levels and normals are the library's; only clipping is written here, because it works
+per run. A run is one trial at one learning rate and one ε. All runs of a trial see the same noise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +21,16 @@ import torch
 from scipy.interpolate import BPoly, CubicSpline, PPoly
 from torch import Tensor
 
-from dpoptim.noise import Dense, Independent, NoiseKey, StrategySpec
+from dpoptim import optim
+from dpoptim.clipping import Released
+from dpoptim.noise import Dense, Independent, NoiseKey, NormalSource, Strategy, StrategySpec
 from dpoptim.noise.series import Series
-from dpoptim.privacy import PrivacyPlan
+from dpoptim.optim.bundle import ParameterBundle
+from dpoptim.privacy import Gradient, IndependentMoments, PrivacyPlan
 
 NOISES: dict[str, StrategySpec] = {"independent": Independent(), "dense": Dense()}
 KNOTS = np.linspace(-5.0, 7.0, 121)
-"""Where losses are computed; between them they are interpolated, beyond them they go on straight."""
+"""Where losses are computed. They are interpolated between these points and continued straight beyond them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +38,8 @@ class Problem:
     """One setting. Every example takes part in exactly one step: `batch_size · steps` examples, one epoch.
 
     present: the probability that an example's x is not 0.
-    draws: how many datasets; trials: how many runs with noise of their own on each.
-    seed: makes the datasets and the noise key, known to all; nothing here is secret.
+    draws: the number of datasets; trials: the number of runs on each, with different noise.
+    seed: determines the datasets and the noise key; nothing here is secret.
 
     >>> Problem(batch_size=10, steps=20).plan("independent").num_examples
     200
@@ -61,11 +68,11 @@ class Problem:
 
     @property
     def key(self) -> NoiseKey:
-        """The noise key that `seed` makes: known to all, hence for simulations alone."""
+        """The noise key from `seed`: not secret, so only for simulations."""
         return NoiseKey.from_bytes(self.seed.to_bytes(32, "little"))
 
     def plan(self, noise: str) -> PrivacyPlan:
-        """Batches of exactly batch_size, one participation, and noise of that name."""
+        """The plan with batches of exactly batch_size, one participation per example, and this noise."""
         if noise not in NOISES:
             raise ValueError(f"noise={noise!r} must be one of {', '.join(NOISES)}")
         return PrivacyPlan(
@@ -80,15 +87,15 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Datasets:
-    """All draws. `signed` is s_j·x_j of the examples of each step, filled up with 0, whose gradient is 0."""
+    """All draws. `signed` is s_j·x_j of the examples of each step, padded with 0, whose gradient is 0."""
 
     signed: Tensor  # [steps, draws, most examples of a step with x ≠ 0]
-    validation: tuple[CubicSpline, ...]  # θ -> mean loss of samples to tune on, one a draw
-    test: tuple[CubicSpline, ...]  # the same of samples to report on
+    validation: tuple[CubicSpline, ...]  # θ -> mean loss of samples to tune on, one per draw
+    test: tuple[CubicSpline, ...]  # the same for samples to report on
 
 
 def datasets(problem: Problem) -> Datasets:
-    """The examples and the losses; draw d is the same whatever the number of draws and trials, and the noise."""
+    """The examples and the losses. Draw d does not depend on the number of draws and trials, or on the noise."""
     draws = [_draw(problem, draw) for draw in range(problem.draws)]
     widest = max(filled.shape[1] for filled, _, _ in draws)
     padded = [np.pad(filled, ((0, 0), (0, widest - filled.shape[1]))) for filled, _, _ in draws]
@@ -110,7 +117,7 @@ def _draw(problem: Problem, draw: int) -> tuple[Series, CubicSpline, CubicSpline
 
 
 def signed_samples(rng: np.random.Generator, count: int) -> Series:
-    """s·x of that many examples with x ≠ 0."""
+    """s·x of `count` examples with x ≠ 0."""
     x = rng.standard_normal(count)
     return np.asarray(np.where(rng.random(count) < 1 / (1 + np.exp(-x)), x, -x))
 
@@ -118,8 +125,8 @@ def signed_samples(rng: np.random.Generator, count: int) -> Series:
 def mean_loss(signed: Series) -> CubicSpline:
     """θ -> mean of log(1 + exp(−θ·signed)), a cubic spline through KNOTS with the right slopes at its ends.
 
-    Between the knots it is within 4e-8 times the mean of signed⁴ of the mean itself, which for thousands of samples
-    is 1.2e-7, reached near θ = 0. See `evaluate` for θ beyond them.
+    The error between the knots is below 4e-8 times the mean of signed⁴, which is 1.2e-7 for thousands of samples.
+    See `evaluate` for θ beyond the knots.
 
     >>> signed = signed_samples(np.random.default_rng(0), 500)
     >>> exact = float(np.logaddexp(0.0, -1.234 * signed).mean())
@@ -134,11 +141,8 @@ def mean_loss(signed: Series) -> CubicSpline:
 def population_loss() -> PPoly:
     """θ -> the mean loss of all examples with x ≠ 0, by quadrature over x; least at θ = 1, where it is .5994382.
 
-    Quintics through the loss and its first two derivatives at KNOTS, each an integral over x by the trapezoidal rule,
-    whose error falls like exp(−2π·distance/spacing) with the distance of the nearest pole, at least π/7 here.
-
-    Guarantee: within 1e-9 between the knots, the slope within 1e-8 and the second derivative within 1e-6; at the knots
-    all of them to rounding.
+    Quintics through the loss and its first two derivatives at KNOTS, each an integral over x by the trapezoidal rule.
+    Between the knots the loss is within 1e-9, its slope within 1e-8 and its second derivative within 1e-6.
 
     >>> loss = population_loss()
     >>> [round(float(loss(1.0, order)), 7) + 0.0 for order in range(3)]
@@ -157,13 +161,119 @@ def population_loss() -> PPoly:
 
 
 def evaluate(loss: PPoly, theta: Series) -> Series:
-    """The loss at θ; beyond the knots it rises straight on, as steep as it is at the last one; ∞ where θ is not finite.
+    """The loss at θ. Beyond the knots it rises with the slope at the last knot; ∞ where θ is not finite.
 
-    Losses are convex, and those of hundreds of samples are least between the knots: beyond them this is then the
-    tangent, at most what the loss really is. A loss that still falls at the last knot (all samples of one sign) is
-    taken to rise there, so that a run that goes so far is never the best.
+    Losses are convex, and with hundreds of samples least between the knots. So beyond them this is the tangent, a lower
+    bound. A loss that still falls at the last knot is taken to rise, so that such a run is never the best.
     """
     inside = np.clip(theta, KNOTS[0], KNOTS[-1])
     beyond = np.where(np.isfinite(theta), theta - inside, math.inf)
     outside = np.where(beyond == 0, 0.0, np.abs(beyond) * np.abs(loss(inside, 1)))
     return np.asarray(loss(np.where(np.isnan(inside), 0.0, inside)) + np.where(np.isfinite(theta), outside, math.inf))
+
+
+VARIANTS: dict[str, str] = {
+    "ground_truth": "NOT private: θ = 1, which made the data",
+    "non_private": "NOT private: AdaGrad without clipping or noise",
+    "post_processing": "AdaGrad on the noisy gradient; ν of g̃²",
+    "post_processing_eps_tuned": "the same with ε chosen from the grid of IME",
+    "independent_moments": "gradient and square released with separate noise, √2 times as much each (IME)",
+    "independent_moments_for_free": "NOT private at this σ: IME with the gradient's noise of post-processing, as if "
+    "the square cost nothing",
+}
+TENSOR, RUN_ID = "theta", "logistic"
+"""Name and run of the normals: a library run with the same names and key sees those of the first trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """Standard deviations per unit row: on the sum of clipped gradients, and on the released square."""
+
+    gradient_sum: float
+    square: float
+
+
+def plan_of(problem: Problem, variant: str, noise: str) -> PrivacyPlan | None:
+    """The plan of the variant; None for those without noise."""
+    if variant in ("ground_truth", "non_private"):
+        return None
+    plan = problem.plan(noise)
+    return plan.with_release(Gradient() if variant.startswith("post_processing") else IndependentMoments())
+
+
+def levels(problem: Problem, variant: str, noise: str) -> Levels:
+    """The library's noise levels. "For free" has the gradient noise of post-processing and the square noise of IME.
+
+    >>> problem = Problem(batch_size=8)
+    >>> levels(problem, "post_processing", "independent").gradient_sum
+    1.0
+    >>> free, paid = (levels(problem, f"independent_moments{end}", "independent") for end in ("_for_free", ""))
+    >>> free.gradient_sum, free.square == paid.square, round(paid.gradient_sum, 6), round(paid.square, 6)
+    (1.0, True, 1.414214, 0.331456)
+    """
+    plan = plan_of(problem, variant, noise)
+    if plan is None:
+        return Levels(gradient_sum=0.0, square=0.0)
+    gradient_sum, square = plan.noise_stddevs()
+    if variant == "independent_moments_for_free":
+        gradient_sum = plan.with_release(Gradient()).noise_stddevs().gradient_sum
+    return Levels(gradient_sum=gradient_sum, square=square or 0.0)
+
+
+def noise_rows(problem: Problem, strategy: Strategy, stream: str) -> Tensor:
+    """[steps, draws·trials]: column_norm·C⁻¹z, with the normals that the library's optimizer would draw."""
+    source = NormalSource.of_tensor(
+        problem.key.for_run(RUN_ID), TENSOR, numel=problem.draws * problem.trials, stream=stream
+    )
+    z = torch.stack([source.normals(t, dtype=torch.float64) for t in range(problem.steps)])
+    return torch.from_numpy(strategy.noising_matrix() * strategy.column_norm) @ z
+
+
+def walk(
+    problem: Problem, data: Datasets, variant: str, noise: str, *, lrs: Sequence[float], eps: Sequence[float]
+) -> Iterator[Tensor]:
+    """θ_1, ..., θ_T of every run, one at a time: [draws, trials, learning rates, values of ε].
+
+        g = (1/B)Σ_j clip(∇loss_j),  g̃ = g + noise,  ν ← ν + g̃² or ν + g² + noise,  θ ← θ − lr·g̃/(√max(ν, 0) + ε)
+
+    A run moves as the library's optimizer with that rule would, with the same normals and batches. The average is
+    projected to [−ζ, ζ] before it is squared, which changes nothing for batches of exactly B examples. Without noise
+    one trial is run. A run that diverges gives inf or NaN.
+    """
+    level, plan = levels(problem, variant, noise), plan_of(problem, variant, noise)
+    trials, clip_norm = (1, math.inf) if plan is None else (problem.trials, problem.clip_norm)
+    shape = (problem.draws, trials, len(lrs), len(eps))
+    rows = square_rows = torch.zeros(problem.steps, problem.draws * trials, dtype=torch.float64)
+    if plan is not None:
+        rows = noise_rows(problem, plan.strategy, "gradient") * (level.gradient_sum / problem.batch_size)
+        if level.square:
+            square_rows = noise_rows(problem, plan.square_strategy, "square") * level.square
+    rule = optim.AdaGrad()
+    moment = optim.OfReleasedSquare() if level.square else optim.OfNoisyGradient()
+    step_sizes = torch.tensor(lrs, dtype=torch.float64)[:, None].expand(shape).flatten()
+    group = {**rule.defaults(), "eps": torch.tensor(eps, dtype=torch.float64).expand(shape).flatten()}
+    theta = torch.full((step_sizes.numel(),), problem.start, dtype=torch.float64)
+    state: dict[str, Tensor] = {}
+    for t in range(1, problem.steps + 1):
+        average = _clipped_sum(theta.view(problem.draws, -1), data.signed[t - 1], clip_norm) / problem.batch_size
+        noisy_grad = average + _spread_out(rows[t - 1], shape)
+        square = average.clamp(-clip_norm, clip_norm) ** 2 + _spread_out(square_rows[t - 1], shape)
+        bundle = ParameterBundle([TENSOR], [theta], state, {}, group, t)
+        released = Released(t - 1, {TENSOR: noisy_grad}, {TENSOR: square}, noise_variance=0.0)
+        denominator = moment.denominator(bundle, rule, noisy_grad, released)
+        theta = theta - step_sizes * rule.direction(noisy_grad, denominator, bundle)
+        yield theta.view(shape)
+
+
+def _clipped_sum(theta: Tensor, signed: Tensor, clip_norm: float) -> Tensor:
+    """[draws·runs]: Σ_j clip(−s_j x_j·sigmoid(−θ s_j x_j)) over one step; theta [draws, runs], signed [draws, most]."""
+    total = torch.zeros_like(theta)
+    for column in signed.T:  # few columns, so no array is larger than theta
+        value = column[:, None]
+        total -= (value * torch.sigmoid(-theta * value)).clamp_(-clip_norm, clip_norm)
+    return total.flatten()
+
+
+def _spread_out(row: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """One number per draw and trial, expanded to all of its runs."""
+    return row.view(shape[0], shape[1], 1, 1).expand(shape).flatten()

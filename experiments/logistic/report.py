@@ -1,4 +1,4 @@
-"""The logistic regression's cells as tables and a picture: distributions over draws, and how often the order holds."""
+"""Tables and a picture of the logistic regression: distributions over draws, and how often the paper's order holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpoptim.app import plot_style as style
 from dpoptim.noise.series import Series
 from experiments.logistic.cells import SETTINGS
 from experiments.markdown import epsilon_shown, made_by, percent, table
-from experiments.result_files import Line
+from experiments.results_file import Line
 
 NAMES = {
     "ground_truth": "θ = 1, the ground truth (NOT private)",
@@ -28,7 +28,7 @@ PRINTED = {
     "independent_moments": 0.5981,
     "independent_moments_for_free": 0.5980,
 }
-"""Test losses as the paper prints them, of one dataset draw."""
+"""Test losses as the paper prints them, from one dataset draw."""
 ORDER = ("non_private", "independent_moments_for_free", "independent_moments", "post_processing")
 """From the least to the largest of them."""
 NOISES = ("independent", "dense")
@@ -42,7 +42,7 @@ COLOURS = {
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """For each setting: losses beside the printed ones, and how often each part of the printed order holds."""
+    """For each setting: losses next to the printed ones, and how often each part of the printed order holds."""
     parts = [made_by(lines, f"python -m experiments logistic --scale {lines[0]['scale']}")]
     for setting in _settings(lines):
         here = [line for line in lines if line["cell"]["setting"] == setting]
@@ -54,7 +54,7 @@ def markdown(lines: Sequence[Line]) -> str:
 
 
 def excess_of(lines: Sequence[Line], variant: str, noise: str, name: str = "excess") -> Series | None:
-    """[draws] of one variant with one kind of noise, ∞ for what diverged; None where the file has it not."""
+    """[draws] of one variant with one kind of noise, ∞ where it diverged; None if the file lacks it."""
     wanted = "none" if variant in ("ground_truth", "non_private") else noise
     for line in lines:
         if (line["cell"]["variant"], line["cell"]["noise"]) == (variant, wanted):
@@ -63,7 +63,7 @@ def excess_of(lines: Sequence[Line], variant: str, noise: str, name: str = "exce
 
 
 def holds(lines: Sequence[Line], noise: str, order: Sequence[str]) -> Series | None:
-    """[draws]: whether the excesses of these variants stand in this order, the least first."""
+    """[draws]: whether the excesses of these variants are in this order, the least first."""
     found = [excess_of(lines, variant, noise) for variant in order]
     there = [values for values in found if values is not None]
     return np.all(np.diff(np.stack(there), axis=0) >= 0, axis=0) if len(there) == len(order) else None
@@ -73,20 +73,24 @@ def _settings(lines: Sequence[Line]) -> list[str]:
     return [setting for setting in SETTINGS if any(line["cell"]["setting"] == setting for line in lines)]
 
 
+def _shown(setting: str) -> str:
+    return setting.replace(" a step", " per step")
+
+
 def _title(line: Line) -> str:
     cell = line["cell"]
     return (
-        f"Setting “{cell['setting']}”: x ≠ 0 with probability {cell['present']:g}, B = {cell['batch_size']}, "
+        f"Setting “{_shown(cell['setting'])}”: x ≠ 0 with probability {cell['present']:g}, B = {cell['batch_size']}, "
         f"T = {cell['steps']:,}, σ = {cell['noise_multiplier']:g}, ζ = {cell['clip_norm']:g}; {cell['draws']} draws × "
         f"{cell['trials']} trials"
     )
 
 
 def _table(lines: Sequence[Line]) -> str:
-    """Mean test loss and excess of every cell, beside the paper's."""
+    """Mean test loss and excess of every cell, next to the paper's."""
     truth = excess_of(lines, "ground_truth", "none", "test_loss")
     if truth is None:
-        return "Losses are told beside the ground truth's, whose cell is not there: `--only variant=ground_truth`."
+        return "Losses are relative to the ground truth, whose cell is missing: run `--only variant=ground_truth`."
     base = PRINTED["ground_truth"]
     rows = [[NAMES["ground_truth"], "none", "–", f"{truth.mean():.4f}", "0", "–", "–", "–", f"{base:.4f}", "0"]]
     for line in lines:
@@ -110,7 +114,7 @@ def _table(lines: Sequence[Line]) -> str:
             "–" if printed is None else _short(printed - base),
         ])  # fmt: skip
     titles = ["variant", "noise", "ε", "mean test loss", "excess", "median draw (10 to 90 %)", "population excess",
-              "excess, tuned as the paper", "the paper's loss", "the paper's excess"]  # fmt: skip
+              "excess, tuned as in the paper", "the paper's loss", "the paper's excess"]  # fmt: skip
     return table(titles, rows, left=2)
 
 
@@ -140,7 +144,7 @@ def _orders(lines: Sequence[Line]) -> str:
     for text, order, chance in statements:
         found = [holds(lines, noise, order) for noise in NOISES]
         rows.append([text, *("–" if one is None else percent(float(one.mean())) for one in found), chance])
-    return table(["holds in how many of the draws", *(f"{noise} noise" for noise in NOISES), "by chance"], rows)
+    return table(["holds in what share of the draws", *(f"{noise} noise" for noise in NOISES), "by chance"], rows)
 
 
 def _finding(lines: Sequence[Line]) -> str:
@@ -162,20 +166,20 @@ def _finding(lines: Sequence[Line]) -> str:
     if tuned:
         least, largest = ([_share_at(edge, line) for line in tuned] for edge in (min, max))
         parts.append(
-            f"Where ε_s is tuned, the largest of the grid, which all but switches ν off, is chosen in "
-            f"{percent(min(largest))} to {percent(max(largest))} of the draws, and the least in "
+            f"Where ε_s is tuned, the largest value of the grid, which nearly switches ν off, is chosen in "
+            f"{percent(min(largest))} to {percent(max(largest))} of the draws, and the smallest in "
             f"{percent(min(least))} to {percent(max(least))}."
         )
     return " ".join(parts)
 
 
 def _share_at(edge: Callable[[Sequence[float]], float], line: Line) -> float:
-    """In how many of the draws the least or the largest ε_s of the grid was chosen."""
+    """The share of the draws in which the smallest or the largest ε_s of the grid was chosen."""
     return float(np.mean(np.array(line["result"]["eps"]) == edge(line["cell"]["eps"])))
 
 
 def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
-    """One picture: a row a setting, a panel a kind of noise."""
+    """One picture: one row per setting, one panel per kind of noise."""
     return {"draws": lambda: draw(lines)}
 
 
@@ -214,7 +218,7 @@ def draw(lines: Sequence[Line]) -> Any:
             left = min(float(np.quantile(finite, 0.005)), 0.0) - 0.03 * right
             axes.set_xlim(left, right)
             axes.locator_params(axis="x", nbins=5)
-            outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots lie outside"
-            style.label(axes, f"{setting}: {noise} noise", f"test loss less that of θ = 1 ({outside})", "")
+            outside = f"{np.sum((everything < left) | (everything > right))} of {len(everything)} dots are outside"
+            style.label(axes, f"{_shown(setting)}: {noise} noise", f"test loss minus that of θ = 1 ({outside})", "")
     style.legend_below(figure, *np.ravel(panels), columns=2)
     return figure

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from experiments.experiment import Experiment, Request, run_cells
+from experiments.framework import Experiment, Request, run_cells
+from experiments.progress import ProgressReporter
 from experiments.quadratic import cells, report
-from experiments.voice import Voice
 
 
-def run(request: Request, voice: Voice) -> int:
-    """Every variant that is not in the file yet."""
-    return run_cells("quadratic", cells.cells(request.scale), cells.compute, request, voice)
+def run(request: Request, reporter: ProgressReporter) -> int:
+    """Run every cell that is not in the file yet."""
+    return run_cells("quadratic", cells.cells(request.scale), cells.compute, request, reporter)
 
 
 EXPERIMENT = Experiment(name="quadratic", run=run, markdown=report.markdown, pictures=report.pictures)

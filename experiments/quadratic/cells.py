@@ -1,8 +1,8 @@
-"""The badly scaled quadratic in two dimensions, a cell a variant: tuned on one seed, run on the next.
+"""The badly scaled quadratic in two dimensions, one cell per variant: tuned on one seed, run on the next.
 
     f(θ) = ½(h₁θ₁² + h₂θ₂²),   g_j = h⊙(θ − x_j),   x_j ~ N(0, spread²)
 
-`experiments.quadratic.problem` simulates; the setting is its own, as the paper's example is given by its pictures only.
+The setting is our own, because the paper shows its example in pictures only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from dpoptim import optim
 from dpoptim.noise.series import Series
-from dpoptim.optim import reference as twins
+from dpoptim.optim import reference
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
     Gradient,
@@ -26,9 +26,8 @@ from dpoptim.privacy import (
     PrivacyPlan,
     Release,
 )
-from experiments.experiment import Outcome
-from experiments.quadratic.problem import QUANTILES, VARIANTS, Path, Quadratic, simulate
-from experiments.quadratic.tuning import GRIDS, tuned
+from experiments.framework import Outcome
+from experiments.quadratic.problem import GRIDS, QUANTILES, VARIANTS, Path, Quadratic, simulate, tuned
 
 Cell = dict[str, Any]
 DELTA = 1e-5
@@ -103,7 +102,7 @@ def compute(cell: Cell) -> Outcome:
 
 
 def plan_of(problem: Quadratic, variant: str) -> PrivacyPlan:
-    """What the variant guarantees: the simulation's plan with the variant's release."""
+    """The simulation's plan with the variant's release."""
     if variant == "adam":
         problem = dataclasses.replace(problem, clip_norm=math.inf, noise_multiplier=0.0)
     return problem.plan().with_release(_RELEASES.get(variant, Gradient()))
@@ -115,28 +114,28 @@ def preconditioner(path: Path, nu_hat: Series, plan: PrivacyPlan) -> Series:
         return np.ones_like(nu_hat)
     eps = optim.Adam.eps
     if path.variant in ("bias_correction", "independent_moments", "joint_moments"):
-        eps = max(eps, noise_level(plan, plan.release))  # the library's floor, which the simulation uses too
+        eps = max(eps, noise_level(plan, plan.release))  # the library's floor, which the simulation also uses
     if path.variant == "bias_correction":
         return np.asarray(1 / np.sqrt(np.maximum(nu_hat, eps**2)))
     return np.asarray(1 / (np.sqrt(np.maximum(nu_hat, 0.0)) + eps))
 
 
 def noise_axes(path: Path, nu_hat: Series) -> Series:
-    """The half axes of the noise ellipse on g̃: √φ, divided by s where gradients are scaled, with ν̂ at its mean."""
+    """The half axes of the noise ellipse on g̃: √φ, divided by s if gradients are scaled, with ν̂ at its mean."""
     level = np.full(len(nu_hat), math.sqrt(path.noise_variance[-1]))
     if not path.variant.endswith("scale_then_privatize"):
         return level
     assert path.problem.eps_scale is not None
-    scale = twins.scale_of(
+    scale = reference.scale_of(
         torch.from_numpy(nu_hat), exponent=0.5, eps_scale=path.problem.eps_scale, normalised=True
     ).numpy()
     return np.asarray(level / scale)
 
 
 def trajectories(path: Path) -> dict[str, Any]:
-    """A few runs at steps spread evenly on a logarithmic scale: {"steps", "theta" [runs][points][coordinates]}.
+    """A few runs at steps evenly spaced in logarithm: {"steps", "theta" [runs][points][coordinates]}.
 
-    The state after t steps is the end of a run of t steps with the same key, as normals depend on the step alone.
+    The state after t steps is the end of a run of t steps with the same key, because normals depend only on the step.
     """
     problem = dataclasses.replace(path.problem, repeats=RUNS)
     steps = np.unique(np.geomspace(1, problem.steps, POINTS).round().astype(int)).tolist()
@@ -147,7 +146,7 @@ def trajectories(path: Path) -> dict[str, Any]:
 
 
 def _plain(values: Series, digits: int | None = None) -> list[float | None]:
-    """As JSON has them: None for what is not finite, rounded to so many significant digits if asked."""
+    """Plain values for JSON: None if not finite, optionally rounded to significant digits."""
     found = [float(value) for value in np.asarray(values).ravel()]
     if digits is not None:
         found = [float(f"{value:.{digits}g}") for value in found]

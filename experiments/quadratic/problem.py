@@ -3,16 +3,21 @@
     f(θ) = ½ Σ_i h_i θ_i²,   g_j = h⊙(θ − x_j),   g̃_t = (1/B) Σ_j clip(g_j) + (ζσ/B)·(C⁻¹z)_t
 
 θ is measured from the optimum, and x_j ~ N(0, spread²) are the examples. The paper has such an example in two
-dimensions; this setting is our own. Geometry, second moments and update rules are the library's slots, run on all
-repeats end to end; only clipping is written here, as it goes by repeat. `quadratic_tuning` finds
-settings, `quadratic_plot` draws.
+dimensions; this setting is our own. Geometry, second moments and update rules are the library's slots, applied to all
+repeats at once; only clipping is written here, because it works per repeat.
+
+Which optimizer wins depends on the setting. With spread examples, scaling before the noise wins. At spread=0 all
+examples are clipped alike, a small clip norm costs nothing, and DP-SGD ends lowest.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +42,8 @@ VARIANTS: dict[str, str] = {
     "adam": "NOT private: Adam without clipping or noise",
     "dp_sgd": "plain clipping and noise, momentum betas[0], no second moment",
     "post_processing": "Adam on the noisy gradient; ν̂ of g̃², inflated by the noise",
-    "bias_correction": "post-processing with the noise's known share b_t taken out of ν̂",
-    "independent_moments": "gradient and squared average released with noise of their own (IME)",
+    "bias_correction": "post-processing with the noise's known share b_t removed from ν̂",
+    "independent_moments": "gradient and squared average released with separate noise (IME)",
     "joint_moments": "gradient and average of squares released as one vector (JME)",
     "scale_then_privatize": "clipping and noise in the space scaled by s_t = ε/(√ν̂ + ε)",
     "noiseless_preconditioner": "NOT private: ν̂ of the un-noised clipped average",
@@ -46,22 +51,22 @@ VARIANTS: dict[str, str] = {
 }
 QUANTILES = (0.1, 0.5, 0.9)
 TENSOR, RUN_ID = "theta", "quadratic"
-"""Under what name and run the normals are drawn: a library run of the same names and key sees those of repeat 0."""
+"""Name and run of the normals: a library run with the same names and key sees those of repeat 0."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quadratic:
-    """The problem, and the settings of the run; a coordinate for each of `curvatures`.
+    """The problem and the settings of the run, with one coordinate per entry of `curvatures`.
 
-    start: θ_0 − θ*, one number a coordinate.
-    spread: standard deviation of the examples x_j, fresh at every step; 0 makes all alike (and the simulation
+    start: θ_0 − θ*, one number per coordinate.
+    spread: standard deviation of the examples x_j, drawn at every step; 0 makes all equal (and the simulation
         batch_size times cheaper).
-    eps: Adam's ε; None is the library's own, 1e-8, and the noise's level for bias correction, IME and JME.
-    eps_scale: ε of scale-then-privatize; None is the library's own, twice the noise's level. The scale lies in (0, 1],
-        so `clip_norm` is eps_scale times the paper's.
-    seed: makes the noise key; variants with one seed see the same normals. Nothing here is secret.
+    eps: Adam's ε; None is the library's default: 1e-8, or the noise's level for bias correction, IME and JME.
+    eps_scale: ε of scale-then-privatize; None is the library's default, twice the noise's level. The scale lies in
+        (0, 1], so `clip_norm` is eps_scale times the paper's.
+    seed: determines the noise key; variants with the same seed see the same normals. Nothing here is secret.
 
     >>> Quadratic(curvatures=(1.0, 0.1), batch_size=10, noise_multiplier=2.0).plan().noise_stddevs().gradient_sum
     2.0
@@ -83,7 +88,7 @@ class Quadratic:
 
     def __post_init__(self) -> None:
         if not self.curvatures or not all(0 < h < math.inf for h in self.curvatures):
-            raise ValueError(f"curvatures={self.curvatures} must be positive numbers, one a coordinate")
+            raise ValueError(f"curvatures={self.curvatures} must be positive numbers, one per coordinate")
         if len(self.start) != len(self.curvatures) or not all(math.isfinite(x) for x in self.start):
             raise ValueError(f"start={self.start} must be {len(self.curvatures)} numbers, one for each of curvatures")
         if not 0 <= self.spread < math.inf:
@@ -101,11 +106,11 @@ class Quadratic:
 
     @property
     def key(self) -> NoiseKey:
-        """The noise key that `seed` makes: known to all, hence for simulations alone."""
+        """The noise key from `seed`: not secret, so only for simulations."""
         return NoiseKey.from_bytes(self.seed.to_bytes(32, "little"))
 
     def plan(self, noise: StrategySpec | Strategy | None = None) -> PrivacyPlan:
-        """The plan with batches of exactly batch_size, one participation an example, and this noise."""
+        """The plan with batches of exactly batch_size, one participation per example, and this noise."""
         if isinstance(noise, Strategy):
             noise = _Given(noise)
         return PrivacyPlan(
@@ -120,26 +125,26 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class _Given:
-    """A strategy that is there already, as a kind of noise."""
+    """An optimized strategy, as a kind of noise."""
 
     strategy: Strategy
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> Strategy:
         if self.strategy.steps != steps:
-            raise ValueError(f"noise has steps={self.strategy.steps}, the problem steps={steps}; make them equal")
+            raise ValueError(f"noise has steps={self.strategy.steps}, the problem steps={steps}; use the same number")
         return self.strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Path:
-    """What a simulation saw, over `repeats` runs. Index t is after t steps; row t−1 belongs to step t = 1, 2, ..."""
+    """The result of a simulation over `repeats` runs. Index t is after t steps; row t−1 is step t = 1, 2, ..."""
 
     problem: Quadratic
     variant: str
     mean_loss: Floats  # [steps + 1]
     loss_quantiles: Floats  # [3, steps + 1], at QUANTILES
     second_moment: Floats  # [steps, coordinates]: mean ν̂_t, for bias correction ν̂_t − b_t; NaN for dp_sgd
-    negative: Floats  # [steps, coordinates]: the part of the repeats in which that is below 0
+    negative: Floats  # [steps, coordinates]: the share of the repeats in which that is below 0
     squared_gradient: Floats  # [steps, coordinates]: mean of g², g the clipped average without noise
     noise_variance: Floats  # [steps]: φ_t = (ζσ/B)²·‖row t of C⁻¹‖² (times column_norm²), at scale 1
     update_rms: Floats  # [steps, coordinates]: √mean of (θ_t − θ_{t−1})²
@@ -153,8 +158,8 @@ def simulate(
 
     noise: a kind of noise such as BandedToeplitz(bands=8), or an optimized Strategy; None is independent noise.
 
-    Guarantee: repeat r moves as the library's optimizer of that name would, with the same normals. The same problem
-    gives the same numbers again. Edge cases: a run that diverges gives inf or NaN; noise_multiplier=0 gives no noise.
+    Repeat r moves as the library's optimizer of that name would, with the same normals. The same problem always gives
+    the same numbers. A run that diverges gives inf or NaN.
 
     >>> path = simulate(Quadratic(steps=200, repeats=400), "post_processing")
     >>> phi, flat = path.noise_variance[-1], path.squared_gradient[-1, 1]
@@ -198,7 +203,7 @@ def simulate(
         seen["square"].append((average**2).view(shape).mean(0))
         seen["update"].append((update**2).view(shape).mean(0).sqrt())
     made = {name: torch.stack(values).numpy() for name, values in seen.items()}
-    with np.errstate(invalid="ignore"):  # inf − inf, where a run diverged
+    with np.errstate(invalid="ignore"):  # inf − inf, if a run diverged
         quantiles = np.quantile(made["loss"], QUANTILES, axis=1)
     return Path(
         problem=problem, variant=variant, mean_loss=made["loss"].mean(1),
@@ -211,7 +216,7 @@ def simulate(
 def _slots(
     problem: Quadratic, variant: str, noise: StrategySpec | Strategy | None
 ) -> tuple[PrivacyPlan, optim.UpdateRule, optim.Geometry, optim.SecondMoment]:
-    """What the variant of that name fills the library's slots with."""
+    """The library's slots of a variant."""
     if variant == "adam":
         problem = dataclasses.replace(problem, clip_norm=math.inf, noise_multiplier=0.0)
     release: Release = Gradient()
@@ -238,7 +243,7 @@ def _slots(
 
 
 def _clipped(problem: Quadratic, theta: Tensor, scale: Tensor, clip_norm: float, t: int) -> Tensor:
-    """[repeats, examples, coordinates]: g_j·min(1, ζ/‖s⊙g_j‖); one example stands for all where they are alike."""
+    """[repeats, examples, coordinates]: g_j·min(1, ζ/‖s⊙g_j‖); one example stands for all if they are equal."""
     examples = theta[:, None]
     if problem.spread:
         numel = problem.batch_size * theta.numel()
@@ -256,3 +261,52 @@ def _rows(problem: Quadratic, strategy: Strategy, stream: str) -> Tensor:
     source = NormalSource.of_tensor(problem.key.for_run(RUN_ID), TENSOR, numel=numel, stream=stream)
     z = torch.stack([source.normals(step, dtype=torch.float64) for step in range(problem.steps)])
     return torch.from_numpy(strategy.noising_matrix() * strategy.column_norm) @ z
+
+
+_FLAT: dict[str, tuple[float, ...]] = {"lr": (0.003, 0.01, 0.03, 0.1), "clip_norm": (0.01, 0.03, 0.1, 0.3)}
+_SCALED: dict[str, tuple[float, ...]] = {
+    "lr": (0.01, 0.03),
+    "clip_norm": (0.01, 0.03, 0.1),
+    "eps_scale": (0.003, 0.01, 0.03),
+}
+GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "adam": {"lr": _FLAT["lr"]},
+    "dp_sgd": {"lr": (0.03, 0.1, 0.3, 1.0), "clip_norm": _FLAT["clip_norm"]},
+    "post_processing": _FLAT,
+    "bias_correction": _FLAT,
+    "independent_moments": _FLAT,
+    "joint_moments": _FLAT,
+    "scale_then_privatize": _SCALED,
+    "noiseless_preconditioner": _FLAT,
+    "noiseless_scale_then_privatize": _SCALED,
+}
+"""The settings to tune over, for the curvatures 1 and 0.01.
+
+With spread examples, a clip norm below 0.03 clips them all and only rescales Adam. With equal examples a smaller clip
+norm only reduces noise, so the smallest of the grid wins.
+"""
+
+
+def tuned(
+    problem: Quadratic, variant: str, noise: StrategySpec | Strategy | None = None, **choices: Sequence[Any]
+) -> Quadratic:
+    """The problem with the values of the named fields that give the least mean loss over the last tenth of the steps.
+
+    Settings that diverge lose; if all diverge, the first is returned.
+
+    >>> tuned(Quadratic(steps=100, repeats=50), "adam", lr=(1e-4, 0.02)).lr
+    0.02
+    """
+    best, least = problem, math.inf
+    for index, values in enumerate(itertools.product(*choices.values())):
+        candidate = dataclasses.replace(problem, **dict(zip(choices, values, strict=True)))
+        loss = last_loss(simulate(candidate, variant, noise))
+        if index == 0 or loss < least:
+            best, least = candidate, loss
+    return best
+
+
+def last_loss(path: Path) -> float:
+    """Mean loss over the last tenth of the steps; ∞ if not finite."""
+    loss = float(path.mean_loss[-max(1, path.problem.steps // 10) :].mean())
+    return loss if math.isfinite(loss) else math.inf

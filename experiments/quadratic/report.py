@@ -1,4 +1,4 @@
-"""The quadratic's cells as tables and pictures: who ends lowest, where the noise goes, and a few runs."""
+"""Tables and pictures of the quadratic: which variant ends lowest, where the noise goes, and a few runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from dpoptim.app import plot_style as style
 from experiments.markdown import epsilon_shown, made_by, number, table
-from experiments.result_files import Line
+from experiments.results_file import Line
 
 NAMES = {
     "adam": "Adam, no noise (NOT private)",
@@ -31,11 +31,11 @@ CAPTIONS = {
     "noise": "spread examples: preconditioners of every variant, shapes of the noise on the gradient and in the update",
     "trajectories": "spread examples: four runs of every variant over the level lines of the loss",
 }
-"""Of each picture, in the page's order."""
+"""By picture, in the page's order."""
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """A table for each spread, what comes of them, and the pictures."""
+    """A finding and a table for each spread, and the pictures."""
     parts = [made_by(lines, f"python -m experiments quadratic --scale {lines[0]['scale']}")]
     for spread in _spreads(lines):
         here = [line for line in lines if line["cell"]["spread"] == spread]
@@ -54,12 +54,12 @@ def _title(spread: float) -> str:
 
 
 def is_private(line: Line) -> bool:
-    """Whether the cell has a guarantee at all."""
+    """Whether the cell has a privacy guarantee."""
     return line["epsilon"] is not None
 
 
 def _order(lines: Sequence[Line]) -> list[Line]:
-    """By the mean loss of the last tenth, which the tuning went by; diverged ones last."""
+    """By the mean loss of the last tenth, the criterion of the tuning; diverged ones last."""
     return sorted(lines, key=lambda line: _or_infinite(line["result"]["mean_loss_last_tenth"]))
 
 
@@ -76,10 +76,12 @@ def _finding(lines: Sequence[Line]) -> str:
     at_edge = sum(bool(line["result"]["at_edge"]) for line in lines)
     text = (
         f"Of the private variants {_name(first)} ends lowest ({number(losses[0], 3)}), {_name(second)} next "
-        f"({number(losses[1], 3)}, {losses[1] / losses[0]:.2f} times as much), {_name(last)} highest "
+        f"({number(losses[1], 3)}, {losses[1] / losses[0]:.2f} times as high), {_name(last)} highest "
         f"({number(losses[2], 3)})."
     )
-    return text + (f" Best at an edge of the grid for {at_edge} of {len(lines)} variants." if at_edge else "")
+    return text + (
+        f" The best setting is at an edge of the grid for {at_edge} of {len(lines)} variants." if at_edge else ""
+    )
 
 
 def _name(line: Line) -> str:
@@ -111,7 +113,7 @@ def pictures(lines: Sequence[Line]) -> Mapping[str, Callable[[], Any]]:
 
 
 def draw_losses(lines: Sequence[Line]) -> Any:
-    """Median and 10 to 90 % of the final loss, a row a variant, a panel a spread."""
+    """Median and 10 to 90 % of the final loss, one row per variant, one panel per spread."""
     spreads = _spreads(lines)
     figure = style.new_figure(8.5, 0.4 + 3.3 * len(spreads))
     panels = np.ravel(figure.subplots(len(spreads), 1, squeeze=False))
@@ -138,7 +140,7 @@ def draw_losses(lines: Sequence[Line]) -> Any:
 
 
 def draw_noise(lines: Sequence[Line]) -> Any:
-    """1/(√ν̂ + ε) of both coordinates late in the run, and below it the shape of the noise on g̃ and in the update."""
+    """1/(√ν̂ + ε) of both coordinates late in the run; below, the shape of the noise on g̃ and in the update."""
     here = _of_first_spread(lines)
     figure = style.new_figure(12, 7.4)
     noisy = _with_noise(here)
@@ -179,7 +181,7 @@ def _draw_preconditioners(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def _draw_ellipse(axes: Any, half_axes: Any, colour: str, name: str, row: int) -> None:
-    """An ellipse with its longer axis at one length, and how long the steep axis is beside the flat one."""
+    """An ellipse with a fixed longer axis, and the ratio of the steep axis to the flat one."""
     from matplotlib.patches import Ellipse
 
     width, height = 1.8 * half_axes / half_axes.max()
@@ -191,7 +193,7 @@ def _draw_ellipse(axes: Any, half_axes: Any, colour: str, name: str, row: int) -
 
 
 def draw_trajectories(lines: Sequence[Line]) -> Any:
-    """Four runs of each variant from the start to the end, over level lines."""
+    """Four runs of each variant, over level lines."""
     here = _of_first_spread(lines)
     figure = style.new_figure(11, 9.2)
     panels = np.ravel(figure.subplots(3, 3, sharex=True, sharey=True))
@@ -215,7 +217,7 @@ def draw_trajectories(lines: Sequence[Line]) -> Any:
 
 
 def _of_first_spread(lines: Sequence[Line]) -> list[Line]:
-    """The lines with spread examples, or those that there are."""
+    """The lines with spread examples if there are any."""
     spread = _spreads(lines)[0]
     found = {line["cell"]["variant"]: line for line in lines if line["cell"]["spread"] == spread}
     return [found[variant] for variant in NAMES if variant in found]

@@ -1,15 +1,15 @@
-"""The theory's tables, each statement predicted and simulated."""
+"""The theory's statements, each predicted and simulated."""
 
 from __future__ import annotations
 
-from experiments.experiment import Experiment, Request, run_cells
+from experiments.framework import Experiment, Request, run_cells
+from experiments.progress import ProgressReporter
 from experiments.theory import cells, report
-from experiments.voice import Voice
 
 
-def run(request: Request, voice: Voice) -> int:
-    """Every statement that is not in the file yet."""
-    return run_cells("theory", cells.cells(request.scale), cells.compute, request, voice)
+def run(request: Request, reporter: ProgressReporter) -> int:
+    """Run every cell that is not in the file yet."""
+    return run_cells("theory", cells.cells(request.scale), cells.compute, request, reporter)
 
 
 EXPERIMENT = Experiment(name="theory", run=run, markdown=report.markdown, pictures=report.pictures)

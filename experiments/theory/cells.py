@@ -1,18 +1,19 @@
-"""The theory's statements as cells: what a formula predicts, what a simulation finds, what was printed or known before.
+"""The theory's statements as cells: what a formula predicts, what a simulation finds, and what was known before.
 
-A result is {"predicted", "simulated", "standard_error", "printed", "known"}, None where there is no such number:
-`printed` is the paper's, `known` the value that an independent program gave, to all digits it is kept with.
+A result is {"predicted", "simulated", "standard_error", "printed", "known"}, None where there is no such number.
+`printed` is the paper's number. `known` is from an independent program, with as many digits as were kept. The
+simulations at the end use no formula of `dpoptim.theory`, because a check must not use what it checks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import integrate
 
+from dpoptim import theory
 from dpoptim.noise import (
     Banded,
     BandedToeplitz,
@@ -22,13 +23,12 @@ from dpoptim.noise import (
     Strategy,
     ToeplitzStrategy,
 )
+from dpoptim.noise.series import Series
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
 from dpoptim.privacy.release_types import square_sensitivity
-from dpoptim.theory import bias, regimes, second_moments, steady_state, update_noise
-from dpoptim.theory.regimes import Signal
-from experiments.experiment import Outcome
-from experiments.theory import picture_data, simulations
-from experiments.theory.simulations import Estimate
+from dpoptim.theory import Signal
+from experiments.framework import Outcome
+from experiments.theory.pictures import window_paths
 
 Cell = dict[str, Any]
 DRAWS = {"smoke": 200, "small": 4_000, "paper": 20_000}
@@ -54,7 +54,7 @@ KNOWN_LOGISTIC = {"loss at 1": 0.5994382, "second derivative at 1": 0.1442245}
 
 
 def cells(scale: str) -> list[Cell]:
-    """All cells of a scale, those with draws each with a seed of its own."""
+    """All cells of a scale; each with draws has its own seed."""
     draws, found = DRAWS[scale], list[Cell]()
 
     def add(quantity: str, case: str, **settings: Any) -> None:
@@ -78,7 +78,7 @@ def cells(scale: str) -> list[Cell]:
     add("update size", "pure noise", beta1=0.9, **long_average)
     add("noise's share", "C = (1, .5, .3)", beta2=0.9, steps=20, draws=draws)
     for name, (_, steps, _, _) in MECHANISMS.items():
-        if scale != "smoke" or steps == 16:  # the others take seconds to optimize or to draw
+        if scale != "smoke" or steps == 16:  # the others take seconds to optimize or simulate
             add("prefix error", name, steps=steps, draws=min(draws, 2000))
     for multiplier in KNOWN_EPSILON:
         add("epsilon", f"σ = {multiplier:g}", noise_multiplier=multiplier, participations=3, delta=1e-7)
@@ -102,20 +102,20 @@ def _result(
 
 
 def _limit(cell: Cell) -> dict[str, Any]:
-    """m at which the noise in ν̂ equals ‖g‖²/m; simulated, the noise is measured instead of computed."""
+    """m at which the noise in ν̂ equals ‖g‖²/m; in the simulation the noise is measured instead of computed."""
     signal = Signal(cell["signal"])
     given = {"batch_size": cell["batch_size"], "noise_multiplier": cell["noise_multiplier"], "signal": signal}
     squared_norm = 1.0 if signal is Signal.OPTIMISTIC else 1 / cell["batch_size"]
     phi = (cell["noise_multiplier"] / cell["batch_size"]) ** 2
     noise, predicted = _left_over(cell), 0.0
     if cell["case"] == "post-processing":
-        predicted = regimes.largest_dimension_post_processing(**given)
+        predicted = theory.largest_dimension_post_processing(**given)
         noise = Estimate(phi * noise.value, phi * noise.standard_error)
     elif cell["case"] == "bias correction":  # the formula leaves out the √2 of the square of a normal
-        predicted = regimes.largest_dimension_bias_correction(**given, beta2=cell["beta2"])
+        predicted = theory.largest_dimension_bias_correction(**given, beta2=cell["beta2"])
         noise = Estimate(phi * noise.value / math.sqrt(2), phi * noise.standard_error / math.sqrt(2))
     else:
-        predicted = regimes.largest_dimension_ime(**given, beta2=cell["beta2"])
+        predicted = theory.largest_dimension_ime(**given, beta2=cell["beta2"])
         stddev = math.sqrt(2) * cell["noise_multiplier"] * 2 / cell["batch_size"]
         noise = Estimate(stddev * noise.value, stddev * noise.standard_error)
     value = squared_norm / noise.value
@@ -126,29 +126,29 @@ def _limit(cell: Cell) -> dict[str, Any]:
 def _left_over(cell: Cell) -> Estimate:
     """The mean of the averaged squares of unit noise (post-processing), or the spread of what averaging leaves."""
     square = cell["case"] in ("post-processing", "bias correction")
-    values = simulations.averaged_noise(
+    values = averaged_noise(
         square=square, beta2=cell["beta2"], steps=cell["steps"], draws=cell["draws"], seed=cell["seed"]
     )
-    return simulations.average_of(values) if cell["case"] == "post-processing" else simulations.spread_of(values)
+    return average_of(values) if cell["case"] == "post-processing" else spread_of(values)
 
 
 def _ime_condition(cell: Cell) -> dict[str, Any]:
-    predicted = regimes.smallest_batch_ime(dimension=1.0, noise_multiplier=1.0, beta2=cell["beta2"])
+    predicted = theory.smallest_batch_ime(dimension=1.0, noise_multiplier=1.0, beta2=cell["beta2"])
     noise, factor = _left_over(cell), 2 * math.sqrt(2)
     return _result(predicted, Estimate(factor * noise.value, factor * noise.standard_error), known=0.0633)
 
 
 def _window(cell: Cell) -> dict[str, Any]:
-    """ν̂/g² at the end, with the fate that was predicted and the one that was seen, and both paths, thinned."""
+    """ν̂/g² at the end, the predicted and the simulated regime, and both paths, thinned."""
     clip_norm = cell["clip_norm"]
     names = ("start", "steps", "dimension", "batch_size", "noise_multiplier", "beta2", "eps_scale")
-    field, simulated = picture_data.window_paths(clip_norms=(clip_norm,), **{name: cell[name] for name in names})
+    field, simulated = window_paths(clip_norms=(clip_norm,), **{name: cell[name] for name in names})
     name = f"{clip_norm:g}"
     last = max(1, cell["steps"] // 10)
     ends = [float(path.y[name][-last:].mean()) for path in (field, simulated)]
     setting = {"noise_multiplier": cell["noise_multiplier"], "batch_size": cell["batch_size"]}
-    fate = steady_state.predict(clip_norm, dimension=cell["dimension"], **setting)
-    rest = float(steady_state.steady_state(1.0, clip_norm=clip_norm, **setting))
+    regime = theory.predict(clip_norm, dimension=cell["dimension"], **setting)
+    rest = float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **setting))
     shown = np.unique(np.geomspace(1, cell["steps"], 60).round().astype(int)) - 1
     return {
         "predicted": ends[0],
@@ -157,20 +157,20 @@ def _window(cell: Cell) -> dict[str, Any]:
         "printed": None,
         "known": None,
         "rest": rest if math.isfinite(rest) else None,
-        "predicted_fate": fate.value,
-        "simulated_fate": seen_fate(simulated.y[name]),
+        "predicted_fate": regime.value,
+        "simulated_fate": seen_regime(simulated.y[name]),
         "steps": [int(t) + 1 for t in shown],
         "predicted_path": [float(x) for x in field.y[name][shown]],
         "simulated_path": [float(x) for x in simulated.y[name][shown]],
     }
 
 
-def seen_fate(path: Sequence[float] | Any) -> str:
-    """What a path of ν̂/g² did over its second half: it stayed within a factor 1.25 near 1, fell, or rose.
+def seen_regime(path: Sequence[float] | Any) -> str:
+    """The regime of a simulated path of ν̂/g², from its second half: steady (within a factor 1.25), fallen or risen.
 
-    A path that has come to rest far below 1 has collapsed; one far above has risen.
+    A path that rests far below 1 has collapsed.
 
-    >>> seen_fate([1.0] * 10), seen_fate([0.01] * 10), seen_fate(2.0 ** np.arange(10))
+    >>> seen_regime([1.0] * 10), seen_regime([0.01] * 10), seen_regime(2.0 ** np.arange(10))
     ('steady', 'collapses', 'diverges')
     """
     values = np.asarray(path, dtype=np.float64)
@@ -182,44 +182,44 @@ def seen_fate(path: Sequence[float] | Any) -> str:
 
 def _contraction(cell: Cell) -> dict[str, Any]:
     setting = {name: cell[name] for name in ("clip_norm", "noise_multiplier", "batch_size")}
-    simulated = simulations.contraction(
-        feedback=steady_state.feedback(**setting), beta2=cell["beta2"], steps=cell["steps"], draws=cell["draws"],
+    simulated = contraction(
+        feedback=theory.feedback(**setting), beta2=cell["beta2"], steps=cell["steps"], draws=cell["draws"],
         seed=cell["seed"],
     )  # fmt: skip
-    return _result(steady_state.contraction_factor(**setting, beta2=cell["beta2"]), simulated)
+    return _result(theory.contraction_factor(**setting, beta2=cell["beta2"]), simulated)
 
 
 def _negative(cell: Cell) -> dict[str, Any]:
-    predicted = second_moments.negative_probability(noise_variance=1.0, step=cell["steps"], beta2=cell["beta2"])
-    values = simulations.averaged_noise(
+    predicted = theory.negative_probability(noise_variance=1.0, step=cell["steps"], beta2=cell["beta2"])
+    values = averaged_noise(
         square=True, beta2=cell["beta2"], steps=cell["steps"], draws=cell["draws"], seed=cell["seed"]
     )
-    below = simulations.average_of((values < 1).astype(np.float64))
+    below = average_of((values < 1).astype(np.float64))
     return _result(float(predicted), below, known=KNOWN_NEGATIVE.get(cell["steps"]))
 
 
 def _update_size(cell: Cell) -> dict[str, Any]:
-    predicted = update_noise.post_processing_update_rms(beta1=cell["beta1"], beta2=cell["beta2"])
+    predicted = theory.post_processing_update_rms(beta1=cell["beta1"], beta2=cell["beta2"])
     given = {name: cell[name] for name in ("beta1", "beta2", "steps", "draws", "seed")}
-    found = simulations.average_of(simulations.update_squares(**given))
+    found = average_of(update_squares(**given))
     root = math.sqrt(found.value)
     return _result(predicted, Estimate(root, found.standard_error / (2 * root)))
 
 
 def _share(cell: Cell) -> dict[str, Any]:
     strategy = ToeplitzStrategy(steps=cell["steps"], strategy_coefs=(1.0, 0.5, 0.3))
-    predicted = float(bias.second_moment_bias(strategy, beta2=cell["beta2"])[-1])
-    simulated = simulations.averaged_correlated_squares(
+    predicted = float(theory.second_moment_bias(strategy, beta2=cell["beta2"])[-1])
+    simulated = averaged_correlated_squares(
         strategy.noising_matrix(), beta2=cell["beta2"], draws=cell["draws"], seed=cell["seed"]
     )
-    return _result(predicted, simulations.average_of(simulated), known=1.2836411)
+    return _result(predicted, average_of(simulated), known=1.2836411)
 
 
 def _prefix_error(cell: Cell) -> dict[str, Any]:
     kind, _, largest, known = MECHANISMS[cell["case"]]
     strategy: Strategy = kind().optimize(steps=cell["steps"])
     error = strategy.max_error() if largest else strategy.mean_error()
-    simulated = simulations.prefix_errors(
+    simulated = prefix_errors(
         strategy.noising_matrix(), column_norm=strategy.column_norm, draws=cell["draws"], seed=cell["seed"],
         last=largest,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def _epsilon(cell: Cell) -> dict[str, Any]:
 
 
 def _square_change(cell: Cell) -> dict[str, Any]:
-    """Δ₂ for exactly B examples; what equal gradients of norm ζ = 1 do stands where a simulation would."""
+    """Δ₂ for exactly B examples; the change by equal gradients of norm ζ = 1 takes the place of a simulation."""
     size = cell["batch_size"]
     predicted = square_sensitivity(
         squares="of_average", sampling=Shuffled(), adjacency=Adjacency.ZERO_OUT, clip_norm=1.0, batch_size=size
@@ -244,8 +244,8 @@ def _square_change(cell: Cell) -> dict[str, Any]:
 
 
 def _logistic(cell: Cell) -> dict[str, Any]:
-    """By quadrature over x, and by draws."""
-    loss, curvature = simulations.logistic_draws(draws=cell["draws"], seed=cell["seed"])
+    """By quadrature over x, and by simulation."""
+    loss, curvature = logistic_draws(draws=cell["draws"], seed=cell["seed"])
 
     def density(x: float) -> float:
         return math.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
@@ -260,9 +260,11 @@ def _logistic(cell: Cell) -> dict[str, Any]:
         return density(x) * x**2 * chance(x) * chance(-x)
 
     wanted = mean_loss if cell["case"] == "loss at 1" else mean_curvature
-    predicted = float(integrate.quad(wanted, -12, 12, epsabs=1e-12)[0])
+    from scipy.integrate import quad
+
+    predicted = float(quad(wanted, -12, 12, epsabs=1e-12)[0])
     draws = loss if cell["case"] == "loss at 1" else curvature
-    return _result(predicted, simulations.average_of(draws), known=KNOWN_LOGISTIC[cell["case"]])
+    return _result(predicted, average_of(draws), known=KNOWN_LOGISTIC[cell["case"]])
 
 
 _COMPUTE: dict[str, Callable[[Cell], dict[str, Any]]] = {
@@ -278,3 +280,90 @@ _COMPUTE: dict[str, Callable[[Cell], dict[str, Any]]] = {
     "change of a square": _square_change,
     "logistic regression": _logistic,
 }
+
+
+class Estimate(NamedTuple):
+    """A number found by simulation and its standard error."""
+
+    value: float
+    standard_error: float
+
+
+def average_of(values: Series) -> Estimate:
+    """The mean of draws.
+
+    >>> average_of(np.array([1.0, 3.0]))
+    Estimate(value=2.0, standard_error=1.0)
+    """
+    return Estimate(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))))
+
+
+def spread_of(values: Series) -> Estimate:
+    """The standard deviation of draws, with its standard error for any distribution."""
+    squares = average_of((values - values.mean()) ** 2)
+    root = math.sqrt(squares.value)
+    return Estimate(root, squares.standard_error / (2 * root))
+
+
+def averaged_noise(*, square: bool, beta2: float, steps: int, draws: int, seed: int) -> Series:
+    """[draws]: the debiased exponential average, after `steps` steps, of z_t or of z_t², z_t standard normal."""
+    rng, total = np.random.default_rng(seed), np.zeros(draws)
+    for _ in range(steps):
+        z = rng.standard_normal(draws)
+        total = beta2 * total + (1 - beta2) * (z**2 if square else z)
+    return np.asarray(total / (1 - beta2**steps))
+
+
+def averaged_correlated_squares(noising: Series, *, beta2: float, draws: int, seed: int) -> Series:
+    """[draws]: the debiased exponential average of (C⁻¹z)_t² after as many steps as `noising` = C⁻¹ has rows."""
+    rows = noising @ np.random.default_rng(seed).standard_normal((len(noising), draws))
+    powers = beta2 ** np.arange(len(noising) - 1, -1, -1)
+    return np.asarray((powers / powers.sum()) @ rows**2)
+
+
+def prefix_errors(noising: Series, *, column_norm: float, draws: int, seed: int, last: bool) -> Estimate:
+    """The root mean square of the noise in prefix sums over draws: of all steps, or of the last one."""
+    rows = column_norm * noising @ np.random.default_rng(seed).standard_normal((len(noising), draws))
+    squares = np.cumsum(rows, axis=0) ** 2
+    per_draw = squares[-1] if last else squares.mean(0)
+    found = average_of(per_draw)
+    root = math.sqrt(found.value)
+    return Estimate(root, found.standard_error / (2 * root))
+
+
+def update_squares(*, beta1: float, beta2: float, steps: int, draws: int, seed: int) -> Series:
+    """[draws]: μ̂²/ν̂ of Adam in pure noise after `steps` steps, without ε."""
+    rng, mu, nu = np.random.default_rng(seed), np.zeros(draws), np.zeros(draws)
+    for _ in range(steps):
+        z = rng.standard_normal(draws)
+        mu, nu = beta1 * mu + (1 - beta1) * z, beta2 * nu + (1 - beta2) * z**2
+    return np.asarray((mu / (1 - beta1**steps)) ** 2 / (nu / (1 - beta2**steps)))
+
+
+def contraction(*, feedback: float, beta2: float, steps: int, draws: int, seed: int) -> Estimate:
+    """The factor by which a step multiplies the distance of the mean of ν̂ from its fixed point, for g = 1.
+
+        ν ← β₂ν + (1−β₂)(1 + √(φν)·z)²
+
+    A second group of draws starts at a different value with the same normals. The mean difference of the two groups
+    falls by the same factor, whatever the fixed point is.
+    """
+    rng = np.random.default_rng(seed)
+    high, low = np.full(draws, 2 / (1 - feedback)), np.ones(draws)
+    start = high - low
+    for _ in range(steps):
+        z = rng.standard_normal(draws)
+        high = beta2 * high + (1 - beta2) * (1 + np.sqrt(feedback * high) * z) ** 2
+        low = beta2 * low + (1 - beta2) * (1 + np.sqrt(feedback * low) * z) ** 2
+    left = average_of((high - low) / start)
+    factor = left.value ** (1 / steps)
+    return Estimate(factor, factor * left.standard_error / (steps * left.value))
+
+
+def logistic_draws(*, draws: int, seed: int) -> tuple[Series, Series]:
+    """[draws] of the loss at θ = 1 and of its second derivative there, x ~ N(0,1), y ~ Bernoulli(sigmoid(x))."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(draws)
+    chance = 1 / (1 + np.exp(-x))
+    sign = np.where(rng.random(draws) < chance, 1.0, -1.0)
+    return np.logaddexp(0.0, -sign * x), x**2 * chance * (1 - chance)

@@ -1,4 +1,4 @@
-"""The theory's statements as tables and one picture, from their lines."""
+"""The theory's statements as tables and one picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dpoptim.app import plot_style as style
 from experiments.markdown import made_by, number, table
-from experiments.result_files import Line
+from experiments.results_file import Line
 
 SCALARS = (
     "dimension limit", "IME condition", "contraction", "negative fraction", "update size", "noise's share",
@@ -32,7 +32,7 @@ def markdown(lines: Sequence[Line]) -> str:
 
 
 def deviation(line: Line) -> float | None:
-    """(simulated − predicted) in standard errors; None where there is no simulation or it has no error."""
+    """(simulated − predicted) in standard errors; None without a simulation or its error."""
     result = line["result"]
     if not result["standard_error"]:
         return None
@@ -40,7 +40,7 @@ def deviation(line: Line) -> float | None:
 
 
 def _agreement(lines: Sequence[Line]) -> str:
-    """How far simulations are from predictions, counted, beside what chance would give."""
+    """How far simulations are from predictions, compared with chance."""
     found = [abs(value) for value in map(deviation, lines) if value is not None]
     known = [line["result"] for line in lines if line["result"]["known"] is not None]
     same = sum(agrees(one["predicted"], one["known"]) for one in known)
@@ -48,17 +48,17 @@ def _agreement(lines: Sequence[Line]) -> str:
     alike = sum(one["predicted_fate"] == one["simulated_fate"] for one in windows)
     expected = math.erf(2 / math.sqrt(2)) * len(found)
     if not found:
-        return f"Of {len(windows)} runs around the window {alike} end as predicted." if windows else ""
+        return f"Of {len(windows)} runs around the window, {alike} end as predicted." if windows else ""
     return (
-        f"Of {len(found)} simulated values {sum(x <= 2 for x in found)} lie within two standard errors of the "
-        f"prediction ({expected:.0f} would by chance if all are right); the farthest lies {max(found):.1f} away. Of "
-        f"{len(windows)} runs around the window {alike} end as predicted. Of {len(known)} values known from "
-        f"independent programs the formulas give {same} to all digits that are kept."
+        f"Of {len(found)} simulated values, {sum(x <= 2 for x in found)} lie within two standard errors of the "
+        f"prediction ({expected:.0f} are expected if all are right); the farthest is {max(found):.1f} away. Of "
+        f"{len(windows)} runs around the window, {alike} end as predicted. Of {len(known)} values known from "
+        f"independent programs, the formulas reproduce {same} to all recorded digits."
     )
 
 
 def agrees(value: float, known: float) -> bool:
-    """Whether a value is the known one, in as many decimals as that is written with.
+    """Whether a value equals the known one, to as many decimals as that has.
 
     >>> agrees(0.06326, 0.0633), agrees(0.06324, 0.0633)
     (True, False)
@@ -136,7 +136,7 @@ def draw(lines: Sequence[Line]) -> Any:
         fmt="o", color=style.GREEN, ms=5, capsize=3, label="simulated ± 2 standard errors",
     )  # fmt: skip
     negative.legend(loc="upper right", frameon=False)
-    style.label(negative, "Bias correction in pure noise", "step", "share of negative ν̂ less its bias", log="x")
+    style.label(negative, "Bias correction in pure noise", "step", "share of negative ν̂ minus its bias", log="x")
     shown = [(line, value) for line in lines if (value := deviation(line)) is not None]
     groups = [name for name in SCALARS if any(line["cell"]["quantity"] == name for line, _ in shown)]
     away.axvspan(-2, 2, color=style.GREY, alpha=0.12, lw=0)

@@ -1,8 +1,8 @@
-"""BERT-Tiny fine-tuned privately on abstracts: the paper's table, tuned and run again, and what lies beyond it."""
+"""BERT-Tiny fine-tuned privately on abstracts: the paper's table, tuned and reproduced, and what lies beyond it."""
 
 from __future__ import annotations
 
-from experiments.experiment import Experiment
+from experiments.framework import Experiment
 from experiments.tinybert.experiment import run_table
 from experiments.tinybert.report import main_table, markdown
 

@@ -1,4 +1,4 @@
-"""Run the table: jobs to workers, lines to the file, until nothing is left or time is over."""
+"""Run the table: give jobs to workers and append lines to the file, until nothing is left or the time limit passes."""
 
 from __future__ import annotations
 
@@ -11,68 +11,65 @@ from pathlib import Path
 
 import torch
 
-from experiments import provenance, result_files
-from experiments.experiment import MissingInput, Outcome, Request, line_of, open_results, short
-from experiments.result_files import Line, cell_key
+from experiments import provenance, results_file
+from experiments.framework import MissingInput, Outcome, Request, line_of, open_results, short
+from experiments.progress import ProgressReporter
+from experiments.results_file import Line, cell_key
 from experiments.tinybert import model as models
-from experiments.tinybert.corpus import Corpus, made_up_corpus, read_corpus
+from experiments.tinybert.data import Corpus, fingerprint, laid_out, read_corpus, synthetic_corpus
+from experiments.tinybert.grid import ROWS, SIZES, Scoring, places
 from experiments.tinybert.schedule import SETTINGS, Cell, Job, in_turn, jobs, sweep_jobs
-from experiments.tinybert.sizes import SIZES, Scoring
-from experiments.tinybert.table_of_cells import ROWS, places
-from experiments.tinybert.texts import fingerprint, laid_out
-from experiments.tinybert.training_run import Workspace, dtype_on
-from experiments.tinybert.unfinished import Unfinished
-from experiments.tinybert.workers import Here, Processes, workers
-from experiments.voice import Voice
+from experiments.tinybert.training_run import Unfinished, Workspace, dtype_on
+from experiments.tinybert.workers import Workers, workers
 
 NAME = "tinybert"
-_MADE_UP = 150  # tokens of the made-up vocabulary
+_VOCABULARY = 150  # tokens of the synthetic corpus
 LONGEST = 512
 GPU_WORKERS = 6
 
 
-def run_table(request: Request, voice: Voice) -> int:
-    """All that the file has not: the model as it comes, tuning, and final runs, of the paper's table and beyond it."""
+def run_table(request: Request, reporter: ProgressReporter) -> int:
+    """Run what the file lacks: the loss without fine-tuning, tuning runs and final runs."""
     size = SIZES[request.scale]
 
     def next_jobs(lines: list[Line], shared: Cell) -> list[Job]:
         all_places = places(beyond=False) + places(beyond=True)
         return in_turn(jobs(lines, all_places, size, shared, request.seeds or size.seeds))
 
-    return _run(request, voice, next_jobs)
+    return _run(request, reporter, next_jobs)
 
 
-def run_sweep(request: Request, voice: Voice) -> int:
-    """Runs that only a picture shows: scale-then-privatize against the clip norm, once its table's place is tuned."""
-    if request.again:  # the table's runs, in the same file, are not its own to begin afresh
-        raise ValueError("figures adds to the results of tinybert; leave out --again, or begin those afresh")
-    return _run(request, voice, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
+def run_sweep(request: Request, reporter: ProgressReporter) -> int:
+    """Run what only a picture shows: scale-then-privatize against the clip norm, once it is tuned."""
+    if request.overwrite:  # the same file holds the table's runs
+        raise ValueError("figures adds to the results of tinybert; use --overwrite with tinybert instead")
+    return _run(request, reporter, lambda lines, shared: sweep_jobs(lines, SIZES[request.scale], shared))
 
 
-def _run(request: Request, voice: Voice, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> int:
+def _run(request: Request, reporter: ProgressReporter, next_jobs: Callable[[list[Line], Cell], list[Job]]) -> int:
     _check_only(request)
-    make_ground = ground_maker(request)
-    lines = open_results(NAME, request, voice)
+    make_workspace = workspace_maker(request)
+    lines = open_results(NAME, request, reporter)
     count = request.workers or (GPU_WORKERS if request.device.startswith("cuda") else 1)
     commit = request.commit or provenance.this_commit()
     kept = request.out / "unfinished"
-    if request.again:
+    if request.overwrite:
         shutil.rmtree(kept, ignore_errors=True)
     unfinished = Unfinished(kept / commit, until=time.time() + request.seconds_left())
-    ground = make_ground()  # before others do: texts are cut into tokens once
-    shared = _start(request, lines, ground, voice) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
-    with workers(ground, make_ground, unfinished, count) as pool:
+    workspace = make_workspace()  # before workers do, so that texts are tokenized once
+    shared = _start(request, lines, workspace, reporter) | {"dtype": str(dtype_on(request.device))[len("torch.") :]}
+    with workers(workspace, make_workspace, unfinished, count) as pool:
 
         def wanted() -> list[Job]:
             return [job for job in next_jobs(lines, shared) if request.wants(job.cell)]
 
         if request.only and not wanted() and not any(request.wants(line["cell"]) for line in lines):
             raise MissingInput(f"only={','.join(request.only)} leaves no cell to run, and none that was run")
-        return _work_off(request, wanted, pool, lines, unfinished, voice)
+        return _run_jobs(request, wanted, pool, lines, unfinished, reporter)
 
 
 def _check_only(request: Request) -> None:
-    """MissingInput where `only` asks for a place or a setting that no cell has, before texts are read."""
+    """Refuse an `only` that no cell can match, before texts are read."""
     of_place = [text for text in request.only if text.startswith(("row=", "column="))]
     narrowed, all_places = replace(request, only=tuple(of_place)), places(beyond=False) + places(beyond=True)
     if not any(narrowed.wants({"row": row, "column": column}) for row, column in all_places):
@@ -87,113 +84,113 @@ def _check_only(request: Request) -> None:
             raise MissingInput(f"only: cells of {NAME} have no {name}; they have {', '.join(sorted(settings))}")
 
 
-def _work_off(
+def _run_jobs(
     request: Request,
     next_jobs: Callable[[], list[Job]],
-    pool: Here | Processes,
+    pool: Workers,
     lines: list[Line],
     unfinished: Unfinished,
-    voice: Voice,
+    reporter: ProgressReporter,
 ) -> int:
-    """Give out jobs as lines come in; past the time limit none is begun, and those under way stop and are kept.
+    """Start jobs as lines come in. Past the time limit none starts, and running ones stop and are saved.
 
     Returns how many are left, as far as is known before further tuning.
     """
     flying: set[str] = set()
     kept = 0
-    voice.begin(NAME, total=len(next_jobs()), done=0)
+    reporter.begin(NAME, total=len(next_jobs()), done=0)
     while True:
         waiting = [job for job in next_jobs() if cell_key(job.cell) not in flying]
-        while waiting and pool.busy < pool.places and not request.out_of_time():
+        while waiting and pool.busy < pool.count and not request.out_of_time():
             job = waiting.pop(0)
             flying.add(cell_key(job.cell))
-            voice.doing(short(job.cell))
-            pool.give(job)
+            reporter.doing(short(job.cell))
+            pool.start(job)
         if not pool.busy:
             if waiting:
-                voice.say(
-                    f"{NAME}: time is over, {len(waiting)} cells or more are left, {kept} of them begun; the same "
-                    "command goes on"
+                reporter.say(
+                    f"{NAME}: time limit reached, {len(waiting)} cells or more are left, {kept} of them begun; run the "
+                    "same command to resume"
                 )
             return len(waiting)
-        done, outcome, seconds = pool.take()
+        done, (outcome, seconds) = pool.next_finished()
         flying.discard(cell_key(done.cell))
         if outcome is None:
             kept += 1
             continue
         line = line_of(NAME, request, done.cell, outcome, time.perf_counter() - seconds, device=request.device)
         lines.append(line)
-        result_files.append(request.file(NAME), line)
+        results_file.append(request.file(NAME), line)
         unfinished.forget(done.cell)
-        said = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
+        settings = {name: line["cell"][name] for name in ("lr", "eps", "eps_over_noise", "clip_norm", "momentum")
                 if name in line["cell"]}  # fmt: skip
         found = line["result"]
-        voice.finished(
-            f"{NAME}: {short(line['cell'])} {said}: validation {found['validation']}, {found['ended']}, "
-            f"{line['setting']['seconds']:.0f} s, {found['ms_a_step']} ms a step"
+        reporter.finished(
+            f"{NAME}: {short(line['cell'])} {settings}: validation {found['validation']}, {found['ended']}, "
+            f"{line['setting']['seconds']:.0f} s, {found['ms_a_step']} ms per step"
         )
 
 
-def _start(request: Request, lines: list[Line], ground: Workspace, voice: Voice) -> Cell:
-    """What all cells share, after the loss of the model as it comes is in the file.
+def _start(request: Request, lines: list[Line], workspace: Workspace, reporter: ProgressReporter) -> Cell:
+    """What all cells share, after writing the loss of the model without fine-tuning.
 
-    ValueError where the file has runs of another model or of other texts.
+    Raises ValueError if the file has runs of a different model or of different texts.
     """
     started = time.perf_counter()
-    shared = {"num_examples": len(ground.train), "model": models.fingerprint(ground.fresh_model())}
-    texts = fingerprint(ground.train)
+    shared = {"num_examples": len(workspace.train), "model": models.fingerprint(workspace.fresh_model())}
+    texts = fingerprint(workspace.train)
     for line in lines:
         if line["cell"]["purpose"] == "no fine-tuning":
             before = {name: line["cell"][name] for name in shared}
             if before != shared or line["result"].get("texts", texts) != texts:
                 raise ValueError(
-                    f"{request.file(NAME)} has runs of another model or of other texts ({before['num_examples']:,} "
-                    f"texts, model {before['model']}; given are {shared['num_examples']:,} and {shared['model']}); "
-                    "give --out another folder"
+                    f"{request.file(NAME)} has runs of a different model or texts ({before['num_examples']:,} "
+                    f"texts, model {before['model']}; now {shared['num_examples']:,} and {shared['model']}). "
+                    "Use a different folder with --out."
                 )
             return shared
-    fresh = ground.model()
+    fresh = workspace.model()
     cell = {"purpose": "no fine-tuning", "row": "none", "column": "none", "seed": 0, **shared}
-    result = {"ended": "finished", "validation": ground.validation_loss(fresh), **ground.test_losses(fresh),
+    result = {"ended": "finished", "validation": workspace.validation_loss(fresh), **workspace.test_losses(fresh),
               "texts": texts}  # fmt: skip
     first = line_of(
         NAME, request, cell, Outcome(result=result, note="no private text was used"), started, device=request.device
     )
-    result_files.append(request.file(NAME), first)
+    results_file.append(request.file(NAME), first)
     lines.append(first)
-    voice.say(f"{NAME}: {len(ground.train):,} texts; test loss before fine-tuning {result['test']['tokens']:.4f}")
+    reporter.say(f"{NAME}: {len(workspace.train):,} texts; test loss before fine-tuning {result['test']['tokens']:.4f}")
     return shared
 
 
-def ground_maker(request: Request) -> Callable[[], Workspace]:
-    """A function, fit for other processes, that makes what all cells share; MissingInput where data or model are missing."""
+def workspace_maker(request: Request) -> Callable[[], Workspace]:
+    """A function that makes the workspace, in this process or another. Raises MissingInput without data or model."""
     if request.device.startswith("cuda") and not torch.cuda.is_available():
-        raise MissingInput(f"{NAME}: this PyTorch finds no CUDA device; leave out --device {request.device}")
+        raise MissingInput(f"{NAME}: PyTorch finds no CUDA device; leave out --device {request.device}")
     scoring = SIZES[request.scale].scoring
     if request.scale == "smoke":
-        return functools.partial(_ground, "", None, Path("."), request.device, scoring)
+        return functools.partial(_workspace, "", None, Path("."), request.device, scoring)
     if request.model is None or request.data is None:
         raise MissingInput(
-            "tinybert needs abstracts: --data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json (the "
-            "public arXiv metadata file); and a model: --model DIR or google/bert_uncased_L-2_H-128_A-2"
+            "tinybert needs abstracts (--data DIR with packed ids, or --data arxiv-metadata-oai-snapshot.json, the "
+            "public arXiv metadata file) and a model (--model DIR or google/bert_uncased_L-2_H-128_A-2)"
         )
-    return functools.partial(_ground, request.data, request.model, request.out, request.device, scoring)
+    return functools.partial(_workspace, request.data, request.model, request.out, request.device, scoring)
 
 
-def _ground(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Workspace:
+def _workspace(data: str, model: str | None, cache: Path, device: str, scoring: Scoring) -> Workspace:
     if model is None:
-        corpus = made_up_corpus(vocabulary=_MADE_UP, examples=60)
-        fresh, longest = functools.partial(models.made_up, vocabulary=_MADE_UP), 64
+        corpus = synthetic_corpus(vocabulary=_VOCABULARY, examples=60)
+        fresh, longest = functools.partial(models.synthetic, vocabulary=_VOCABULARY), 64
     else:
         corpus = read_corpus(data, model, longest=LONGEST, cache=cache)
         fresh, longest = functools.partial(models.load, model), LONGEST
-    return grounded(corpus, fresh, longest, device, scoring)
+    return build_workspace(corpus, fresh, longest, device, scoring)
 
 
-def grounded(
+def build_workspace(
     corpus: Corpus, fresh: Callable[[], models.MaskedLM], longest: int, device: str, scoring: Scoring
 ) -> Workspace:
-    """Texts laid out on the device."""
+    """Lay out the texts on the device."""
     train, validation, test = (
         laid_out(tokens, corpus.marks, longest, device) for tokens in (corpus.train, corpus.validation, corpus.test)
     )

@@ -1,46 +1,267 @@
-"""The table of BERT-Tiny beside the paper's, whether its claims hold, the tuning behind it, and what is beyond it."""
+"""The table of BERT-Tiny next to the paper's: whether its claims hold, the tuning behind it, and further rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dpoptim.app.comparison.intervals import mean_interval
-from experiments.markdown import epsilon_shown, made_by, number, spread, table
-from experiments.result_files import Line, cell_key
-from experiments.tinybert.claims import CLAIMS, LEVEL, compared
-from experiments.tinybert.command import command
-from experiments.tinybert.proxy import how_near
-from experiments.tinybert.schedule import SWEEP, chosen, final_lines, tuning_lines, tuning_losses
-from experiments.tinybert.scores import Losses, Scores, mean, scores
-from experiments.tinybert.search import on_edge, wanted
-from experiments.tinybert.sizes import SIZES, Size
-from experiments.tinybert.table_of_cells import (
+from dpoptim.optim.variants import noise_level
+from dpoptim.privacy import Gradient
+from experiments import provenance
+from experiments.markdown import epsilon_shown, made_by, number, spread, table, thousandths
+from experiments.results_file import Line, cell_key
+from experiments.tinybert.grid import (
     COLUMNS,
     DELTA,
     NON_PRIVATE,
     PAPER_GRADIENT,
     PAPER_WITHOUT_NOISE,
     ROWS,
+    SIZES,
     WITH_NOISE,
     Column,
+    Size,
     column,
     places,
+    plan_of,
     row,
 )
+from experiments.tinybert.schedule import (
+    SWEEP,
+    Cell,
+    Place,
+    Setting,
+    chosen,
+    final_lines,
+    on_edge,
+    setting_of,
+    tuning_lines,
+    tuning_losses,
+    wanted,
+)
+
+Losses = Mapping[int, float]  # by seed
+Scores = Mapping[tuple[str, str], Losses]  # by (row, column)
+
+
+def scores(lines: Sequence[Line]) -> Scores:
+    """Test losses of the final runs; ("none", "none") is the model without fine-tuning.
+
+    A run that diverged counts as infinite. Of two runs of one seed, and of two settings, the later one counts.
+    """
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    settings: dict[tuple[str, str], Setting] = {}
+    for line in lines:
+        cell, result = line["cell"], line["result"]
+        if cell["purpose"] in ("final", "no fine-tuning"):
+            place = (cell["row"], cell["column"])
+            setting = setting_of(cell) if cell["purpose"] == "final" else ()
+            if settings.setdefault(place, setting) != setting:
+                settings[place], found[place] = setting, {}
+            loss = result["test"]["tokens"]
+            own = found.setdefault(place, {})
+            own[cell["seed"]] = math.inf if loss is None or result["ended"] == "diverged" else loss
+    return found
+
+
+def mean(losses: Losses) -> float:
+    """Over the seeds."""
+    return sum(losses.values()) / len(losses)
+
+
+def command(names: str, lines: Sequence[Line]) -> str:
+    """The command that made the lines; the number of workers is not recorded.
+
+    >>> command("tinybert", [{"scale": "paper", "setting": {"machine": "NVIDIA H200"}}])
+    'python -m experiments tinybert --scale paper --data DIR --model DIR --device cuda'
+    """
+    scale = lines[0]["scale"]
+    given = "" if scale == "smoke" else " --data DIR --model DIR"
+    on_gpu = any(provenance.is_gpu(line["setting"]["machine"]) for line in lines)
+    return f"python -m experiments {names} --scale {scale}{given}{' --device cuda' if on_gpu else ''}"
+
+
+LEVEL = 0.005
+"""Losses this close count as level; the paper calls rows within .004 of each other equal."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about the rows of one column; `needs` are the rows it depends on."""
+
+    text: str
+    needs: tuple[str, ...]
+    margin: Callable[[Mapping[str, float]], float]  # by how much it holds
+    holds_above: float = 0.0
+    fails_below: float = LEVEL
+    ours: bool = False  # not in the paper, which lacks one of the rows
+
+
+_PRIVATE = ("post_processing", "independent_moments", "bias_correction", "scale_then_privatize", "dp_sgd")
+
+
+def _behind(worse: str, better: str) -> Callable[[Mapping[str, float]], float]:
+    return lambda loss: loss[worse] - loss[better]
+
+
+CLAIMS = (
+    Claim(
+        "scale-then-privatize is the best private row: ahead of the next by",
+        _PRIVATE,
+        lambda loss: (
+            min(loss[name] for name in _PRIVATE if name != "scale_then_privatize") - loss["scale_then_privatize"]
+        ),
+    ),
+    Claim(
+        "(ours) and ahead of post-processing with ε_s tuned by",
+        ("scale_then_privatize", "post_processing_eps"),
+        _behind("post_processing_eps", "scale_then_privatize"),
+        ours=True,
+    ),
+    Claim(
+        "IME is worse than post-processing: behind by",
+        ("independent_moments", "post_processing"),
+        _behind("independent_moments", "post_processing"),
+    ),
+    Claim(
+        "a noiseless preconditioner is no better than post-processing: behind by",
+        ("noiseless", "post_processing"),
+        _behind("noiseless", "post_processing"),
+        holds_above=-LEVEL,
+        fails_below=-LEVEL,
+    ),
+    Claim(
+        "(ours) nor better than post-processing with ε_s tuned in the same way: behind by",
+        ("noiseless", "post_processing_eps"),
+        _behind("noiseless", "post_processing_eps"),
+        holds_above=-LEVEL,
+        fails_below=-LEVEL,
+        ours=True,
+    ),
+    Claim(
+        "with scale-then-privatize a noiseless one helps: ahead by",
+        ("noiseless_scaled", "scale_then_privatize"),
+        _behind("scale_then_privatize", "noiseless_scaled"),
+    ),
+    Claim(
+        "DP-SGD is worse than post-processing: behind by",
+        ("dp_sgd", "post_processing"),
+        _behind("dp_sgd", "post_processing"),
+    ),
+    Claim(
+        "(ours) and worse than post-processing with ε_s tuned: behind by",
+        ("dp_sgd", "post_processing_eps"),
+        _behind("dp_sgd", "post_processing_eps"),
+        ours=True,
+    ),
+)
+
+
+def compared(claim: Claim, found: Scores, column: str, paper: Mapping[str, float]) -> str | None:
+    """Our margin, the mean over the seeds that all rows have, next to the paper's; None if there is none.
+
+    Rows of one seed saw the same batches and normals, so margins are computed seed by seed. One seed decides nothing.
+    With several, the 95 % interval decides: a claim that one row is ahead fails if the rows are level.
+
+    >>> scores = {("independent_moments", "x"): {0: 4.0, 1: 4.1}, ("post_processing", "x"): {0: 3.5, 1: 3.59}}
+    >>> paper = {"independent_moments": 3.6, "post_processing": 3.5}
+    >>> compared(CLAIMS[2], scores, "x", paper), compared(CLAIMS[2], scores, "y", paper)
+    ('0.505 ± 0.064 (0.100), holds', None)
+    """
+    rows = {name: found.get((name, column), {}) for name in claim.needs}
+    seeds = sorted(set.intersection(*map(set, rows.values())))
+    if not seeds:
+        return None
+    margins = [claim.margin({name: rows[name][seed] for name in rows}) for seed in seeds]
+    if not all(map(math.isfinite, margins)):
+        return "a run diverged"
+    margin = mean_interval(margins)
+    verdict = ""
+    if margin.half_width is not None:
+        holds, fails = margin.low > claim.holds_above, margin.high < claim.fails_below
+        verdict = ", holds" if holds else ", fails" if fails else ", undecided"
+    of_paper = "–" if claim.ours else thousandths(claim.margin(paper))
+    return f"{spread(margin)} ({of_paper}){verdict}"
+
+
+PLAIN = "post_processing"
+
+
+def how_close(lines: Sequence[Line], size: Size) -> str:
+    """How close tuning runs are to final runs: in a step's noise, and in the loss at the same step."""
+    levels, gaps = [], {True: 0.0, False: 0.0}  # by whether the row is private
+    for place in [*places(beyond=False), *places(beyond=True)]:
+        if (pair := _pair(lines, place, size)) is None:
+            continue
+        tuned, final = pair
+        private = row(place[0]).note is None
+        gaps[private] = max(gaps[private], _widest_gap(tuned, final))
+        if place[0] == "scale_then_privatize":
+            levels.append(f"{level(tuned['cell']) / level(final['cell']):.3f} ({column(place[1]).label})")
+    if not levels:
+        return ""
+    return (
+        "How close tuning runs are to final runs: the standard deviation of the noise in the average gradient, at the "
+        f"noisiest step, over that of the final run is {', '.join(levels)}. (Correlated noise is optimized for a run's "
+        "own number of steps.) At the same step, the losses of the chosen tuning run and the final run (seed 0) differ "
+        f"by up to {gaps[True]:.2f} in private rows and {gaps[False]:.2f} in others." + _moved(lines, size)
+    )
+
+
+def _moved(lines: Sequence[Line], size: Size) -> str:
+    """How far rows move between their tuning runs and their final ones, which limits what margins mean."""
+    found, moves = scores(lines), {}
+    for name, kind in places(beyond=False):
+        pairs = [_pair(lines, (each, kind), size) for each in (name, PLAIN)]
+        if name == PLAIN or None in pairs:
+            continue
+        own, plain = (pair[0]["result"]["validation"] for pair in pairs if pair)
+        if own is not None and plain is not None:  # None if every run diverged
+            moves[name, kind] = (own - plain, mean(found[name, kind]) - mean(found[PLAIN, kind]))
+    if not moves:
+        return ""
+    far = max(moves, key=lambda place: abs(moves[place][1] - moves[place][0]))
+    tuned, final = moves[far]
+    return (
+        f" Relative to {row(PLAIN).label}, a row moves between the two by up to {abs(final - tuned):.2f} "
+        f"({row(far[0]).label}, {column(far[1]).label}: {thousandths(tuned)} in tuning, {thousandths(final)} in the "
+        "final runs)."
+    )
+
+
+def level(cell: Cell) -> float:
+    """Standard deviation of the noise on a coordinate of the average gradient, at the noisiest step of a cell."""
+    return noise_level(plan_of(cell), Gradient())
+
+
+def _pair(lines: Sequence[Line], place: Place, size: Size) -> tuple[Line, Line] | None:
+    """The tuning run with the chosen setting, and the final run of the first seed."""
+    setting = chosen(lines, place, size)
+    tuned = [line for line in tuning_lines(lines, place, size) if setting_of(line["cell"]) == setting]
+    final = [line for line in final_lines(lines, place) if line["cell"]["seed"] == 0]
+    return (tuned[0], final[-1]) if tuned and final else None
+
+
+def _widest_gap(tuned: Line, final: Line) -> float:
+    later = dict(final["result"]["curve"])
+    both = [(loss, later[step]) for step, loss in tuned["result"]["curve"] if step in later]
+    return max((abs(loss - other) for loss, other in both if loss is not None and other is not None), default=0.0)
+
 
 BESIDE = {
     "post_processing": "post-processing, which is p = 0",
     "scale_then_privatize": "scale-then-privatize, p = 1/2",
     "independent_moments": "IME, square of the average",
 }
-"""Rows of the table that those beyond it are held against, as they are called there."""
+"""Rows of the table to compare further rows with, and their names there."""
 BEHIND = "behind the first by"
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """All of it; a place without a final run is a dash."""
+    """The whole section; a place without a final run is a dash."""
     scale = lines[0]["scale"]
     found = scores(lines)
     parts = [
@@ -53,7 +274,7 @@ def markdown(lines: Sequence[Line]) -> str:
         _claims(found),
         _beyond(lines, found),
         _tuning(lines, SIZES[scale]),
-        how_near(lines, SIZES[scale]),
+        how_close(lines, SIZES[scale]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -68,13 +289,13 @@ def _what(lines: Sequence[Line], size: Size) -> str:
         cut = [sum(line["result"]["ended"] == ended for line in tuning) for ended in ("given up", "diverged")]
         text += (
             f", {len(tuning)} tuning runs of {size.tuning_steps} steps of {size.tuning_batch_size} ({cut[0]} of these "
-            f"were given up on the way and {cut[1]} diverged)"
+            f"were abandoned and {cut[1]} diverged)"
         )
     if swept:
         text += f" and {swept} runs against the clip norm, for a picture"
     return (
         f"{text}, on {lines[0]['cell']['num_examples']:,} texts. Losses are means over the masked tokens of {tested:,} "
-        "test texts; ± is Student's 95 % interval over seeds, where there are several."
+        "test texts; ± is Student's 95 % interval over seeds, if there are several."
     )
 
 
@@ -83,7 +304,7 @@ def _is_tuning(line: Line) -> bool:
 
 
 def main_table(lines: Sequence[Line]) -> str:
-    """Our test losses beside the paper's, by optimizer and noise."""
+    """Our test losses next to the paper's, by optimizer and noise."""
     found = scores(lines)
     titles = ["test loss, ours (the paper's)", *(each.label for each in WITH_NOISE)]
     rows = [["no fine-tuning", _beside(found.get(("none", "none")), PAPER_WITHOUT_NOISE["none"]), "", ""]]
@@ -102,7 +323,7 @@ def main_table(lines: Sequence[Line]) -> str:
 
 
 def _private_line(lines: Sequence[Line], kind: Column) -> Line | None:
-    """The first of a column with an ε, which all its private rows share; None where none was run."""
+    """The first line of a column with an ε, which all its private rows share; None if none was run."""
     own = (line for line in lines if line["cell"]["column"] == kind.name)
     return next((line for line in own if line["epsilon"] is not None), None)
 
@@ -116,7 +337,7 @@ def _shown(losses: Losses) -> str:
 
 
 def _signal(lines: Sequence[Line]) -> str:
-    """How much of an average of clipped gradients is left, which noise is to be compared with."""
+    """How long the average of clipped gradients is, to compare with the noise."""
     means = []
     for kind in WITH_NOISE:
         norms = [norm for line in final_lines(lines, ("noiseless", kind.name))
@@ -126,20 +347,20 @@ def _signal(lines: Sequence[Line]) -> str:
     if not means:
         return ""
     return (
-        "The clipped average gradient's length over the clip norm, mean over the run with a noiseless preconditioner "
+        "The mean norm of the clipped average gradient over the clip norm, in the run with a noiseless preconditioner "
         f"(NOT private): {', '.join(means)}; the paper's is about {PAPER_GRADIENT:g}."
     )
 
 
 def _in_both_precisions(lines: Sequence[Line]) -> str:
-    """The first final runs had parameters in float32; where a cell was run again in bfloat16, how they differ."""
+    """How final runs in float32 and bfloat16 of the same cell differ."""
     whole = {key: loss for dtype, key, loss in map(_final_loss, lines) if dtype is None}
     off = [loss - whole[key] for dtype, key, loss in map(_final_loss, lines) if dtype == "bfloat16" and key in whole]
     if not off:
         return ""
     return (
-        f"{len(off)} of these runs were also made with parameters in float32 and only products in bfloat16: test "
-        f"losses in bfloat16 are {min(off):+.4f} to {max(off):+.4f} from those."
+        f"{len(off)} of these runs were also made with parameters in float32 and only products in bfloat16. Compared "
+        f"with those, test losses in bfloat16 differ by {min(off):+.4f} to {max(off):+.4f}."
     )
 
 
@@ -162,14 +383,14 @@ def _guarantees(lines: Sequence[Line]) -> str:
         return ""
     tuned = ", and settings were tuned on the same texts" if any(map(_is_tuning, lines)) else ""
     head = (
-        "What a run like these would guarantee with a secret key of its own, tuning not counted, at "
-        f"δ = {DELTA:g}, adjacency zero-out. These very runs guarantee NOTHING: their key is made of the seed, so that "
-        f"rows share their normals and anyone can make them again{tuned}. Shuffled "
-        "batches pass over one fixed order again and again, without amplification; ε is then that of a Gaussian "
-        "mechanism at the worst pattern of participations, without any bound in between. With Poisson samples it is "
-        "that of composed privacy loss distributions (dp-accounting, rounded to the safe side), with cyclic ones too, "
-        "of one step for each turn of a text's group. ε is rounded up; losses on held-out texts are not noised and "
-        "stand outside of it. σ is in units of what one participation changes, over all steps:"
+        f"What one such run would guarantee with its own secret key, at δ = {DELTA:g}, adjacency zero-out. These runs "
+        f"guarantee NOTHING: their key is derived from the seed, so anyone can recompute their noise{tuned}.\n\n"
+        "- Tuning is not counted, and losses on held-out texts have no noise.\n"
+        "- Shuffled batches repeat one fixed order without amplification. ε is that of a Gaussian mechanism at the "
+        "worst pattern of participations, which is exact.\n"
+        "- With Poisson samples ε comes from composed privacy loss distributions (dp-accounting, rounded to the safe "
+        "side); with cyclic ones, one step counts for each turn of a text's group.\n"
+        "- ε is rounded up. σ is relative to what one participation changes, over all steps."
     )
     return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
 
@@ -181,17 +402,19 @@ def _claims(found: Scores) -> str:
         if any(margins) or not claim.ours:
             rows.append([claim.text, *(margin or "–" for margin in margins)])
     rule = (
-        "Margins are taken seed by seed. A claim holds where the 95 % interval lies above 0 and fails where it lies "
-        f"below {LEVEL:g}, a distance that counts as level; “no better” holds above −{LEVEL:g} and fails below. Else "
-        "it is undecided."
+        "Margins are computed seed by seed. A claim holds if the 95 % interval lies above 0 and fails if it lies below "
+        f"{LEVEL:g}, a distance that counts as level; “no better” holds above −{LEVEL:g} and fails below. Otherwise it "
+        "is undecided."
     )
     return (
-        table(["what the paper says; ours (the paper's)", *(kind.label for kind in WITH_NOISE)], rows) + "\n\n" + rule
+        table(["claim of the paper; our margin (the paper's)", *(kind.label for kind in WITH_NOISE)], rows)
+        + "\n\n"
+        + rule
     )
 
 
 def _beyond(lines: Sequence[Line], found: Scores) -> str:
-    """What the paper has no row or no column for, each beside the rows of the table that it is to be held against."""
+    """Rows and columns that the paper lacks, next to the rows of the table to compare them with."""
     places_beyond = [place for place in places(beyond=True) if place in found]
     if not places_beyond:
         return ""
@@ -204,7 +427,7 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
         rows = [[BESIDE.get(name, row(name).label), _shown(found[name, kind]), behind]
                 for (name, kind), behind in in_order]  # fmt: skip
         parts.append(
-            f"Beyond the paper, {column('independent').label}, beside rows of the table:\n\n"
+            f"Further rows ({column('independent').label}), next to rows of the table:\n\n"
             + table(["optimizer", "test loss", BEHIND], rows)
         )
     if of_column:
@@ -221,14 +444,14 @@ def _beyond(lines: Sequence[Line], found: Scores) -> str:
 
 
 def _best_first(wanted_places: Sequence[tuple[str, str]], found: Scores) -> list[tuple[tuple[str, str], str]]:
-    """The places by their mean loss, each with how far it is behind the first, over the seeds that both have."""
+    """The places by mean loss, each with its distance to the first, over the seeds that both have."""
     in_order = sorted(wanted_places, key=lambda place: mean(found[place]))
     best = found[in_order[0]]
-    told = [""]
+    behind = [""]
     for place in in_order[1:]:
         margins = [loss - best[seed] for seed, loss in found[place].items() if seed in best]
-        told.append(spread(mean_interval(margins)) if margins and all(map(math.isfinite, margins)) else "–")
-    return list(zip(in_order, told, strict=True))
+        behind.append(spread(mean_interval(margins)) if margins and all(map(math.isfinite, margins)) else "–")
+    return list(zip(in_order, behind, strict=True))
 
 
 def _tuning(lines: Sequence[Line], size: Size) -> str:
@@ -241,7 +464,7 @@ def _tuning(lines: Sequence[Line], size: Size) -> str:
         setting = chosen(lines, place, size)
         notes = [f"{name} at the end of its grid" for name in on_edge(each, setting)]
         if wanted(each, place[1], tuning_losses(lines, place, size)):
-            notes.append("search not ended")
+            notes.append("search not finished")
         best = tuning_losses(lines, place, size).get(setting)
         loss = number(best, 4) if best is not None and math.isfinite(best) else "–"
         label = each.label + (" (NOT private)" if each.note else "")
@@ -249,9 +472,8 @@ def _tuning(lines: Sequence[Line], size: Size) -> str:
     if not rows:
         return ""
     head = (
-        "Tuning, one knob after the other, each on its grid, from neighbour to neighbour until none is better; "
-        "the loss is that of validation texts, and the test texts play no part. No tuning run is private, whatever its "
-        "row:"
+        "Tuning turns one knob after the other, from neighbour to neighbour on its grid, until none is better. The "
+        "loss is that of validation texts; test texts are not used. No tuning run is private, whatever its row:"
     )
     return head + "\n\n" + table(["optimizer", "noise", "runs", "chosen", "validation loss", "note"], rows, left=4)
 

@@ -1,16 +1,81 @@
-"""Which cells are to be run next, as a pure function of the lines that are there: tuning first, then the final runs."""
+"""Which cells to run next, as a pure function of the lines so far: tuning first, then the final runs.
+
+Tuning turns one hyperparameter after the other to its best value, from neighbour to neighbour, until none moves.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.result_files import Line, cell_key
-from experiments.tinybert.search import Setting, reached, wanted
-from experiments.tinybert.sizes import Size
-from experiments.tinybert.table_of_cells import COLUMNS, column, row
+from experiments.results_file import Line, cell_key
+from experiments.tinybert.grid import COLUMNS, Hyperparameter, Row, Size, column, row
+
+Setting = tuple[tuple[str, float], ...]
+
+
+def first_setting(row: Row, column: str) -> Setting:
+    """Where the search starts in a column."""
+    starts = row.starts.get(column, {})
+    return tuple((knob.name, starts.get(knob.name, knob.start)) for knob in row.knobs)
+
+
+def wanted(row: Row, column: str, tried: Mapping[Setting, float]) -> list[Setting]:
+    """Which settings to try next; none if no neighbour on any knob's grid is better than the current setting.
+
+    `tried` has the loss of each setting, infinity if it diverged or was abandoned. Both neighbours on a knob's grid are
+    returned at once, so that they can run in parallel.
+
+    >>> knobs = Hyperparameter("lr", (1.0, 2.0, 3.0), 2.0), Hyperparameter("eps", (1.0, 2.0), 1.0)
+    >>> row = Row(name="x", label="x", knobs=knobs)
+    >>> tried: dict[Setting, float] = {}
+    >>> while settings := wanted(row, "banded", tried):
+    ...     tried |= {setting: abs(dict(setting)["lr"] - 3) + dict(setting)["eps"] for setting in settings}
+    >>> reached(row, "banded", tried), len(tried)
+    ((('lr', 3.0), ('eps', 1.0)), 4)
+    """
+    return _descend(row, column, tried)[1]
+
+
+def reached(row: Row, column: str, tried: Mapping[Setting, float]) -> Setting:
+    """The current setting of the search."""
+    return _descend(row, column, tried)[0]
+
+
+def on_edge(row: Row, setting: Setting) -> list[str]:
+    """The knobs at an end of their grid, where a wider grid might be better."""
+    values = dict(setting)
+    return [k.name for k in row.knobs if len(k.grid) > 2 and values[k.name] in (k.grid[0], k.grid[-1])]
+
+
+def _descend(row: Row, column: str, tried: Mapping[Setting, float]) -> tuple[Setting, list[Setting]]:
+    """Turn the knobs until none moves: (the current setting, what must be known to continue)."""
+    here = first_setting(row, column)
+    if here not in tried:
+        return here, [here]
+    moved = True
+    while moved:
+        moved = False
+        for knob in row.knobs:
+            while True:
+                beside = _beside(here, knob)
+                if missing := [setting for setting in beside if setting not in tried]:
+                    return here, missing
+                best = min([here, *beside], key=lambda setting: tried[setting])
+                if best == here:
+                    break
+                here, moved = best, True
+    return here, []
+
+
+def _beside(setting: Setting, knob: Hyperparameter) -> list[Setting]:
+    values = dict(setting)
+    at = knob.grid.index(values[knob.name])
+    others = [knob.grid[i] for i in (at - 1, at + 1) if 0 <= i < len(knob.grid)]
+    return [tuple((name, other if name == knob.name else value) for name, value in setting) for other in others]
+
 
 SWEEP = "clip norms"
 SWEPT = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0, 16.0)
@@ -18,7 +83,7 @@ SETTINGS = {
     "purpose", "row", "column", "seed", "steps", "batch_size", "standing_for", "standing_for_steps", "num_examples",
     "model", "dtype",
 }  # fmt: skip
-"""What cells have besides what is tuned."""
+"""Settings of cells that are not tuned."""
 Cell = dict[str, Any]
 Place = tuple[str, str]
 
@@ -32,9 +97,9 @@ class Job:
 
 
 def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cell, seeds: int) -> list[Job]:
-    """All that can be run now: for each place its next tuning runs, or, once they are done, its final runs.
+    """All cells that can run now: for each place its next tuning runs or, once tuning is done, its final runs.
 
-    `shared` are the settings that all cells have (number of examples, fingerprint of the model).
+    `shared` are the settings of all cells (number of examples, fingerprint of the model).
 
     >>> size = Size(steps=4, batch_size=8, standing_for=8, tuning_batch_size=4, tuning_steps=2, seeds=1)
     >>> [job.cell["lr"] for job in jobs([], [("post_processing", "banded")], size, {"num_examples": 99}, 1)]
@@ -55,8 +120,7 @@ def jobs(lines: Sequence[Line], places: Iterable[Place], size: Size, shared: Cel
 
 
 def in_turn(found: Iterable[Job]) -> list[Job]:
-    """Tuning runs before final ones, and final runs of the first seed before those of the second, whatever their
-    place.
+    """Tuning runs before final ones, and final runs of the first seed before those of the second.
 
     >>> [job.cell["seed"] for job in in_turn(Job({"purpose": "final", "seed": seed}) for seed in (1, 0, 1, 0))]
     [0, 0, 1, 1]
@@ -65,7 +129,7 @@ def in_turn(found: Iterable[Job]) -> list[Job]:
 
 
 def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
-    """Scale-then-privatize at many clip norms of the paper's, which are B/(σ·eps_over_noise), elsewhere as tuned."""
+    """Scale-then-privatize at many of the paper's clip norms, B/(σ·eps_over_noise), with other settings as tuned."""
     there = {cell_key(line["cell"]) for line in lines}
     found = []
     for kind in COLUMNS[1:]:
@@ -81,13 +145,13 @@ def sweep_jobs(lines: Sequence[Line], size: Size, shared: Cell) -> list[Job]:
 
 
 def tuning_cell(place: Place, setting: Setting, size: Size, shared: Cell) -> Cell:
-    """A run of the smaller batch."""
+    """A run with the smaller batch."""
     own = {"purpose": "tuning", "row": place[0], "column": place[1], "seed": 1000, "standing_for": size.standing_for}
     return {**own, **_tuning_sizes(place, size), **shared, **dict(setting)}
 
 
 def _tuning_sizes(place: Place, size: Size) -> Cell:
-    """What tells a tuning run of this size from others; where an ε decides on the noise, it is the final run's."""
+    """What distinguishes tuning runs of this size; if an ε determines the noise, it is the final run's."""
     at_epsilon = column(place[1]).epsilon is not None
     return {"steps": size.tuning_steps, "batch_size": size.tuning_batch_size,
             **({"standing_for_steps": size.steps} if at_epsilon else {})}  # fmt: skip
@@ -100,7 +164,7 @@ def final_cell(place: Place, setting: Setting, size: Size, shared: Cell, seed: i
 
 
 def tuning_lines(lines: Sequence[Line], place: Place, size: Size) -> list[Line]:
-    """The tuning runs of a place at this size, in the order in which they were made."""
+    """The tuning runs of a place at this size, oldest first."""
     return _lines_of(lines, place, purpose="tuning", **_tuning_sizes(place, size))
 
 
@@ -120,7 +184,7 @@ def setting_of(cell: Cell) -> Setting:
 
 
 def tuning_losses(lines: Sequence[Line], place: Place, size: Size) -> dict[Setting, float]:
-    """Validation loss of each setting that was tried: infinite where the run diverged or was given up."""
+    """Validation loss of each setting so far; infinite if the run diverged or was abandoned."""
     return {setting_of(line["cell"]): _loss(line) for line in tuning_lines(lines, place, size)}
 
 
@@ -133,7 +197,7 @@ def best_curve(lines: Sequence[Line], place: Place, size: Size) -> list[tuple[in
 
 
 def chosen(lines: Sequence[Line], place: Place, size: Size) -> Setting:
-    """Where the search ended, or begins where nothing is tuned."""
+    """Where the search ended, or its start if nothing is tuned."""
     return reached(row(place[0]), place[1], tuning_losses(lines, place, size) if size.tuned else {})
 
 

@@ -1,12 +1,14 @@
-"""One cell: a fine-tuning run, its losses on held-out abstracts, and what was seen on the way."""
+"""One cell: a fine-tuning run that can stop and resume, and its losses on held-out abstracts."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +17,70 @@ import torch
 from dpoptim.data import private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.noise import NoiseKey
-from experiments.experiment import Outcome
-from experiments.tinybert.evaluation import mean_losses
-from experiments.tinybert.model import MaskedLM
-from experiments.tinybert.optimizers import optimizer_of
-from experiments.tinybert.privacy import described, guarantee, plan_of
-from experiments.tinybert.sights import RunMetrics
-from experiments.tinybert.sizes import Scoring
-from experiments.tinybert.texts import Indices, Texts, made_part
-from experiments.tinybert.unfinished import TimeIsOver, Unfinished
+from experiments.framework import Outcome
+from experiments.results_file import cell_key
+from experiments.tinybert.data import Indices, Texts, make_part
+from experiments.tinybert.grid import Scoring, described, guarantee, plan_of
+from experiments.tinybert.metrics import RunMetrics
+from experiments.tinybert.model import MaskedLM, mean_losses, optimizer_of
+
+
+class TimeLimitReached(Exception):
+    """A run stopped at the time limit and was saved."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The folder of unfinished runs, and the time limit of all runs (by `time.time`).
+
+    A file holds weights, moments and curves of a run on public texts, but not the key.
+    """
+
+    folder: Path
+    until: float = math.inf
+    every: float = 60.0  # seconds between two checkpoints of a run
+    _kept: dict[str, float] = field(default_factory=dict)
+
+    def is_over(self) -> bool:
+        """Whether the time limit has passed."""
+        return time.time() >= self.until
+
+    def keep(self, cell: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Save a run; an interrupted write leaves the previous file."""
+        path = self._file(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        torch.save(dict(state), part)
+        os.replace(part, path)
+        self._kept[path.name] = time.time()
+
+    def is_due(self, cell: Mapping[str, Any]) -> bool:
+        """Whether the last checkpoint (or, without one, the first call) is old enough."""
+        now = time.time()
+        return now - self._kept.setdefault(self._file(cell).name, now) >= self.every
+
+    def found(self, cell: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The saved state of this cell, if any."""
+        path = self._file(cell)
+        if not path.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read; delete it to start its run again") from error
+        return state
+
+    def forget(self, cell: Mapping[str, Any]) -> None:
+        """Delete the file of a finished run."""
+        self._file(cell).unlink(missing_ok=True)
+
+    def _file(self, cell: Mapping[str, Any]) -> Path:
+        return self.folder / f"{hashlib.sha256(cell_key(cell).encode()).hexdigest()[:16]}.pt"
+
 
 Curve = list[tuple[int, float]]
 WORSE = 0.05
-"""A tuning run that is so much worse than the best of its place, from half of its steps on, is given up."""
+"""From half of its steps on, a tuning run this much worse than the best of its place is abandoned."""
 
 
 def dtype_on(device: str) -> torch.dtype:
@@ -37,7 +90,7 @@ def dtype_on(device: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What all cells share: texts on the device, and how a fresh model is made."""
+    """What all cells share: texts on the device, and how to make a fresh model."""
 
     train: Texts
     validation: Texts
@@ -47,43 +100,43 @@ class Workspace:
     scoring: Scoring
     longest: int = 512
     bucket: int = 64
-    part_tokens: int = 2**17  # more parts have less padding and take longer on the host, which several workers share
+    part_tokens: int = 2**17  # smaller parts have less padding but cost host time, which workers share
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters; what rounding takes from their updates, the optimizer keeps in float32."""
+        """The dtype of the parameters; the optimizer keeps rounding remainders in float32."""
         return dtype_on(self.device)
 
     def model(self) -> MaskedLM:
-        """A fresh one, to be trained."""
+        """A fresh model to train."""
         return self.fresh_model().to(self.device, self.dtype).train()
 
     def validation_loss(self, model: MaskedLM) -> float:
-        """Mean over masked tokens of the validation texts that runs are scored on."""
+        """Mean loss over masked tokens of the validation texts."""
         examples = self.scoring.validation_examples
         return mean_losses(model, self.validation, examples=examples, longest=self.longest)["tokens"]
 
     def test_losses(self, model: MaskedLM) -> dict[str, Any]:
-        """What a line says of the test texts; a loss that is not finite is None."""
+        """The test losses for a line; None if not finite."""
         examples = min(self.scoring.test_examples or len(self.test), len(self.test))
         losses = mean_losses(model, self.test, examples=examples, longest=self.longest)
         return {"test": {name: _finite(loss) for name, loss in losses.items()}, "test_examples": examples}
 
 
 def run(
-    cell: Mapping[str, Any], ground: Workspace, *, beat: Curve | None = None, unfinished: Unfinished | None = None
+    cell: Mapping[str, Any], workspace: Workspace, *, beat: Curve | None = None, unfinished: Unfinished | None = None
 ) -> Outcome:
-    """Train the cell and score it. Raises `TimeIsOver` where that came first: `unfinished` has what was done.
+    """Train and score the cell. Raises `TimeLimitReached` after saving the run to `unfinished`.
 
     `beat` is the curve of the best tuning run of the same place so far.
     """
-    training = _Training(cell, ground)
+    training = _Training(cell, workspace)
     if unfinished is not None and (state := unfinished.found(cell)) is not None:
         training.load_state_dict(state)
     ended, steps = "finished", cell["steps"]
     for step in training.steps():
-        if step % max(steps // ground.scoring.points, 1) == 0 or step == steps:
-            training.curve.append((step, ground.validation_loss(training.model)))
+        if step % max(steps // workspace.scoring.points, 1) == 0 or step == steps:
+            training.curve.append((step, workspace.validation_loss(training.model)))
             ended = _verdict(training.curve, beat, steps)
             if ended != "finished":
                 break
@@ -92,69 +145,70 @@ def run(
             if over or unfinished.is_due(cell):
                 unfinished.keep(cell, training.state_dict())
             if over:
-                raise TimeIsOver
+                raise TimeLimitReached
     result: dict[str, Any] = {
         "ended": ended,
         "validation": _finite(training.curve[-1][1]),
         "curve": [(at, _finite(loss)) for at, loss in training.curve],
         "steps_done": training.done,
         "ms_a_step": round(1e3 * training.seconds() / training.done, 2),
-        **training.sights.seen(),
+        **training.metrics.seen(),
     }
     if cell["purpose"] == "final":
-        result |= ground.test_losses(training.model)
+        result |= workspace.test_losses(training.model)
     epsilon, note = guarantee(cell, training.plan)
     adjacency = None if note else training.plan.adjacency.value
     return Outcome(result=result, plan=described(training.plan), epsilon=epsilon, note=note, adjacency=adjacency)
 
 
 class _Training:
-    """A run under way.
+    """A run in progress.
 
-    The key is made of the cell's seed: batches, masks and noise of one seed are the same for every row, so that
-    rows are compared on equal terms. (The texts are public; a real run takes a secret key.)
+    The key is derived from the cell's seed. So batches, masks and noise of one seed are the same for every row, and
+    rows are compared on equal terms. (The texts are public; a real run needs a secret key.)
     """
 
-    def __init__(self, cell: Mapping[str, Any], ground: Workspace) -> None:
+    def __init__(self, cell: Mapping[str, Any], workspace: Workspace) -> None:
         self.plan = plan_of(cell)
         key, run_id = NoiseKey.from_bytes(hashlib.sha256(f"tinybert {cell['seed']}".encode()).digest()), "tinybert"
-        self.model = ground.model()
+        self.model = workspace.model()
         self.optimizer = optimizer_of(cell, self.model, self.plan, key=key, run_id=run_id)
         self.loader = private_loader(
-            Indices(len(ground.train)), self.plan, lengths=ground.train.lengths,
-            micro_batch_tokens=ground.part_tokens, bucket=ground.bucket,
-            collate_fn=lambda rows: ground.train.part(np.array(rows), bucket=ground.bucket, longest=ground.longest),
-            pin_memory=ground.device.startswith("cuda"), key=key, run_id=run_id,
+            Indices(len(workspace.train)), self.plan, lengths=workspace.train.lengths,
+            micro_batch_tokens=workspace.part_tokens, bucket=workspace.bucket,
+            collate_fn=lambda rows: workspace.train.part(
+                np.array(rows), bucket=workspace.bucket, longest=workspace.longest
+            ),
+            pin_memory=workspace.device.startswith("cuda"), key=key, run_id=run_id,
         )  # fmt: skip
         self._differentiate = self.optimizer.captured(self.model, together=part_multiple(self.plan.batch_size))
-        self.sights = RunMetrics(cell, self.optimizer)
+        self.metrics = RunMetrics(cell, self.optimizer)
         self.curve: Curve = []
-        self._ground, self._secret, self._begun = ground, key.for_run(run_id), time.perf_counter()
+        self._workspace, self._secret, self._begun = workspace, key.for_run(run_id), time.perf_counter()
 
     @property
     def done(self) -> int:
-        """How many steps were taken."""
+        """The number of steps taken."""
         return self.loader.next_step
 
     def seconds(self) -> float:
-        """Since the run began, without the time in which it was interrupted."""
+        """Seconds since the run began, without interruptions."""
         return time.perf_counter() - self._begun
 
     def steps(self) -> Iterator[int]:
-        """Take what is left of the steps; yields their number after each."""
-        ground, begins = self._ground, True
-        generator = torch.Generator(ground.device)
+        """Take the remaining steps; yields their number after each."""
+        workspace, begins = self._workspace, True
+        generator = torch.Generator(workspace.device)
         vocabulary = self.model.bert.config.vocab_size
         for indices, width, most, _ in self.loader:
             step = self.optimizer.mechanism.step
             if begins:
                 generator.manual_seed(int.from_bytes(self._secret.subkey("masks", str(step))[:8], "little") % 2**63)
-                self.sights.before(step)
-            self._differentiate(made_part(ground.train, indices, width, most, vocabulary, generator))
+            self._differentiate(make_part(workspace.train, indices, width, most, vocabulary, generator))
             self.optimizer.step()
             begins = self.loader.step_ends
             if begins:
-                self.sights.after(step)
+                self.metrics.after(step)
                 yield step + 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,11 +222,11 @@ class _Training:
         self._begun = time.perf_counter() - state["seconds"]
 
     def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "sights": self.sights}
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "metrics": self.metrics}
 
 
 def _verdict(curve: Curve, beat: Curve | None, steps: int) -> str:
-    """Whether to go on: "finished" is yes, until the end.
+    """Whether to continue: "finished" means yes, until the end.
 
     >>> _verdict([(10, math.nan)], None, 20), _verdict([(10, 5.0)], [(10, 4.0)], 20), _verdict([(5, 5.0)], [], 20)
     ('diverged', 'given up', 'finished')

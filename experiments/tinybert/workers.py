@@ -1,125 +1,93 @@
-"""Cells on several processes that share one device: while the host of one prepares, another's kernels run."""
+"""Run cells in this process, or in several processes that share one device: while one prepares, another computes."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
-import queue
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any
 
-from experiments.experiment import Outcome
+from experiments.framework import Outcome
 from experiments.tinybert.schedule import Job
-from experiments.tinybert.training_run import Workspace, run
-from experiments.tinybert.unfinished import TimeIsOver, Unfinished
+from experiments.tinybert.training_run import TimeLimitReached, Unfinished, Workspace, run
 
-STARTED_BY = "spawn"
-"""CUDA does not survive a fork."""
-Done = tuple[Job, Outcome | None, float]  # None: time was over first; and the seconds it took
+Finished = tuple[Outcome | None, float]  # None: the time limit came first; and the seconds it took
+STARTED_BY = "spawn"  # CUDA does not survive a fork
+_in_worker: tuple[Callable[[], Workspace], Unfinished] | None = None  # of a worker process
 
 
-class Here:
-    """One cell after the other, in this process."""
+class Workers:
+    """Runs up to `count` jobs at a time; a single one runs in this process."""
 
-    def __init__(self, ground: Workspace, unfinished: Unfinished) -> None:
-        self._ground, self._unfinished = ground, unfinished
-        self._waiting: list[Job] = []
-        self.places = 1
+    def __init__(self, workspace: Workspace, unfinished: Unfinished, count: int, pool: ProcessPoolExecutor | None):
+        self._workspace, self._unfinished, self._pool = workspace, unfinished, pool
+        self._running: list[tuple[Job, Future[Finished] | None]] = []
+        self.count = count
 
     @property
     def busy(self) -> int:
-        return len(self._waiting)
+        """How many jobs are running or waiting to run."""
+        return len(self._running)
 
-    def give(self, job: Job) -> None:
-        self._waiting.append(job)
+    def start(self, job: Job) -> None:
+        """Start a job; without a pool, `next_finished` runs it."""
+        self._running.append((job, self._pool.submit(_run_in_worker, job) if self._pool else None))
 
-    def take(self) -> Done:
-        job = self._waiting.pop(0)
-        started = time.perf_counter()
-        return job, _run(job, self._ground, self._unfinished), time.perf_counter() - started
-
-
-class Processes:
-    """Several at a time, each process with its own copy of the ground."""
-
-    def __init__(self, make_ground: Callable[[], Workspace], unfinished: Unfinished, count: int) -> None:
-        context: Any = multiprocessing.get_context(STARTED_BY)
-        self._jobs: Any = context.Queue()
-        self._done: Any = context.Queue()
-        self.places, self.busy = count, 0
-        self._processes = [
-            context.Process(target=_work, args=(make_ground, unfinished, self._jobs, self._done), daemon=True)
-            for _ in range(count)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def give(self, job: Job) -> None:
-        self.busy += 1
-        self._jobs.put(job)
-
-    def take(self) -> Done:
-        while True:
-            try:
-                found = self._done.get(timeout=5)
-                break
-            except queue.Empty:
-                ended = [process.exitcode for process in self._processes if not process.is_alive()]
-                if ended:  # what it was working on, or held, never comes back
-                    raise RuntimeError(
-                        f"a worker process has ended (exit code {ended[0]}); the same command goes on from what is "
-                        "there, perhaps with fewer --workers"
-                    ) from None
-        self.busy -= 1
-        if isinstance(found, ValueError):
-            raise found
-        if isinstance(found, str):
-            raise RuntimeError(f"a worker failed:\n{found}")
-        done: Done = found
-        return done
-
-    def stop(self) -> None:
-        for each in (self._jobs, self._done):
-            each.cancel_join_thread()  # else this process may wait for a reader that is no more
-        for process in self._processes:
-            process.terminate()
+    def next_finished(self) -> tuple[Job, Finished]:
+        """Wait for a job. Exceptions of the job are raised here."""
+        if self._pool is None:
+            job, _ = self._running.pop(0)
+            return job, _run(job, self._workspace, self._unfinished)
+        done, _ = wait([future for _, future in self._running if future], return_when=FIRST_COMPLETED)
+        index = next(i for i, (_, future) in enumerate(self._running) if future in done)
+        job, future = self._running.pop(index)
+        assert future is not None
+        try:
+            return job, future.result()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a worker process has ended; run the same command again to resume, perhaps with fewer --workers"
+            ) from error
 
 
 @contextmanager
 def workers(
-    ground: Workspace, make_ground: Callable[[], Workspace], unfinished: Unfinished, count: int
-) -> Iterator[Here | Processes]:
-    """Workers that end with the block; `count` = 1 is this process, with its own ground, others make one each."""
+    workspace: Workspace, make_workspace: Callable[[], Workspace], unfinished: Unfinished, count: int
+) -> Iterator[Workers]:
+    """Workers that end with the block; each process makes its own workspace."""
     if count == 1:
-        yield Here(ground, unfinished)
+        yield Workers(workspace, unfinished, 1, None)
         return
-    pool = Processes(make_ground, unfinished, count)
+    context = multiprocessing.get_context(STARTED_BY)
+    pool = ProcessPoolExecutor(count, context, _start_worker, (make_workspace, unfinished))
     try:
-        yield pool
+        yield Workers(workspace, unfinished, count, pool)
     finally:
-        pool.stop()
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:  # a cell may take an hour
+            process.terminate()
 
 
-def _run(job: Job, ground: Workspace, unfinished: Unfinished) -> Outcome | None:
+def _start_worker(make_workspace: Callable[[], Workspace], unfinished: Unfinished) -> None:
+    """The workspace is made with the first job, so that its errors reach the caller."""
+    global _in_worker
+    _in_worker = functools.cache(make_workspace), unfinished
+
+
+def _run_in_worker(job: Job) -> Finished:
+    assert _in_worker is not None
+    make_workspace, unfinished = _in_worker
+    return _run(job, make_workspace(), unfinished)
+
+
+def _run(job: Job, workspace: Workspace, unfinished: Unfinished) -> Finished:
+    started = time.perf_counter()
     try:
-        return run(job.cell, ground, beat=job.beat, unfinished=unfinished)
-    except TimeIsOver:
-        return None
-
-
-def _work(make_ground: Callable[[], Workspace], unfinished: Unfinished, jobs: Any, done: Any) -> None:
-    try:
-        ground = make_ground()
-        while True:
-            job = jobs.get()
-            started = time.perf_counter()
-            done.put((job, _run(job, ground, unfinished), time.perf_counter() - started))
-    except KeyboardInterrupt:
-        return
-    except ValueError as error:  # told in one line
-        done.put(error)
-    except BaseException:
-        done.put(traceback.format_exc())
-        raise
+        outcome = run(job.cell, workspace, beat=job.beat, unfinished=unfinished)
+    except TimeLimitReached:
+        outcome = None
+    return outcome, time.perf_counter() - started

@@ -11,7 +11,7 @@ from torch import nn
 
 import dpoptim
 from dpoptim.app.runs.diagnostics import QUANTILES, Diagnostics
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 
 ROWS, WIDTH = 64, 40
 

@@ -1,15 +1,23 @@
-"""`python -m experiments` from the command line, at the scale of seconds."""
+"""`python -m experiments` from the command line, at smoke scale."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
-from experiments import result_files, theory
+from experiments import results_file, theory
 from experiments.__main__ import main
-from experiments.experiment import Experiment, MissingInput
+from experiments.framework import Experiment, MissingInput
+
+
+def test_one_smoke_cell(tmp_path, capsys):
+    only = ["--only", "quantity=epsilon", "--only", "case=σ = 1"]
+    assert main(["theory", "--scale", "smoke", *only, "--out", str(tmp_path)]) == 0
+    assert "theory: 1 cells, 1 of them new" in capsys.readouterr().out
+    (line,) = results_file.read(tmp_path / "theory.jsonl").lines
+    assert line["result"]["predicted"] == pytest.approx(10.0453, abs=1e-4)
+    assert "| epsilon | σ = 1 | 10.04529 |" in (tmp_path / "theory.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +30,10 @@ def made(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
 def test_makes_lines_tables_and_pictures(made, name):
-    lines = result_files.read(made / f"{name}.jsonl").lines
+    lines = results_file.read(made / f"{name}.jsonl").lines
     assert {line["experiment"] for line in lines} == {name}
     assert {line["scale"] for line in lines} == {"smoke"}
     text = (made / f"{name}.md").read_text()
@@ -35,25 +44,26 @@ def test_makes_lines_tables_and_pictures(made, name):
         assert (made / link).read_bytes().startswith(b"\x89PNG"), link
 
 
-def test_what_is_not_private_says_so_and_the_rest_has_an_epsilon(made):
+@pytest.mark.slow
+def test_private_cells_have_an_epsilon_and_the_others_a_note(made):
     for name in ("logistic", "quadratic"):
-        for line in result_files.read(made / f"{name}.jsonl").lines:
+        for line in results_file.read(made / f"{name}.jsonl").lines:
             free = "NOT private" in line["note"]
             assert free == (line["epsilon"] is None), line["cell"]
             assert free or (line["epsilon"] > 0 and line["adjacency"] == "zero_out" and line["plan"])
 
 
-def test_running_again_computes_nothing_and_says_so(made, tmp_path, capsys):
+@pytest.mark.slow
+def test_running_again_computes_nothing(made, tmp_path, capsys):
     shutil.copytree(made, tmp_path / "r")
     before = (tmp_path / "r" / "theory.jsonl").read_bytes()
-    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r"), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)["experiments"]
-    assert (told["new"], told["passed_over"]) == (0, None)
-    assert told["cells"] == len(before.splitlines())
+    assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r")]) == 0
+    assert f"{len(before.splitlines())} cells, 0 of them new" in capsys.readouterr().out
     assert (tmp_path / "r" / "theory.jsonl").read_bytes() == before
 
 
-def test_goes_on_with_a_file_that_was_cut(made, tmp_path, capsys):
+@pytest.mark.slow
+def test_resumes_with_a_truncated_file(made, tmp_path, capsys):
     path = tmp_path / "theory.jsonl"
     whole = (made / "theory.jsonl").read_bytes()
     path.write_bytes(whole[:-30])
@@ -61,33 +71,35 @@ def test_goes_on_with_a_file_that_was_cut(made, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "1 of them new" in captured.out
     assert "cut short" in captured.err
-    results = [[line["result"] for line in result_files.read(p).lines] for p in (path, made / "theory.jsonl")]
+    results = [[line["result"] for line in results_file.read(p).lines] for p in (path, made / "theory.jsonl")]
     assert results[0] == results[1], "the same cell gives the same numbers"
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    def interrupted(request, voice):
+def test_ctrl_c_explains_how_to_resume(tmp_path, monkeypatch, capsys):
+    def interrupted(request, reporter):
         raise KeyboardInterrupt
 
     broken = Experiment(name="theory", run=interrupted, markdown=lambda lines: "", pictures=lambda lines: {})
     monkeypatch.setattr(theory, "EXPERIMENT", broken)
     assert main(["theory", "--scale", "smoke", "--out", str(tmp_path)]) == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "resumes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_render_runs_nothing_and_fills_a_page(made, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
     before = (made / "theory.jsonl").read_bytes()
     assert main(["theory", "--render", "--out", str(made), "--docs", str(page)]) == 0
     assert (made / "theory.jsonl").read_bytes() == before
-    assert "images/results-theory-agreement.png" in page.read_text()
-    assert (tmp_path / "images" / "results-theory-agreement.png").exists()
+    assert "images/theory-agreement.png" in page.read_text()
+    assert (tmp_path / "images" / "theory-agreement.png").exists()
     assert "| dense | 1.689404 |" in page.read_text()
 
 
-def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
-    def missing(request, voice):
+@pytest.mark.slow
+def test_missing_input_is_skipped_among_others_and_refused_alone(made, tmp_path, monkeypatch, capsys):
+    def missing(request, reporter):
         raise MissingInput("no data in nowhere; give --data")
 
     one = Experiment(name="theory", run=missing, markdown=lambda lines: "", pictures=lambda lines: {})
@@ -96,12 +108,13 @@ def test_what_is_not_there_is_passed_over_among_others_and_refused_alone(made, t
     names = ["logistic", "theory", "--scale", "smoke", "--out", str(tmp_path / "r")]
     assert main(names) == 0
     captured = capsys.readouterr()
-    assert "theory: passed over: no data" in captured.out
+    assert "theory: skipped: no data" in captured.out
     assert "logistic: 10 cells" in captured.out
     assert main(["theory", "--scale", "smoke", "--out", str(tmp_path / "r")]) == 2
     assert "no data in nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -124,6 +137,7 @@ def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
     [
@@ -136,48 +150,53 @@ def test_refuses_in_one_line(tmp_path, capsys, arguments, message):
         ("theory", "case", "IME"),
     ],
 )
-def test_part_of_the_cells_can_be_shown(made, tmp_path, name, setting, value):
-    lines = result_files.read(made / f"{name}.jsonl").lines
+def test_some_of_the_cells_can_be_rendered(made, tmp_path, name, setting, value):
+    lines = results_file.read(made / f"{name}.jsonl").lines
     kept = [line for line in lines if line["cell"].get(setting) == value]
     assert kept
     for line in kept:
-        result_files.append(tmp_path / f"{name}.jsonl", line)
+        results_file.append(tmp_path / f"{name}.jsonl", line)
     assert main([name, "--render", "--out", str(tmp_path)]) == 0
     text = (tmp_path / f"{name}.md").read_text()
     assert "|" in text
-    assert ("--only variant=ground_truth" in text) == (value == "dense"), "losses stand beside the ground truth's"
+    assert ("--only variant=ground_truth" in text) == (value == "dense"), "losses are relative to the ground truth"
     for link in [part.split(")")[0] for part in text.split("](")[1:]]:
         assert (tmp_path / link).exists(), "a picture that was not drawn is not linked"
 
 
-def test_two_that_share_a_file_begin_it_afresh_once(tmp_path, capsys):
+@pytest.mark.slow
+def test_two_that_share_a_file_start_it_over_once(tmp_path, capsys):
     row = ["--only", "column=independent_low", "--only", "row=scale_then_privatize"]
-    arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--again"]
+    arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--overwrite"]
     for _ in range(2):
         assert main(arguments) == 0
-        purposes = [line["cell"]["purpose"] for line in result_files.read(tmp_path / "tinybert.jsonl").lines]
+        purposes = [line["cell"]["purpose"] for line in results_file.read(tmp_path / "tinybert.jsonl").lines]
         assert purposes == ["no fine-tuning", "final", "clip norms", "clip norms"]
     assert (tmp_path / "tinybert.jsonl.old").exists()
 
 
-def test_where_nothing_was_found_to_run_the_exit_code_says_so(tmp_path, capsys):
+@pytest.mark.slow
+def test_the_exit_code_tells_if_nothing_could_run(tmp_path, capsys):
     assert main(["logistic", "theory", "--only", "nosie=dense", "--out", str(tmp_path)]) == 2
     assert "noise is none, independent, dense" in capsys.readouterr().out
 
 
-def test_a_scale_that_is_asked_for_is_the_one_that_is_shown(made, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_requested_scale_is_rendered(made, tmp_path, capsys):
     assert main(["theory", "--render", "--scale", "paper", "--out", str(made)]) == 2
     assert "holds no result of scale paper, only of smoke" in capsys.readouterr().err
 
 
-def test_a_line_of_no_known_scale_is_refused(made, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_line_of_unknown_scale_is_refused(made, tmp_path, capsys):
     text = (made / "theory.jsonl").read_text().replace('"scale": "smoke"', '"scale": "tiny"', 1)
     (tmp_path / "theory.jsonl").write_text(text)
     assert main(["theory", "--render", "--out", str(tmp_path)]) == 2
-    assert "a line is of scale 'tiny'" in capsys.readouterr().err
+    assert "a line has scale 'tiny'" in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_is_told_before_anything_is_run(tmp_path, capsys):
+@pytest.mark.slow
+def test_unwritable_output_is_refused_before_anything_runs(tmp_path, capsys):
     page, out = tmp_path / "page.md", tmp_path / "out"
     page.write_text("<!-- begin theory -->\n<!-- end theory -->\n")
     both = ["theory", "quadratic", "--scale", "smoke"]
@@ -188,14 +207,12 @@ def test_what_cannot_be_written_is_told_before_anything_is_run(tmp_path, capsys)
     assert not out.exists()
 
 
-def test_what_is_left_when_time_is_over_is_told(tmp_path, capsys):
-    arguments = ["theory", "--scale", "smoke", "--time-limit", "1e-9", "--out", str(tmp_path)]
-    assert main([*arguments, "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)["experiments"]
-    assert told["left"] > 20
-    assert told["cells"] == 0
+def test_what_the_time_limit_leaves_is_reported(tmp_path, capsys):
+    assert main(["theory", "--scale", "smoke", "--time-limit", "1e-9", "--out", str(tmp_path)]) == 0
+    assert "theory: no cell was run; 36 or more are left" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
     def missing(what="pictures need"):
         raise ValueError("pictures need matplotlib; install it")

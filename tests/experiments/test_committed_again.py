@@ -1,4 +1,4 @@
-"""Cells of the committed results, run again in a cheaper way that must give the same numbers."""
+"""Cells of the committed results, recomputed in a cheaper way that must give the same numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from experiments import result_files
+from experiments import results_file
 from experiments.logistic import cells as logistic_cells
 from experiments.quadratic import cells as quadratic_cells
 
+pytestmark = pytest.mark.slow
+
 RESULTS = Path(__file__).parents[2] / "results"
 NEAR = 1e-4
-"""Relative, as machines round otherwise; what is committed comes out again to all of its seven digits where made."""
+"""Relative, because machines round differently."""
 
 
-def committed(name: str, **settings: object) -> result_files.Line:
-    lines = result_files.read(RESULTS / f"{name}.jsonl").lines
+def committed(name: str, **settings: object) -> results_file.Line:
+    lines = results_file.read(RESULTS / f"{name}.jsonl").lines
     (line,) = [line for line in lines if settings.items() <= {**line["cell"], "scale": line["scale"]}.items()]
     return line
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import dpoptim
 from experiments.logistic import cells as logistic_cells
 from experiments.logistic import problem as logistic_problem
-from experiments.logistic import simulation
 from experiments.logistic.problem import Datasets, Problem, datasets, evaluate, mean_loss, population_loss
 from experiments.logistic.report import excess_of, holds
+
+pytestmark = pytest.mark.slow
 
 SMALL = Problem(present=0.5, batch_size=6, steps=30, draws=3, trials=2, test_samples=50, seed=5, clip_norm=0.4)
 LR, EPS = 0.7, 0.6
@@ -37,7 +38,7 @@ class OneWeight(nn.Module):
 def library_path(data: Datasets, variant: str, noise: str) -> list[float]:
     """θ_1, ..., θ_T of the library's own optimizer on the first draw, with the normals of its first trial."""
     model, plan = OneWeight(), SMALL.plan(noise)
-    common: dict[str, Any] = {"key": SMALL.key, "run_id": simulation.RUN_ID, "external_batches": True}
+    common: dict[str, Any] = {"key": SMALL.key, "run_id": logistic_problem.RUN_ID, "external_batches": True}
     make = getattr(dpoptim, "post_processing" if variant.startswith("post") else variant)
     optimizer = make(model, plan, LR, rule=dpoptim.AdaGrad(eps=EPS), **common)
     path = []
@@ -52,10 +53,10 @@ def library_path(data: Datasets, variant: str, noise: str) -> list[float]:
 
 @pytest.mark.parametrize("noise", ["independent", "dense"])
 @pytest.mark.parametrize("variant", ["post_processing", "independent_moments"])
-def test_is_the_library_step_for_step(variant, noise):
+def test_equals_the_library_step_for_step(variant, noise):
     data = datasets(SMALL)
     expected = library_path(data, variant, noise)
-    walked = simulation.walk(SMALL, data, variant, noise, lrs=(0.1, LR), eps=(EPS, 2.0))
+    walked = logistic_problem.walk(SMALL, data, variant, noise, lrs=(0.1, LR), eps=(EPS, 2.0))
     found = [float(theta[0, 0, 1, 0]) for theta in walked]
     assert max(map(abs, expected)) > 0.1, "the run does not move"
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
@@ -68,31 +69,31 @@ def test_without_noise_it_is_torch_adagrad():
     for row in data.signed[:, 1]:
         theta.grad = -(row * torch.sigmoid(-theta.detach() * row)).sum(0, keepdim=True) / SMALL.batch_size
         reference.step()
-    *_, last = simulation.walk(SMALL, data, "non_private", "none", lrs=(LR,), eps=(EPS,))
+    *_, last = logistic_problem.walk(SMALL, data, "non_private", "none", lrs=(LR,), eps=(EPS,))
     assert last.shape == (3, 1, 1, 1)
     assert float(last[1]) == pytest.approx(float(theta.detach()), abs=1e-12)
 
 
-def test_trials_and_draws_have_noise_of_their_own():
-    *_, last = simulation.walk(SMALL, datasets(SMALL), "post_processing", "independent", lrs=(LR,), eps=(EPS,))
+def test_trials_and_draws_have_different_noise():
+    *_, last = logistic_problem.walk(SMALL, datasets(SMALL), "post_processing", "independent", lrs=(LR,), eps=(EPS,))
     assert len(np.unique(last.numpy())) == 6
     more = dataclasses.replace(SMALL, draws=4)
     np.testing.assert_allclose(datasets(more).signed[:, :3].numpy(), datasets(SMALL).signed.numpy())
 
 
 @pytest.mark.parametrize("noise", ["independent", "dense"])
-def test_noise_levels_are_the_library_s(noise):
+def test_noise_levels_equal_the_library(noise):
     """IME pays √2 on the gradient and √2·Δ₂σ on the square, Δ₂ = (2B − 1)ζ²/B²; "for free" pays on the square alone."""
     size, clip_norm = SMALL.batch_size, SMALL.clip_norm
     post, ime, free = (
-        simulation.levels(SMALL, name, noise)
+        logistic_problem.levels(SMALL, name, noise)
         for name in ("post_processing", "independent_moments", "independent_moments_for_free")
     )
     assert (post.gradient_sum, post.square) == (pytest.approx(clip_norm), 0.0)
     assert ime.gradient_sum == pytest.approx(math.sqrt(2) * clip_norm)
     assert ime.square == pytest.approx(math.sqrt(2) * (2 * size - 1) / size**2 * clip_norm**2)
-    assert free == simulation.Levels(gradient_sum=post.gradient_sum, square=ime.square)
-    rows = simulation.noise_rows(dataclasses.replace(SMALL, draws=2000), SMALL.plan(noise).strategy, "gradient")
+    assert free == logistic_problem.Levels(gradient_sum=post.gradient_sum, square=ime.square)
+    rows = logistic_problem.noise_rows(dataclasses.replace(SMALL, draws=2000), SMALL.plan(noise).strategy, "gradient")
     wanted = np.array(SMALL.plan(noise).strategy.row_norms()) * SMALL.plan(noise).strategy.column_norm
     found = (rows**2).mean(1).sqrt().numpy() / wanted
     assert np.abs(found - 1).max() < 5 / math.sqrt(2 * 4000)
@@ -109,7 +110,7 @@ def test_examples_are_present_and_labelled_as_often_as_they_should():
     assert abs(values.mean() - 0.9 * 0.41324) > 8 * values.std() / 400
 
 
-def test_losses_are_the_means_they_stand_for():
+def test_losses_are_sample_means():
     signed = logistic_problem.signed_samples(np.random.default_rng(1), 300)
     theta = np.array([-4.99, -1.0, 0.33, 1.0, 2.777, 6.9])
     exact = np.logaddexp(0.0, -theta[:, None] * signed).mean(1)
@@ -123,7 +124,7 @@ def test_losses_are_the_means_they_stand_for():
 
 
 @pytest.mark.parametrize("count", [20, 400, 10_000])
-def test_losses_are_as_near_between_the_knots_as_they_say(count):
+def test_losses_are_accurate_between_the_knots(count):
     signed = logistic_problem.signed_samples(np.random.default_rng(0), count)
     theta = np.linspace(-5, 7, 241)
     off = np.abs(mean_loss(signed)(theta) - [np.logaddexp(0.0, -at * signed).mean() for at in theta])
@@ -131,7 +132,7 @@ def test_losses_are_as_near_between_the_knots_as_they_say(count):
     assert off.max() > 3e-8 * (signed**4).mean(), "the bound is not far from what is reached"
 
 
-def test_beyond_the_knots_a_loss_rises_whichever_way_it_goes():
+def test_losses_rise_beyond_the_knots():
     """Also that of samples of one sign, which in truth falls on."""
     loss = mean_loss(np.array([0.5, 1.0]))
     values = evaluate(loss, np.array([7.0, 8.0, 9.0]))
@@ -176,7 +177,7 @@ def test_tuning_goes_by_validation_and_the_first_half_and_reports_the_second():
     assert found["as_paper"] == [pytest.approx(means.min() - truth[0], rel=1e-5)]
 
 
-def test_scores_are_those_of_plain_loops():
+def test_scores_equal_plain_loops():
     """Three draws, four trials, five choices: losses summed sample by sample, halves and choices counted out."""
     rng = np.random.default_rng(1)
     held_out, test = ([logistic_problem.signed_samples(rng, 20) for _ in range(3)] for _ in range(2))
@@ -215,7 +216,7 @@ def test_scores_are_those_of_plain_loops():
     assert any(other_choices[1::2]), "the test samples would have chosen otherwise"
 
 
-def test_draws_have_examples_and_held_out_samples_of_their_own():
+def test_draws_have_different_samples():
     data = datasets(SMALL)
     losses = [float(loss(2.0)) for loss in (*data.validation, *data.test)]
     assert len(set(losses)) == 6

@@ -1,4 +1,4 @@
-"""Pictures of BERT-Tiny's runs and what is said under them: from whatever lines there are, and from those alone."""
+"""Pictures of BERT-Tiny's runs and their captions, from the available lines only."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 
 from dpoptim.app import plot_style as style
 from dpoptim.theory import clip_norm_window
-from experiments.experiments import experiment
-from experiments.rendering import lines_of
-from experiments.tinybert.captions import WORDS, markdown
-from experiments.tinybert.claims import LEVEL
-from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, pictures, shown
-from experiments.tinybert.table_of_cells import ROWS
+from experiments.framework import experiments, lines_of
+from experiments.tinybert.grid import ROWS
+from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, WORDS, markdown, pictures, shown
+from experiments.tinybert.report import LEVEL
+
+pytestmark = pytest.mark.slow
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.fixture(scope="module")
 def lines():
-    return lines_of(experiment("figures"), RESULTS)
+    return lines_of(experiments(["figures"])[0], RESULTS)
 
 
 def with_row(lines, name, like, *, seed=0, less=0.0):
-    """The lines, and final runs of another row or seed like those of one that is there, with so much less loss."""
+    """The lines plus copies of the final runs of row `like` under a different row or seed, with a lower loss."""
     of_row = [line for line in lines if line["cell"]["purpose"] == "final" and line["cell"]["row"] == like]
     more = [copy.deepcopy(line) for line in of_row if line["cell"]["seed"] == 0]
     for line in more:
@@ -39,14 +39,14 @@ def finding(name, lines):
     return WORDS[name].finding(shown(lines)[name])
 
 
-def test_every_row_of_the_table_and_every_noise_has_a_look_of_its_own():
+def test_every_row_and_every_noise_has_its_own_look():
     assert list(LOOKS) == [each.name for each in ROWS if not each.beyond]
     assert set(NOISE_LOOKS) == {kind.name for kind in WITH_NOISE}
     assert len(set(LOOKS.values())) == len(LOOKS)
     assert all(LOOKS[name][0] == colour for name, colour in style.METHODS.items() if name in LOOKS)
 
 
-def test_each_picture_has_a_text_of_its_own_and_a_caption_that_is_there_once(lines):
+def test_each_picture_has_its_own_text_and_caption(lines):
     page = markdown(lines)
     assert set(WORDS) == set(pictures(lines))
     assert page.startswith("Made by `python -m experiments tinybert figures --scale paper")
@@ -80,7 +80,7 @@ def test_a_finding_follows_its_lines(lines, name, row, key):
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True], "the second noise's alone"
 
 
-def test_what_is_best_next_last_and_level_is_told(lines):
+def test_best_next_last_and_level_are_named(lines):
     assert "DP-SGD level with post-processing (independent, σ = 1)" in finding("curves", lines)
     ahead = finding("curves", with_row(lines, "post_processing_eps", "scale_then_privatize", less=0.1))
     assert ahead.count("post-processing, ε_s tuned at") == 3
@@ -114,13 +114,13 @@ def test_the_window_of_the_theory_is_drawn_from_its_lower_end_to_its_upper(lines
     assert list(bars[-1]) == pytest.approx([low / high, 1.0])
 
 
-def test_lost_clip_norms_are_told(lines):
+def test_failed_clip_norms_are_named(lines):
     other = copy.deepcopy(lines)
     for line in other:
         if line["cell"]["purpose"] == "clip norms" and line["cell"]["eps_over_noise"] == 16.0:
             line["result"]["validation"] = None
-    assert finding("clipping", lines).count("lost at 2 and 4 ") == 3
-    assert finding("clipping", other).count("lost at 0.0625 and 2 and 4 ") == 3
+    assert finding("clipping", lines).count("failed at 2 and 4 ") == 3
+    assert finding("clipping", other).count("failed at 0.0625 and 2 and 4 ") == 3
 
 
 def test_other_seeds_change_no_picture(lines):
@@ -144,12 +144,12 @@ def test_a_new_row_is_drawn(lines):
 
 
 @pytest.mark.parametrize("row", ["none", "noiseless", "post_processing"])
-def test_a_row_that_is_missing_stops_no_picture(lines, row):
+def test_a_missing_row_stops_no_picture(lines, row):
     left = [line for line in lines if line["cell"]["row"] != row]
     assert _drawn(left, "curves", "negative", "moments") >= {"curves", "negative", "moments"}
 
 
-def test_a_noise_that_is_missing_stops_no_picture(lines):
+def test_a_missing_noise_stops_no_picture(lines):
     assert _drawn([line for line in lines if line["cell"]["column"] != "banded"]) == set(WORDS)
 
 

@@ -12,6 +12,8 @@ from experiments.quadratic import cells as quadratic_cells
 from experiments.quadratic import report
 from experiments.quadratic.problem import VARIANTS, Quadratic, simulate
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = Quadratic(steps=12, repeats=3, clip_norm=0.5, eps_scale=0.1, seed=3)
 
 
@@ -55,7 +57,7 @@ def test_preconditioners():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_private_has_an_epsilon(variant):
+def test_private_variants_have_an_epsilon(variant):
     (cell, _) = (cell for cell in quadratic_cells.cells("smoke") if cell["variant"] == variant)
     outcome = quadratic_cells.compute(cell | {"steps": 5, "repeats": 2, "tuning_repeats": 2})
     assert (outcome.epsilon is None) == ("NOT private" in VARIANTS[variant])
@@ -65,7 +67,7 @@ def test_what_is_private_has_an_epsilon(variant):
     assert set(outcome.result["tuned"]) == set(cell["grid"])
 
 
-def test_tuning_and_report_have_seeds_and_repeats_of_their_own(monkeypatch):
+def test_tuning_and_report_use_different_seeds(monkeypatch):
     reported, tuned_on = [], []
 
     def watched(problem, variant, noise=None):
@@ -85,7 +87,7 @@ def test_tuning_and_report_have_seeds_and_repeats_of_their_own(monkeypatch):
     assert {seed for seed, _ in reported} == {cell["seed"] + 1}
 
 
-def test_a_cell_is_run_as_it_says(monkeypatch):
+def test_a_cell_runs_with_its_settings(monkeypatch):
     given = {"curvatures": (2.0, 0.5), "start": (1.0, -1.0), "batch_size": 7, "noise_multiplier": 0.5, "spread": 0.3,
              "betas": (0.8, 0.9), "steps": 4, "seed": 11}  # fmt: skip
     seen = []
@@ -100,7 +102,7 @@ def test_a_cell_is_run_as_it_says(monkeypatch):
 
 
 @pytest.mark.parametrize(("lr", "at_edge"), [(0.1, ["lr"]), (0.2, []), (0.3, ["lr"])])
-def test_a_setting_at_the_end_of_its_grid_is_told(monkeypatch, lr, at_edge):
+def test_a_setting_at_the_end_of_its_grid_is_reported(monkeypatch, lr, at_edge):
     def one(problem, variant, **grid):
         return dataclasses.replace(problem, lr=lr, clip_norm=0.5)
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import result_files
+from experiments import results_file
 from experiments.theory import cells as theory_cells
-from experiments.theory import simulations
 from experiments.theory.report import agrees, deviation, draw
+
+pytestmark = pytest.mark.slow
 
 Z = 4.0
 COMMITTED = Path(__file__).parents[2] / "results" / "theory.jsonl"
@@ -21,18 +22,18 @@ COMMITTED = Path(__file__).parents[2] / "results" / "theory.jsonl"
 def test_averaged_noise_has_the_moments_of_an_exponential_average():
     """Mean 1 and variance 2κ for squares, 0 and κ for normals, κ = (1−β)/(1+β); a β of .8 would be seen."""
     given: dict[str, Any] = {"beta2": 0.9, "steps": 200, "draws": 20_000, "seed": 1}
-    squares, plain = (simulations.averaged_noise(square=square, **given) for square in (True, False))
+    squares, plain = (theory_cells.averaged_noise(square=square, **given) for square in (True, False))
     kappa = 0.1 / 1.9
     assert abs(squares.mean() - 1) < Z * math.sqrt(2 * kappa / 20_000)
     for values, wanted in ((squares, math.sqrt(2 * kappa)), (plain, math.sqrt(kappa))):
-        found = simulations.spread_of(values)
+        found = theory_cells.spread_of(values)
         assert abs(found.value - wanted) < Z * found.standard_error
         assert abs(found.value - math.sqrt(0.2 / 1.8) / math.sqrt(kappa) * wanted) > 2 * Z * found.standard_error
 
 
 def test_standard_errors_are_those_of_the_mean():
     values = np.random.default_rng(0).standard_normal((2000, 50))
-    means = [simulations.average_of(row) for row in values]
+    means = [theory_cells.average_of(row) for row in values]
     real = np.std([one.value for one in means])
     assert np.mean([one.standard_error for one in means]) == pytest.approx(real, rel=0.06)
 
@@ -40,20 +41,20 @@ def test_standard_errors_are_those_of_the_mean():
 def test_prefix_errors_of_independent_noise():
     """√((n+1)/2) over all steps and √n at the last."""
     given: dict[str, Any] = {"column_norm": 1.0, "draws": 20_000, "seed": 0}
-    found = simulations.prefix_errors(np.eye(31), last=False, **given)
+    found = theory_cells.prefix_errors(np.eye(31), last=False, **given)
     assert abs(found.value - 4.0) < Z * found.standard_error
-    found = simulations.prefix_errors(np.eye(25), last=True, **given)
+    found = theory_cells.prefix_errors(np.eye(25), last=True, **given)
     assert abs(found.value - 5.0) < Z * found.standard_error
-    doubled = simulations.prefix_errors(np.eye(25), last=True, **(given | {"column_norm": 1.1}))
+    doubled = theory_cells.prefix_errors(np.eye(25), last=True, **(given | {"column_norm": 1.1}))
     assert abs(doubled.value - 5.0) > 2 * Z * doubled.standard_error
 
 
 def test_contraction_without_feedback_is_the_decay():
-    assert simulations.contraction(feedback=0.0, beta2=0.9, steps=10, draws=2, seed=0).value == pytest.approx(0.9)
+    assert theory_cells.contraction(feedback=0.0, beta2=0.9, steps=10, draws=2, seed=0).value == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("quantity", sorted({cell["quantity"] for cell in theory_cells.cells("smoke")} - {"window"}))
-def test_every_quantity_is_found_where_it_is_predicted(quantity):
+def test_every_quantity_matches_its_prediction(quantity):
     """With 2,000 draws, within Z standard errors; the long averages with fewer steps than at any scale."""
     for cell in theory_cells.cells("smoke"):
         if cell["quantity"] != quantity or cell.get("steps", 0) > 5000:
@@ -83,7 +84,7 @@ def test_the_window(clip_norm, fate):
 
 
 @pytest.mark.parametrize("setting", ["dimension", "batch_size", "noise_multiplier", "beta2", "eps_scale", "start"])
-def test_the_window_is_run_as_its_cell_says(setting):
+def test_the_window_runs_with_its_settings(setting):
     """Each setting halved moves both paths: the mean field's and the simulation's."""
     cell = next(cell for cell in theory_cells.cells("smoke") if cell["quantity"] == "window")
     given, changed = (
@@ -94,7 +95,7 @@ def test_the_window_is_run_as_its_cell_says(setting):
     assert given["simulated_path"] != changed["simulated_path"]
 
 
-def test_prefix_sums_are_as_long_as_the_cell_says():
+def test_prefix_sums_have_the_length_of_the_cell():
     """√((n+1)/2) for independent noise."""
     found = theory_cells.compute(
         {"quantity": "prefix error", "case": "independent", "steps": 31, "draws": 20_000, "seed": 0}
@@ -104,10 +105,10 @@ def test_prefix_sums_are_as_long_as_the_cell_says():
 
 
 @pytest.mark.parametrize("clip_norm", [22.0, 120.0])
-def test_a_committed_window_comes_out_again(clip_norm):
+def test_a_committed_window_is_reproduced(clip_norm):
     line = next(
         line
-        for line in result_files.read(COMMITTED).lines
+        for line in results_file.read(COMMITTED).lines
         if line["cell"].get("clip_norm") == clip_norm and "start" in line["cell"]
     )
     result, until = line["result"], 500
@@ -122,15 +123,15 @@ def test_a_committed_window_comes_out_again(clip_norm):
         assert found == pytest.approx(wanted, rel=1e-8)
 
 
-def test_the_picture_tells_how_many_coordinates_were_averaged():
-    lines = result_files.read(COMMITTED).lines
+def test_the_picture_names_the_number_of_coordinates():
+    lines = results_file.read(COMMITTED).lines
     other = [
         line | {"cell": line["cell"] | ({"dimension": 77} if "dimension" in line["cell"] else {})} for line in lines
     ]
     assert "mean of 77 coordinates" in draw(other).axes[0].get_ylabel()
 
 
-def test_cells_are_told_apart_and_have_seeds_of_their_own():
+def test_cells_are_distinct_and_have_different_seeds():
     for scale in ("smoke", "small", "paper"):
         found = theory_cells.cells(scale)
         seeds = [cell["seed"] for cell in found if "draws" in cell]

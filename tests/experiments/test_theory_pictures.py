@@ -1,9 +1,8 @@
-"""Pictures of the theory: they draw what the theory says, can be made again, and the page shows them all."""
+"""Pictures of docs/theory.md: their numbers, their commands, and the page that shows them."""
 
 from __future__ import annotations
 
 import doctest
-import functools
 import math
 import re
 import shlex
@@ -14,15 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpoptim import theory
 from dpoptim.app import plot_style as picture_style
-from dpoptim.theory import exponents, second_moments, steady_state
-from dpoptim.theory.exponents import Cost
-from dpoptim.theory.regimes import Signal
-from experiments.quadratic import plane as quadratic_plane
-from experiments.quadratic import plot as quadratic_plot
-from experiments.quadratic import tuning as quadratic_tuning
-from experiments.quadratic.problem import Quadratic, simulate
-from experiments.theory import picture_data, pictures
+from dpoptim.theory import Cost, Signal, second_moments
+from experiments.theory import pictures
+
+pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "theory.md").read_text()
@@ -31,16 +27,16 @@ START = ["python", "-m", "experiments.theory.pictures", "docs/images"]
 
 
 def test_preconditioner_is_flat_below_the_noise():
-    lines = picture_data.preconditioners()
+    lines = pictures.preconditioners()
     np.testing.assert_allclose(lines.y["without noise"], 1 / lines.x)
     np.testing.assert_allclose(lines.y["post_processing"], 1 / np.sqrt(lines.x**2 + 1))
     assert lines.y["post_processing"].max() <= 1  # the ceiling 1/√φ
 
 
 def test_noise_biases():
-    """Averages of the squared row norms with Adam's weights, by the definition; what the page says of their ends."""
-    biases, variances = picture_data.noise_biases(), picture_data.noise_variances()
-    for name, strategy in picture_data.strategies().items():
+    """Averages of the squared row norms with Adam's weights, by the definition; and their ends as on the page."""
+    biases, variances = pictures.noise_biases(), pictures.noise_variances()
+    for name, strategy in pictures.strategies().items():
         inverse = strategy.noising_matrix()[:50, :50] * strategy.column_norm
         np.testing.assert_allclose(variances.y[name][:50], np.diag(inverse @ inverse.T), rtol=1e-9)
         weights = 0.999 ** np.arange(49.0, -1, -1)
@@ -52,7 +48,7 @@ def test_noise_biases():
 
 def test_negative_probabilities():
     """At the first step P(|g + z| < 1) in closed form; at a later one simulated, within four standard errors."""
-    found = picture_data.negative_by_gradient(steps=(1, 10), points=5)
+    found = pictures.negative_by_gradient(steps=(1, 10), points=5)
     for g, chance in zip(found.x, found.y["step 1"], strict=True):
         closed = 0.5 * (math.erf((1 - g) / math.sqrt(2)) + math.erf((1 + g) / math.sqrt(2)))
         assert chance == pytest.approx(closed, abs=1e-9)
@@ -61,7 +57,7 @@ def test_negative_probabilities():
     for g, chance in zip(found.x[:3], found.y["step 10"], strict=False):
         simulated = float(np.mean(weights @ (g + normals) ** 2 < 1))
         assert abs(simulated - chance) < 4 * math.sqrt(0.25 / 40_000) < abs(simulated - 0.9 * chance)
-    by_step = picture_data.negative_by_step(most=100).y
+    by_step = pictures.negative_by_step(most=100).y
     assert by_step["step by step"][0] == pytest.approx(0.68269, abs=5e-6)
     assert by_step["limit"][0] == pytest.approx(0.5056, abs=5e-5)
     assert np.all(np.diff(by_step["step by step"]) < 0)
@@ -69,22 +65,22 @@ def test_negative_probabilities():
 
 def test_dimensions():
     """Powers of B and their factors, written out; the circles of the picture, and the printed numbers outside."""
-    kappa, batches = 0.001 / 1.999, picture_data.BATCHES
+    kappa, batches = 0.001 / 1.999, pictures.BATCHES
     for signal, power in ((Signal.OPTIMISTIC, 2), (Signal.PESSIMISTIC, 1)):
-        lines = picture_data.largest_dimensions(signal)
+        lines = pictures.largest_dimensions(signal)
         np.testing.assert_allclose(lines.y["post_processing"], batches**power)
         np.testing.assert_allclose(lines.y["bias_correction"], batches**power / math.sqrt(kappa))
         np.testing.assert_allclose(lines.y["independent_moments"], batches ** (power - 1) / math.sqrt(8 * kappa))
         right = {Signal.OPTIMISTIC: 1.88e8, Signal.PESSIMISTIC: 9.2e4}[signal]
         assert 2048**power / math.sqrt(kappa) == pytest.approx(right, rel=6e-3)
-        assert picture_data.PRINTED[signal] < right / 4
+        assert pictures.PRINTED[signal] < right / 4
 
 
 def test_released_square():
-    noise, kappa = picture_data.second_moment_noise(), 0.001 / 1.999
+    noise, kappa = pictures.second_moment_noise(), 0.001 / 1.999
     np.testing.assert_allclose(noise.y["bias_correction"], math.sqrt(2 * kappa) / noise.x**2)
     np.testing.assert_allclose(noise.y["independent_moments"], math.sqrt(8 * kappa) / noise.x)
-    changes = picture_data.square_changes()
+    changes = pictures.square_changes()
     found = {name: dict(zip(changes.x, values, strict=True)) for name, values in changes.y.items()}
     assert found["not projected"][12] == pytest.approx(1.4375)
     assert found["allowed, exactly B"][12] == 7 / 16
@@ -97,10 +93,10 @@ def test_released_square():
 @pytest.mark.parametrize("start", [1.0, 0.0])
 def test_window_paths(start):
     """Ends of the mean field where the theory puts them, and the simulation there too; the page's resting places."""
-    field, simulated = picture_data.window_paths(start=start, clip_norms=(19.0, 40.0, 70.0, 120.0), steps=1200)
+    field, simulated = pictures.window_paths(start=start, clip_norms=(19.0, 40.0, 70.0, 120.0), steps=1200)
     given = {"noise_multiplier": 1.0, "batch_size": 100}
     for clip_norm, page in ((40.0, 1.19), (70.0, 1.96)):
-        rest = float(steady_state.steady_state(1.0, clip_norm=clip_norm, **given))
+        rest = float(theory.steady_second_moment(1.0, clip_norm=clip_norm, **given))
         assert rest == pytest.approx(page, abs=5e-3)
         assert float(field.y[f"{clip_norm:g}"][-1]) == pytest.approx(rest, rel=0.01)
         assert float(simulated.y[f"{clip_norm:g}"][-400:].mean()) == pytest.approx(rest, rel=0.02)
@@ -113,24 +109,24 @@ def test_window_paths(start):
 def test_noise_by_coordinate():
     """Even gradients make no difference between the methods; uneven ones the crossing at the root mean square."""
     even = np.full(400, 0.05)
-    noise = picture_data.coordinate_noise(even, batch_size=1000.0).y
+    noise = pictures.coordinate_noise(even, batch_size=1000.0).y
     np.testing.assert_allclose(noise["post_processing"], 1e-3)
     np.testing.assert_allclose(noise["scale_then_privatize"], 1e-3, rtol=1e-3)
-    gradient = picture_data.uneven_gradient()
-    noise, rms = picture_data.coordinate_noise(gradient).y, math.sqrt(float(np.mean(gradient**2)))
+    gradient = pictures.uneven_gradient()
+    noise, rms = pictures.coordinate_noise(gradient).y, math.sqrt(float(np.mean(gradient**2)))
     louder = noise["scale_then_privatize"] > noise["post_processing"]
     np.testing.assert_array_equal(louder, gradient > rms)
     assert louder.mean() < 0.05  # "the few largest coordinates"
     np.testing.assert_allclose(noise["scale_then_privatize"] / gradient, 0.1, rtol=0.01)
     assert np.mean(noise["post_processing"] > gradient) > 0.5
-    update = picture_data.update_noise_by_coordinate(gradient).y
+    update = pictures.update_noise_by_coordinate(gradient).y
     assert update["post_processing"].max() == pytest.approx(math.sqrt(0.1 / 1.9), rel=1e-6)
     assert update["bias_correction"].max() == pytest.approx(10 * math.sqrt(0.1 / 1.9))
     assert np.ptp(update["scale_then_privatize"]) < 1e-9
 
 
 def test_momentum_noise():
-    lines = picture_data.momentum_noise(step=500)
+    lines = pictures.momentum_noise(step=500)
     np.testing.assert_allclose(lines.y["independent"][1:8], np.sqrt((1 - lines.x) / (1 + lines.x))[1:8], rtol=1e-4)
     for name in ("BandMF", "BLT"):
         ratios = lines.y[name] / lines.y["independent"]
@@ -145,10 +141,10 @@ def test_no_scale_is_better_than_the_best_exponent(cost, spread):
     """The bound is attained at ¼, ⅓ and ½, and 2,000 random scales, powers of |g| or not, stay above it."""
     rng = np.random.default_rng(0)
     g = np.exp(spread * rng.standard_normal(30))
-    least, best = exponents.least_noise_cost(g, cost=cost), exponents.best_exponent(cost)
-    assert exponents.noise_cost(g, exponent=best, cost=cost) == pytest.approx(least, rel=1e-12)
+    least, best = theory.least_noise_cost(g, cost=cost), theory.best_exponent(cost)
+    assert theory.noise_cost(g, exponent=best, cost=cost) == pytest.approx(least, rel=1e-12)
     for other in (best - 0.05, best + 0.05):
-        assert exponents.noise_cost(g, exponent=other, cost=cost) > least * (1 + 1e-4)
+        assert theory.noise_cost(g, exponent=other, cost=cost) > least * (1 + 1e-4)
     s = g ** (-2 * best) * np.exp(rng.uniform(0.01, 1, (2000, 1)) * rng.standard_normal((2000, 30)))
     sums = {
         Cost.GRADIENT: np.sum(s**-2.0, axis=1),
@@ -157,15 +153,15 @@ def test_no_scale_is_better_than_the_best_exponent(cost, spread):
     }
     assert np.all(sums[cost] * np.sum((s * g) ** 2, axis=1) > least)
     with pytest.raises(ValueError, match="gradient="):
-        exponents.noise_cost([1.0, 0.0], exponent=0.25)
+        theory.noise_cost([1.0, 0.0], exponent=0.25)
     with pytest.raises(ValueError, match="exponent=-1"):
-        exponents.noise_cost([1.0], exponent=-1)
+        theory.noise_cost([1.0], exponent=-1)
 
 
 def test_exponent_costs():
-    lines = picture_data.exponent_costs(picture_data.uneven_gradient(spread=1.0))
+    lines = pictures.exponent_costs(pictures.uneven_gradient(spread=1.0))
     for cost in Cost:
-        assert lines.x[np.argmin(lines.y[cost.value])] == pytest.approx(exponents.best_exponent(cost), abs=0.005)
+        assert lines.x[np.argmin(lines.y[cost.value])] == pytest.approx(theory.best_exponent(cost), abs=0.005)
         assert lines.y[cost.value].min() >= 1 - 1e-12
     at = {p: int(np.argmin(np.abs(lines.x - p))) for p in (0.0, 0.5)}
     gradient, update = lines.y["gradient"], lines.y["update"]
@@ -173,46 +169,10 @@ def test_exponent_costs():
     assert update[at[0.0]] / update[at[0.5]] == pytest.approx(53, abs=0.5)
 
 
-def test_plane():
-    """Noise around the gradient, simulated as it is released; runs that end nearer the optimum than they began."""
-    data = quadratic_plane.plane()
-    assert data.preconditioners["post_processing"][1] * data.gradient[1] == pytest.approx(0.5, abs=0.02)
-    assert data.noise["post_processing"][1] > data.gradient[1] > 10 * data.noise["scale_then_privatize"][1]
-    ratio = data.noise["scale_then_privatize"] / data.gradient
-    assert ratio[0] == pytest.approx(ratio[1])
-    for name, paths in data.trajectories.items():
-        assert paths.shape == (5, 251, 2)
-        assert np.all(paths[:, 0] == 1)
-        assert np.linalg.norm(paths[:, -1], axis=1).max() < 0.4, name
-    middle = data.trajectories["scale_then_privatize"][:, 25]  # on the diagonal, unlike the others
-    assert np.abs(middle[:, 0] - middle[:, 1]).max() < 0.03
-    assert np.abs(np.subtract(*data.trajectories["dp_sgd"][:, 25].T)).min() > 0.3
-
-
-@pytest.mark.slow
-def test_the_ranking_depends_on_the_setting():
-    """What the page says of the picture: who ends lowest of the private ones, and how the others stand."""
-    for spread, winner in ((1.0, "scale_then_privatize"), (0.0, "dp_sgd")):
-        paths = quadratic_tuning.compared(Quadratic(spread=spread, repeats=200), grids=quadratic_tuning.NEAR)
-        ends = {path.variant: quadratic_tuning.last_loss(path) for path in paths if path.variant != "adam"}
-        assert min(ends, key=ends.__getitem__) == winner
-    finer = simulate(Quadratic(spread=1.0, repeats=200, lr=0.007, seed=1), "adam")
-    assert quadratic_tuning.last_loss(finer) == pytest.approx(3.6e-4, rel=0.02)  # Adam, between two of the grid's rates
-
-
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--only" in c])
 def test_commands_of_the_page_make_their_pictures(command, tmp_path, capsys, monkeypatch):
-    """A PNG of 700 to 1,600 by 400 to 700 pixels, 20 to 200 kB, as is the one that the page shows; axes are labelled.
-
-    The ranking is made with fewer steps, repeats and settings, in seconds.
-    """
+    """A PNG of 700 to 1,600 by 400 to 700 pixels, 20 to 200 kB, like the one on the page; axes are labelled."""
     words, figures = shlex.split(command), []
-    first = {
-        variant: {name: values[:1] for name, values in grid.items()} for variant, grid in quadratic_tuning.NEAR.items()
-    }
-    monkeypatch.setattr(quadratic_tuning, "NEAR", first)
-    quick = functools.partial(pictures.ranking, repeats=5, tuning_repeats=1, steps=60)
-    monkeypatch.setitem(pictures.PICTURES, "ranking", quick)
     make = picture_style.new_figure
 
     def remembered(*size):
@@ -255,7 +215,7 @@ def test_the_first_command_makes_all(monkeypatch, tmp_path):
 
 
 def test_page_and_pictures_agree():
-    """Every picture is shown once, with a caption in italics that says what to see, and has its command."""
+    """Every picture is shown once, with a caption in italics that explains it, and has its command."""
     shown = re.findall(r"!\[[^]]+\]\(images/theory-([a-z-]+)\.png\)\n\n\*(.+?)\*\n\n", PAGE, re.S)
     names = [name for name, _ in shown]
     assert sorted(names) == sorted(pictures.PICTURES)
@@ -286,7 +246,7 @@ def test_numbers_of_the_captions():
     at = second_moments.negative_probability([0.20, 0.21], noise_variance=1.0, step=5000)
     assert at[0] > 0.11
     assert at[1] < 0.1
-    _, simulated = picture_data.window_paths(start=0.0, clip_norms=(19.0,))
+    _, simulated = pictures.window_paths(start=0.0, clip_norms=(19.0,))
     path = simulated.y["19"]
     assert 2e-4 < path[-1] < 4e-4
     assert path[-1] > 1.05 * path[-200]
@@ -294,7 +254,7 @@ def test_numbers_of_the_captions():
 
 def test_links_of_the_page():
     for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        assert (DOCS / target).exists(), target
+        assert (DOCS / target.partition("#")[0]).exists(), target
 
 
 def test_refusals(tmp_path, capsys, monkeypatch):
@@ -307,6 +267,6 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_matplotlib_is_imported_inside_functions_alone():
-    for module in (picture_data, picture_style, pictures, quadratic_plane, quadratic_plot, quadratic_tuning):
+def test_matplotlib_is_imported_inside_functions_only():
+    for module in (picture_style, pictures):
         assert not re.search(r"^(import|from) matplotlib", Path(str(module.__file__)).read_text(), re.M)

@@ -1,4 +1,4 @@
-"""BERT-Tiny's table: texts, losses, tuning and runs, each against something plain."""
+"""BERT-Tiny's table: texts, losses, tuning and runs, each against a simple version."""
 
 from __future__ import annotations
 
@@ -21,38 +21,45 @@ from hypothesis import strategies as st
 from dpoptim.data import private_loader
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import InverseRoot
-from experiments import result_files
+from experiments import results_file
 from experiments.__main__ import main
-from experiments.experiment import MissingInput, Request
+from experiments.framework import MissingInput, Request
+from experiments.progress import ProgressReporter
 from experiments.tinybert import model as models
 from experiments.tinybert import report
-from experiments.tinybert.claims import CLAIMS, compared
-from experiments.tinybert.corpus import made_up_corpus, read_corpus
-from experiments.tinybert.evaluation import mean_losses
-from experiments.tinybert.experiment import grounded, run_table
-from experiments.tinybert.optimizers import optimizer_of
-from experiments.tinybert.privacy import guarantee, plan_of
-from experiments.tinybert.proxy import how_near, level
-from experiments.tinybert.schedule import Job, chosen, final_cell, jobs, tuning_cell
-from experiments.tinybert.scores import scores
-from experiments.tinybert.search import first_setting, reached, wanted
-from experiments.tinybert.sizes import SIZES, Scoring, Size
-from experiments.tinybert.table_of_cells import COLUMNS, NON_PRIVATE, ROWS, Hyperparameter, Row, places, row
-from experiments.tinybert.texts import Marks, laid_out, made_part
-from experiments.tinybert.training_run import run
-from experiments.tinybert.unfinished import Unfinished
+from experiments.tinybert.data import Marks, laid_out, make_part, read_corpus, synthetic_corpus
+from experiments.tinybert.experiment import build_workspace, run_table
+from experiments.tinybert.grid import (
+    COLUMNS,
+    NON_PRIVATE,
+    ROWS,
+    SIZES,
+    Hyperparameter,
+    Row,
+    Scoring,
+    Size,
+    guarantee,
+    places,
+    plan_of,
+    row,
+)
+from experiments.tinybert.model import mean_losses, optimizer_of
+from experiments.tinybert.report import CLAIMS, compared, how_close, level, scores
+from experiments.tinybert.schedule import Job, chosen, final_cell, first_setting, jobs, reached, tuning_cell, wanted
+from experiments.tinybert.training_run import Unfinished, run
 from experiments.tinybert.workers import workers
-from experiments.voice import Voice
 from tests.app.tiny import wordpiece
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 150
 SHARED = {"num_examples": 60, "model": "m"}
 
 
 @pytest.fixture(scope="module")
-def ground():
-    corpus = made_up_corpus(vocabulary=VOCABULARY, examples=60)
-    return grounded(corpus, lambda: models.made_up(vocabulary=VOCABULARY), 64, "cpu", Scoring())
+def workspace():
+    corpus = synthetic_corpus(vocabulary=VOCABULARY, examples=60)
+    return build_workspace(corpus, lambda: models.synthetic(vocabulary=VOCABULARY), 64, "cpu", Scoring())
 
 
 def cell(name: str, kind: str = "independent", *, purpose: str = "final", **changes):
@@ -63,12 +70,12 @@ def cell(name: str, kind: str = "independent", *, purpose: str = "final", **chan
 
 def part_of(texts, indices, vocabulary=VOCABULARY, generator=None, *, bucket=8, longest=64):
     chosen, width, most, _ = texts.part(indices, bucket=bucket, longest=longest)
-    return made_part(texts, chosen, width, most, vocabulary, generator or torch.Generator().manual_seed(0))
+    return make_part(texts, chosen, width, most, vocabulary, generator or torch.Generator().manual_seed(0))
 
 
 class TestTexts:
-    def test_a_part_masks_what_it_says_and_nothing_else(self, ground):
-        texts, indices = ground.train, np.arange(12)
+    def test_a_part_masks_only_its_places(self, workspace):
+        texts, indices = workspace.train, np.arange(12)
         chosen, width, most, tokens = texts.part(indices, bucket=8, longest=64)
         assert (width % 8, tokens) == (0, int(texts.lengths[:12].sum()))
         assert (len(chosen), most) == (12, int(texts.masked[:12].max()))
@@ -101,9 +108,9 @@ class TestTexts:
         assert texts.lengths.tolist() == [16]
 
 
-def test_losses_are_those_of_the_plain_model(ground):
-    model = ground.fresh_model()
-    part = part_of(ground.train, np.arange(9))
+def test_losses_are_those_of_the_plain_model(workspace):
+    model = workspace.fresh_model()
+    part = part_of(workspace.train, np.arange(9))
     logits = model.bert(part.ids, attention_mask=part.attends[:, 0, 0].long()).logits
     for i in range(9):
         counted = part.labels[i] != -100
@@ -111,10 +118,10 @@ def test_losses_are_those_of_the_plain_model(ground):
         torch.testing.assert_close(model(part)[i], plain, rtol=1e-5, atol=1e-5)
 
 
-def test_evaluation_is_the_mean_over_tokens_and_over_examples(ground, monkeypatch):
-    model = ground.fresh_model()
-    whole = mean_losses(model, ground.test, longest=64)
-    assert mean_losses(model, ground.test, longest=64) == whole, "masks are always the same"
+def test_evaluation_is_the_mean_over_tokens_and_over_examples(workspace, monkeypatch):
+    model = workspace.fresh_model()
+    whole = mean_losses(model, workspace.test, longest=64)
+    assert mean_losses(model, workspace.test, longest=64) == whole, "masks are always the same"
     assert model.training
     seen: list[tuple[float, int]] = []
     plain = type(model).token_losses
@@ -125,8 +132,8 @@ def test_evaluation_is_the_mean_over_tokens_and_over_examples(ground, monkeypatc
         return losses
 
     monkeypatch.setattr(type(model), "token_losses", kept)
-    mean_losses(model, ground.test, longest=64)
-    assert len(seen) == len(ground.test)
+    mean_losses(model, workspace.test, longest=64)
+    assert len(seen) == len(workspace.test)
     assert whole["tokens"] == pytest.approx(sum(s for s, _ in seen) / sum(n for _, n in seen))
     assert whole["examples"] == pytest.approx(sum(s / n for s, n in seen) / len(seen))
 
@@ -148,14 +155,14 @@ class TestCorpus:
                 for part in (corpus.train, corpus.validation, corpus.test)]  # fmt: skip
         assert sum(map(len, sets)) == len(set.union(*sets)), "no text is in two sets"
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr("experiments.tinybert.corpus._pack")
+            patch.delattr("experiments.tinybert.data._pack")
             again = read_corpus(str(file), model, longest=64, cache=tmp_path)
         assert np.array_equal(again.train, corpus.train), "kept beside the results"
         file.write_text("".join(json.dumps({"abstract": f"{a} fox"}) + "\n" for a in abstracts))
         other = read_corpus(str(file), model, longest=64, cache=tmp_path)
         assert not np.array_equal(other.train, corpus.train), "another file of that name"
 
-    def test_a_line_that_is_no_abstract(self, tmp_path, model):
+    def test_a_line_without_an_abstract(self, tmp_path, model):
         file = tmp_path / "arxiv.json"
         file.write_text('{"abstract": "a"}\n{"title": "b"}\n')
         with pytest.raises(ValueError, match="line 2 is not a JSON object with an abstract"):
@@ -252,7 +259,7 @@ class TestPrivacy:
 
     @pytest.mark.parametrize(("kind", "less"), [("independent_low", 0), ("poisson_10", 0), ("banded", 0.1)])
     def test_a_steps_noise_in_tuning_is_that_of_the_final_run_or_a_little_less(self, kind, less):
-        """Correlated noise is optimised for a run's own steps: the page says how much that takes away."""
+        """Correlated noise is optimized for a run's own steps; the page states how much that reduces it."""
         place, size, shared = ("scale_then_privatize", kind), SIZES["paper"], {"num_examples": 817_503}
         setting = tuple((dict(first_setting(row(place[0]), kind)) | {"clip_norm": 1.0}).items())
         tuned, final = (
@@ -275,9 +282,9 @@ class TestPrivacy:
 
 
 @pytest.mark.parametrize("name", [each.name for each in ROWS])
-def test_every_row_trains(ground, name):
+def test_every_row_trains(workspace, name):
     kind = "none" if name.startswith("non_private") else "independent_low"
-    outcome = run(cell(name, kind), ground)
+    outcome = run(cell(name, kind), workspace)
     assert outcome.result["steps_done"] >= 1
     assert outcome.result["ended"] in ("finished", "diverged")
     assert ("NOT private" in (outcome.note or "")) == (outcome.epsilon is None)
@@ -285,36 +292,36 @@ def test_every_row_trains(ground, name):
     assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "bias")))
 
 
-def test_seeds_test_texts_and_every_knob_make_a_difference(ground):
+def test_seeds_test_texts_and_every_knob_make_a_difference(workspace):
     """What a cell says is what is run: no setting is passed over, no two rows are the same, sets are kept apart."""
     first = {}
     for each in ROWS:
         kind = "none" if each.name in NON_PRIVATE else "independent_low"
         shorter: dict[str, Any] = {"period": 1} if each.name == "delayed" else {}  # than these runs
-        first[each.name] = run(made := cell(each.name, kind, **shorter), ground).result["validation"]
+        first[each.name] = run(made := cell(each.name, kind, **shorter), workspace).result["validation"]
         for knob in each.knobs:
             other = next(value for value in reversed(knob.grid) if value != made[knob.name])
             other = 1e3 if knob.name == "clip_norm" else other  # where all are clipped, Adam does not mind by how much
-            assert run({**made, knob.name: other}, ground).result["validation"] != first[each.name], knob
+            assert run({**made, knob.name: other}, workspace).result["validation"] != first[each.name], knob
     assert len(set(first.values())) == len(first), "rows differ"
-    plain = run(cell("post_processing"), ground).result
-    other_seed = run(cell("post_processing", seed=1), ground).result
-    other_test = run(cell("post_processing"), replace(ground, test=ground.train)).result
+    plain = run(cell("post_processing"), workspace).result
+    other_seed = run(cell("post_processing", seed=1), workspace).result
+    other_test = run(cell("post_processing"), replace(workspace, test=workspace.train)).result
     assert other_seed["validation"] != plain["validation"]
     assert other_test["validation"] == plain["validation"]
     assert other_test["test"] != plain["test"]
 
 
-def test_without_noise_it_is_torch_adam(ground):
+def test_without_noise_it_is_torch_adam(workspace):
     """The row without privacy, against torch's own optimizer on the same batches and masks."""
     made = cell("non_private_adam", "none", steps=5)
-    curve = run(made, ground).result["curve"]
+    curve = run(made, workspace).result["curve"]
     key = NoiseKey.from_bytes(hashlib.sha256(b"tinybert 0").digest())
-    model = ground.fresh_model()
+    model = workspace.fresh_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=made["lr"])
     generator = torch.Generator()
     loader = private_loader(
-        cast(Any, range(60)), plan_of(made), lengths=ground.train.lengths, micro_batch_tokens=ground.part_tokens,
+        cast(Any, range(60)), plan_of(made), lengths=workspace.train.lengths, micro_batch_tokens=workspace.part_tokens,
         bucket=64, collate_fn=np.array, key=key, run_id="tinybert",
     )  # fmt: skip
     for step, indices in enumerate(loader):
@@ -322,34 +329,34 @@ def test_without_noise_it_is_torch_adam(ground):
         generator.manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
         assert len(indices) == 8
         optimizer.zero_grad()
-        model(part_of(ground.train, indices, generator=generator, bucket=64)).mean().backward()
+        model(part_of(workspace.train, indices, generator=generator, bucket=64)).mean().backward()
         optimizer.step()
-    found = mean_losses(model, ground.validation, examples=4096, longest=64)["tokens"]
+    found = mean_losses(model, workspace.validation, examples=4096, longest=64)["tokens"]
     assert found == pytest.approx(curve[-1][1], abs=2e-4)
     assert found != pytest.approx(curve[-2][1], abs=2e-4)
 
 
-def test_a_run_is_scored_on_as_many_texts_and_as_often_as_asked(ground):
-    few = dataclasses.replace(ground, scoring=Scoring(validation_examples=3, test_examples=5, points=2))
+def test_a_run_is_scored_on_as_many_texts_and_as_often_as_asked(workspace):
+    few = dataclasses.replace(workspace, scoring=Scoring(validation_examples=3, test_examples=5, points=2))
     result = run(cell("post_processing", steps=4), few).result
     assert [step for step, _ in result["curve"]] == [2, 4]
     assert result["test_examples"] == 5
-    model = ground.model()
-    assert few.validation_loss(model) == mean_losses(model, ground.validation, examples=3, longest=64)["tokens"]
-    assert few.test_losses(model)["test"] == mean_losses(model, ground.test, examples=5, longest=64)
+    model = workspace.model()
+    assert few.validation_loss(model) == mean_losses(model, workspace.validation, examples=3, longest=64)["tokens"]
+    assert few.test_losses(model)["test"] == mean_losses(model, workspace.test, examples=5, longest=64)
 
 
-def test_a_hopeless_tuning_run_is_given_up(ground):
+def test_a_hopeless_tuning_run_is_abandoned(workspace):
     made = cell("post_processing", purpose="tuning", steps=20)
     best = [(step, 0.5) for step in range(1, 21)]
-    result = run(made, ground, beat=best).result
+    result = run(made, workspace, beat=best).result
     assert (result["ended"], result["steps_done"]) == ("given up", 10)
 
 
-def test_the_eps_of_the_scale_follows_the_noise(ground):
+def test_the_eps_of_the_scale_follows_the_noise(workspace):
     plan = plan_of(cell("scale_then_privatize"))
     made = optimizer_of(
-        cell("scale_then_privatize"), ground.fresh_model(), plan, key=NoiseKey.from_bytes(bytes(32)), run_id="x"
+        cell("scale_then_privatize"), workspace.fresh_model(), plan, key=NoiseKey.from_bytes(bytes(32)), run_id="x"
     )
     assert isinstance(made.geometry, InverseRoot)
     assert made.geometry.eps_scale == pytest.approx(2 * plan.clip_norm * 1.0 / 8)
@@ -367,7 +374,7 @@ def made(tmp_path_factory):
 
 class TestTable:
     def test_lines_and_page(self, made):
-        lines = result_files.read(made / "tinybert.jsonl").lines
+        lines = results_file.read(made / "tinybert.jsonl").lines
         assert [line["cell"]["row"] for line in lines] == ["none", "post_processing", "independent_moments"]
         page = (made / "tinybert.md").read_text()
         found = scores(lines)
@@ -376,12 +383,12 @@ class TestTable:
         assert "IME is worse than post-processing" in page
 
     def test_the_page_is_made_from_any_part_of_the_lines(self, made):
-        lines = result_files.read(made / "tinybert.jsonl").lines
+        lines = results_file.read(made / "tinybert.jsonl").lines
         for some in (lines[:1], lines[1:2], lines[1:]):
             assert report.markdown(some).startswith("Made by `python -m experiments tinybert --scale smoke`: ")
 
     def test_the_table_ends_with_the_epsilon_of_each_column_rounded_up(self, made):
-        lines = result_files.read(made / "tinybert.jsonl").lines
+        lines = results_file.read(made / "tinybert.jsonl").lines
         shown = report.main_table(lines).splitlines()[-1].split("|")[2:-1]
         told = 0
         for text, kind in zip(shown, ("independent_low", "banded", "independent"), strict=True):
@@ -392,87 +399,87 @@ class TestTable:
         nothing = report.main_table(lines[:1]).splitlines()[-1]
         assert nothing.count("–") == 3
 
-    def test_goes_on_where_it_stopped(self, made, tmp_path):
+    def test_resumes_where_it_stopped(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         before = (made / "tinybert.jsonl").read_text()
         path.write_text(before)
         only = ("row=post_processing", "column=independent_low")
-        run_table(Request(scale="smoke", out=tmp_path, only=only), Voice())
+        run_table(Request(scale="smoke", out=tmp_path, only=only), ProgressReporter())
         assert path.read_text() == before
-        run_table(Request(scale="smoke", out=tmp_path, only=only, seeds=2), Voice())
-        lines = result_files.read(path).lines
+        run_table(Request(scale="smoke", out=tmp_path, only=only, seeds=2), ProgressReporter())
+        lines = results_file.read(path).lines
         assert [line["cell"]["seed"] for line in lines[-2:]] == [0, 1]
         assert len(scores(lines)["post_processing", "independent_low"]) == 2
 
     def test_seeds_are_for_what_is_beyond_the_paper_too(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
-        run_table(Request(scale="smoke", out=tmp_path, only=("column=buffered_10",), seeds=2), Voice())
-        assert set(scores(result_files.read(path).lines)["scale_then_privatize", "buffered_10"]) == {0, 1}
+        run_table(Request(scale="smoke", out=tmp_path, only=("column=buffered_10",), seeds=2), ProgressReporter())
+        assert set(scores(results_file.read(path).lines)["scale_then_privatize", "buffered_10"]) == {0, 1}
 
-    def test_figures_adds_to_the_results_and_never_begins_them_afresh(self, made, tmp_path, capsys):
+    def test_figures_adds_to_the_results_and_never_overwrites_them(self, made, tmp_path, capsys):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
         arguments = ["figures", "--scale", "smoke", "--out", str(tmp_path)]
-        assert main([*arguments, "--again"]) == 2
-        assert "leave out --again" in capsys.readouterr().err
+        assert main([*arguments, "--overwrite"]) == 2
+        assert "use --overwrite with tinybert" in capsys.readouterr().err
         assert path.read_text() == (made / "tinybert.jsonl").read_text()
         assert main([*arguments, "--only", "column=independent_low"]) == 0
-        lines = result_files.read(path).lines
+        lines = results_file.read(path).lines
         assert [line["cell"]["purpose"] for line in lines[3:]] == ["clip norms"] * 2
         assert (tmp_path / "images" / "figures-clipping.png").exists()
 
-    def test_another_model_or_other_texts_are_not_mixed_in(self, made, tmp_path, monkeypatch):
+    def test_a_different_model_or_texts_are_refused(self, made, tmp_path, monkeypatch):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
         again = Request(scale="smoke", out=tmp_path, only=("row=post_processing", "column=independent_low"), seeds=2)
-        for changed in ("made_up", "made_up_corpus"):
+        for changed in ("synthetic", "synthetic_corpus"):
             with monkeypatch.context() as patch:
-                at = f"experiments.tinybert.{'model' if changed == 'made_up' else 'experiment'}.{changed}"
-                function = models.made_up if changed == "made_up" else made_up_corpus
+                at = f"experiments.tinybert.{'model' if changed == 'synthetic' else 'experiment'}.{changed}"
+                function = models.synthetic if changed == "synthetic" else synthetic_corpus
                 patch.setattr(at, functools.partial(function, seed=1))
-                with pytest.raises(ValueError, match="another model or of other texts"):
-                    run_table(again, Voice())
+                with pytest.raises(ValueError, match="a different model or texts"):
+                    run_table(again, ProgressReporter())
         assert path.read_text() == (made / "tinybert.jsonl").read_text()
 
-    def test_a_worker_that_dies_ends_the_run(self, ground, tmp_path, by_fork):
-        with workers(ground, _dies, Unfinished(tmp_path), 2) as pool:
-            pool.give(Job(cell("post_processing")))
-            with pytest.raises(RuntimeError, match="exit code 3"):
-                pool.take()
+    def test_a_worker_that_dies_ends_the_run(self, workspace, tmp_path, by_fork):
+        with workers(workspace, _dies, Unfinished(tmp_path), 2) as pool:
+            pool.start(Job(cell("post_processing")))
+            with pytest.raises(RuntimeError, match="a worker process has ended"):
+                pool.next_finished()
 
-    def test_bad_input_of_a_worker_is_told_as_it_is(self, ground, tmp_path, by_fork):
-        with workers(ground, _refuses, Unfinished(tmp_path), 2) as pool:
-            pool.give(Job(cell("post_processing")))
+    def test_bad_input_of_a_worker_reaches_the_caller(self, workspace, tmp_path, by_fork):
+        with workers(workspace, _refuses, Unfinished(tmp_path), 2) as pool:
+            pool.start(Job(cell("post_processing")))
             with pytest.raises(ValueError, match="no such texts"):
-                pool.take()
+                pool.next_finished()
 
     def test_a_run_is_kept_until_its_line_is_written(self, tmp_path, monkeypatch):
         request = Request(scale="smoke", out=tmp_path, only=("row=post_processing", "column=independent_low"))
         often = functools.partial(Unfinished, every=0.0)
         monkeypatch.setattr("experiments.tinybert.experiment.Unfinished", often)
 
-        def full(path, line, append=result_files.append):
+        def full(path, line, append=results_file.append):
             if line["cell"]["purpose"] == "final":
                 raise OSError("disk full")
             append(path, line)
 
         with monkeypatch.context() as patch:
-            patch.setattr(result_files, "append", full)
+            patch.setattr(results_file, "append", full)
             with pytest.raises(OSError, match="disk full"):
-                run_table(request, Voice())
+                run_table(request, ProgressReporter())
         assert len(list(tmp_path.rglob("*.pt"))) == 1
-        run_table(replace(request, again=True), Voice())
+        run_table(replace(request, overwrite=True), ProgressReporter())
         assert not list(tmp_path.rglob("*.pt"))
 
-    def test_several_processes_give_the_same(self, made, tmp_path):
+    def test_several_processes_give_the_same_result(self, made, tmp_path):
         only = ("row=post_processing", "column=independent_low")
-        run_table(Request(scale="smoke", out=tmp_path, only=only, workers=2), Voice())
+        run_table(Request(scale="smoke", out=tmp_path, only=only, workers=2), ProgressReporter())
         here = {line["cell"]["row"]: line["result"]["curve"] for line in _final(made)}
         there = {line["cell"]["row"]: line["result"]["curve"] for line in _final(tmp_path)}
-        assert np.allclose(there["post_processing"], here["post_processing"], rtol=1e-5)  # loops in C round otherwise
+        assert np.allclose(there["post_processing"], here["post_processing"], rtol=1e-5)  # C loops round differently
 
-    def test_without_data_it_says_what_is_needed(self, tmp_path, capsys):
+    def test_missing_data_is_explained(self, tmp_path, capsys):
         assert main(["tinybert", "--scale", "paper", "--out", str(tmp_path)]) == 2
         assert "--data" in capsys.readouterr().err
 
@@ -492,7 +499,7 @@ def _refuses():
 
 
 def _final(folder):
-    return [line for line in result_files.read(folder / "tinybert.jsonl").lines if line["cell"]["purpose"] == "final"]
+    return [line for line in results_file.read(folder / "tinybert.jsonl").lines if line["cell"]["purpose"] == "final"]
 
 
 PAPER = {"post_processing": 3.5, "independent_moments": 3.6, "bias_correction": 3.49, "dp_sgd": 3.7,
@@ -554,7 +561,7 @@ def test_every_private_row_can_be_the_next(name):
     assert compared(CLAIMS[0], found, "x", PAPER) == "0.010 (0.040)"
 
 
-def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
+def test_runs_of_different_settings_are_not_averaged():
     def line(loss, seed, lr):
         cell = {"purpose": "final", "row": "post_processing", "column": "banded", "seed": seed, "lr": lr}
         return {"cell": cell, "result": {"test": {"tokens": loss}, "ended": "finished"}}
@@ -563,7 +570,7 @@ def test_runs_of_another_setting_are_not_averaged_with_the_later_ones():
     assert scores(lines)["post_processing", "banded"] == {0: 4.0, 1: 4.1}
 
 
-def test_how_near_tuning_came_to_the_final_runs():
+def test_how_close_tuning_runs_are_to_final_runs():
     size, shared = SIZES["paper"], {"num_examples": 817_503}
     place = ("scale_then_privatize", "independent")
     setting = first_setting(row(place[0]), place[1])
@@ -575,8 +582,8 @@ def test_how_near_tuning_came_to_the_final_runs():
 
     tuned = line(tuning_cell(place, setting, size, shared), [[100, 4.5], [200, 4.25], [300, 4.0]])
     final = line(final_cell(place, setting, size, shared, 0), [[200, 4.0], [300, 3.875], [400, 3.0]])
-    assert how_near([tuned], size) == ""
-    said = how_near([tuned, final], size)
+    assert how_close([tuned], size) == ""
+    said = how_close([tuned, final], size)
     assert "1.000 (independent, σ = 1)" in said
     assert "up to 0.25 in private rows and 0.00 in others" in said
     assert "Behind post-processing" not in said
@@ -596,10 +603,10 @@ def test_how_far_rows_move_between_tuning_and_final_runs():
             result = {"curve": [[100, loss]], "validation": loss, "ended": "finished", "test": {"tokens": loss}}
             lines.append({"cell": cell, "result": result})
     expected = "by up to 0.25 (DP-SGD, independent, σ = 1: −0.100 in tuning, 0.150 in the final runs)."
-    assert expected in how_near(lines, size)
+    assert expected in how_close(lines, size)
 
 
-def test_what_is_beyond_the_paper_stands_beside_the_rows_it_is_held_against():
+def test_further_rows_are_next_to_the_rows_they_are_compared_with():
     found = {("delayed", "independent"): {0: 4.1}, ("post_processing", "independent"): {0: 4.125, 1: 4.3},
              ("scale_then_privatize", "buffered_10"): {0: 3.7},
              ("scale_then_privatize", "banded_10"): {0: 3.8}}  # fmt: skip
@@ -631,5 +638,5 @@ def test_runs_in_both_precisions_are_compared_and_the_later_counts():
     assert report._in_both_precisions(lines[:2]) == ""
     said = report._in_both_precisions(lines)
     assert said.startswith("1 of these runs")
-    assert said.endswith("are +0.0100 to +0.0100 from those.")
+    assert said.endswith("differ by +0.0100 to +0.0100.")
     assert scores(lines)["dp_sgd", "banded"] == {0: 3.51, 1: 3.2, 2: 9.0}

@@ -142,7 +142,7 @@ def test_calls_that_are_refused(tmp_path):
     refused("without a length", train_dataset=iter(data))
     refused("empty", train_dataset=[])
     refused("declare one", privacy=PrivacyArguments(epsilon=1.0, adjacency="add_remove"))
-    refused("epsilon=-1.0 must be a finite number above 0", privacy=PrivacyArguments(epsilon=-1.0))
+    refused("Expected epsilon > 0", privacy=PrivacyArguments(epsilon=-1.0))
     wrong: list[tuple[dict[str, Any], str]]
     wrong = [({"variant": "magic"}, "variant='magic'"), ({"adjacency": "near"}, "adjacency='near'")]
     for changes, message in wrong:

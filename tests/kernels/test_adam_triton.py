@@ -1,4 +1,4 @@
-"""The kernels of the optimizer against their formulas in float64."""
+"""The optimizer kernels against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def made(*shape, seed=0):
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_steps_of_adam(dtype, decoupled):
-    """Parameters with what rounding took from them follow a run in float64; moments too."""
-    from dpoptim.kernels import adam_triton as triton_adam
+    """Parameters plus rounding remainders, and moments, follow a float64 run."""
+    from dpoptim.kernels import adam_triton
 
     shapes = [(7, 301), (3,), (1024,), (8, 16)]
     parameters = [made(*shape, seed=n).to(DEVICE, dtype) for n, shape in enumerate(shapes)]
@@ -29,7 +29,7 @@ def test_steps_of_adam(dtype, decoupled):
     mu, nu = torch.zeros_like(value), torch.zeros_like(value)
     for step in (1, 2, 3):
         gradient = made(numel, seed=10 + step).to(DEVICE)
-        triton_adam.adam_step_(
+        adam_triton.adam_step_(
             parameters, gradient, first, second, rounding if dtype != torch.float32 else None, betas=BETAS, step=step,
             eps=EPS, lr=LR, added_decay=0.0 if decoupled else DECAY, kept=1 - LR * DECAY if decoupled else 1.0,
         )  # fmt: skip

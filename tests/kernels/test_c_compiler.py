@@ -1,4 +1,4 @@
-"""Loops in C make the bits of the Python code beside them, and are done without where they cannot be had."""
+"""Loops in C have the bits of their Python functions, which replace them where there is no compiler."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from dpoptim.kernels import c_compiler as compiled
-from dpoptim.kernels import normals as boxmuller
-from dpoptim.kernels import normals_c as compiled_normals
-from dpoptim.kernels.normals_c import compiled_box_muller
+from dpoptim.kernels import c_compiler
+from dpoptim.kernels import normals as box_muller_module
+from dpoptim.kernels.normals import compiled_box_muller
 from dpoptim.noise import NoiseKey, normals
 
 normals_file = importlib.import_module("dpoptim.noise.normals")
 KEY = NoiseKey.from_bytes(bytes(range(32)))
-needs_compiler = pytest.mark.skipif(compiled.library("int one(void) { return 1; }") is None, reason="needs a compiler")
+needs_compiler = pytest.mark.skipif(
+    c_compiler.library("int one(void) { return 1; }") is None, reason="needs a compiler"
+)
 
 
 def in_numpy(words, dtype):
     out = np.empty(len(words), dtype)
-    boxmuller.box_muller(np, words, out, np.empty((boxmuller.SCRATCH_ROWS, len(words) // 2)))
+    box_muller_module.box_muller(np, words, out, np.empty((box_muller_module.SCRATCH_ROWS, len(words) // 2)))
     return out
 
 
@@ -41,11 +42,11 @@ def test_bits_are_those_of_numpy(dtype, count):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("start", [0, 1, 131_071])
-def test_normals_do_not_tell_whether_they_were_compiled(dtype, start, monkeypatch):
+def test_compiled_and_plain_normals_have_the_same_bits(dtype, start, monkeypatch):
     def made():
         return normals(KEY, stream="gradient", name="weight", step=5, start=start, count=300_001, dtype=dtype)
 
-    compiled_box_muller()  # from now on it is used whatever the count
+    compiled_box_muller()  # from now on it is used for any count
     by_c = made()
     monkeypatch.setattr(normals_file, "compiled_box_muller", NoCompiler())
     assert torch.equal(by_c, made())
@@ -61,7 +62,7 @@ class NoCompiler:
 
 
 @needs_compiler
-def test_a_loop_that_rounds_otherwise_is_not_used():
+def test_a_loop_that_rounds_differently_is_not_used():
     """The last bit of one normal in thousands is enough."""
 
     def wrong(words, out):
@@ -70,17 +71,17 @@ def test_a_loop_that_rounds_otherwise_is_not_used():
 
     right = compiled_box_muller()
     assert right is not None
-    assert compiled_normals._same_bits(right)
-    assert not compiled_normals._same_bits(wrong)
-    contracted = compiled.library(compiled_normals._source(), contract=True)
+    assert box_muller_module._same_bits(right)
+    assert not box_muller_module._same_bits(wrong)
+    contracted = c_compiler.library(box_muller_module._source(), contract=True)
     if contracted is not None and _has_fused_multiply_add(contracted):
-        assert compiled_normals._same_bits(_filling_by(contracted)) is False
+        assert box_muller_module._same_bits(_filling_by(contracted)) is False
 
 
 def _filling_by(loops):
     def fill(words, out):
         loop = loops.fill_float if out.dtype == np.float32 else loops.fill_double
-        loop.argtypes = loops.fill_float.argtypes = compiled_normals.ARGUMENTS
+        loop.argtypes = loops.fill_float.argtypes = box_muller_module.ARGUMENTS
         loop(words.ctypes.data, len(words) // 2, out.ctypes.data)
 
     return fill
@@ -97,9 +98,9 @@ def test_without_a_compiler(monkeypatch):
     source = "int two(void) { return 2; }"
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
-        assert compiled.library.__wrapped__(source) is None
+        assert c_compiler.library.__wrapped__(source) is None
     with monkeypatch.context() as patch:
         patch.setenv("DPOPTIM_COMPILE", "0")
-        assert compiled.library.__wrapped__(source) is None
+        assert c_compiler.library.__wrapped__(source) is None
     monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/cc")
-    assert compiled.library.__wrapped__(source) is None
+    assert c_compiler.library.__wrapped__(source) is None

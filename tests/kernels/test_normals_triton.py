@@ -1,4 +1,4 @@
-"""The kernels of noise against the plain functions: the same bits."""
+"""Noise kernels have the bits of the plain functions."""
 
 from __future__ import annotations
 

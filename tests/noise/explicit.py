@@ -1,4 +1,4 @@
-"""What the tests of strategies compare with: explicit matrices, all patterns, random strategies, plain streams."""
+"""Reference values for the tests of strategies, and one table of strategies for all of them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,57 @@ import torch
 from hypothesis import strategies as st
 
 from dpoptim.noise import (
+    BandedInverse,
+    BandedInverseStrategy,
+    BandedToeplitz,
+    BufferedToeplitz,
+    BufferedToeplitzStrategy,
     DecayedSums,
+    Independent,
+    MatrixStrategy,
     NoiseKey,
     NoiseMemory,
     NoiseStream,
     PrefixSums,
+    SquareRoot,
     Strategy,
     ToeplitzStrategy,
     Workload,
     normals,
 )
-from dpoptim.noise.strategies.banded_inverse import BandedInverseStrategy
-from dpoptim.noise.strategies.buffered import BufferedToeplitzStrategy
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+STEPS = 12
+
+
+def random_matrix(steps: int, bands: int, seed: int, *, negative: bool = False) -> MatrixStrategy:
+    generator = np.random.default_rng(seed)
+    diagonals = generator.uniform(-1 if negative else 0, 1, size=(bands, steps))
+    diagonals[0] = generator.uniform(0.5, 2, size=steps)
+    return MatrixStrategy(diagonals=diagonals)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "independent": Independent().optimize(steps=STEPS),
+    "twice the identity": ToeplitzStrategy(steps=STEPS, strategy_coefs=(2.0,)),
+    "square root": SquareRoot().optimize(steps=STEPS),
+    "two bands": BandedToeplitz(bands=2).optimize(steps=STEPS),
+    "five bands": BandedToeplitz(bands=5).optimize(steps=STEPS),
+    "one band short": BandedToeplitz(bands=STEPS - 1).optimize(steps=STEPS),
+    "diagonal of 3": ToeplitzStrategy(steps=STEPS, strategy_coefs=(3.0, 1.5, 0.5)),
+    "no buffers": BufferedToeplitzStrategy(steps=STEPS, decays=(), weights=()),
+    "one buffer": BufferedToeplitzStrategy(steps=STEPS, decays=(0.8,), weights=(0.4,)),
+    "two buffers": BufferedToeplitz(buffers=2).optimize(steps=STEPS),
+    "banded inverse": BandedInverse(bands=3).optimize(steps=STEPS),
+    "diagonal matrix": random_matrix(STEPS, 1, 0),
+    "matrix of four bands": random_matrix(STEPS, 4, 2, negative=True),
+    "full matrix": random_matrix(STEPS, STEPS, 4, negative=True),
+}
+WITH_PAST = {name: strategy for name, strategy in STRATEGIES.items() if strategy.kept_rows}
 
 
 def matrix_by_recurrence(workload: Workload, steps: int) -> np.ndarray:
-    """A, column by column: what the recurrence in the workload's docstring makes of a gradient of 1 at one step."""
+    """Return A column by column: the recurrence of the workload's docstring for a gradient of 1 at one step."""
     matrix = np.zeros((steps, steps))
     for column in range(steps):
         first, second = 0.0, 0.0
@@ -48,26 +80,26 @@ def matrix_by_recurrence(workload: Workload, steps: int) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def _signed_patterns(steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All vectors of -1, 0, 1, with the number of their non-zeros and the least distance of two of them."""
+    """Return all vectors of -1, 0, 1, the number of their non-zeros and the least distance of two of them."""
     signs = np.array(list(product((-1.0, 0.0, 1.0), repeat=steps)))
     present = signs != 0
-    gaps = np.full(len(signs), 1000)  # of one participation there is none
+    gaps = np.full(len(signs), 1000)  # one participation has no gap
     for lag in range(steps - 1, 0, -1):
         gaps[(present[:, lag:] & present[:, :-lag]).any(axis=1)] = lag
     return signs, present.sum(axis=1), gaps
 
 
 def brute_force_sensitivity(matrix: np.ndarray, max_participations: int, min_separation: int) -> float:
-    """The largest ‖Σ ±column‖ over all patterns of participation and all signs."""
+    """Return the largest ‖Σ ±column‖ over all patterns and signs."""
     signs, counts, gaps = _signed_patterns(len(matrix))
     allowed = signs[(counts <= max_participations) & (gaps >= min_separation)]
     return float(np.linalg.norm(allowed @ matrix.T, axis=1).max())
 
 
 def products_bound(matrix: np.ndarray, max_participations: int, min_separation: int) -> float:
-    """The largest sqrt(Σ |G_ij|) over all patterns, G the products of columns.
+    """Return the largest sqrt(Σ |G_ij|) over all patterns, where G are the products of columns.
 
-    It bounds ‖Σ_i u_i column_i‖ over all unit vectors u_i, and is reached where G is non-negative.
+    It bounds ‖Σ_i u_i column_i‖ over all unit vectors u_i, and is attained if G is non-negative.
     """
     signs, counts, gaps = _signed_patterns(len(matrix))
     patterns = np.abs(signs[(counts <= max_participations) & (gaps >= min_separation)])
@@ -82,7 +114,7 @@ def scaled_error(
     workload: Workload = PrefixSums(),  # noqa: B008
     objective: str = "mean",
 ) -> float:
-    """Error times sensitivity, which the specs minimise."""
+    """Return error times sensitivity, which the specs minimise."""
     error = strategy.max_error(workload) if objective == "max" else strategy.mean_error(workload)
     return error * strategy.sensitivity(max_participations=max_participations, min_separation=min_separation)
 
@@ -105,7 +137,7 @@ def rows(stream: NoiseStream, count: int) -> torch.Tensor:
 
 
 def fresh_normals(steps: int, numel: int = 33) -> torch.Tensor:
-    """z as float64 [steps, numel]."""
+    """Return z as float64 [steps, numel]."""
     return torch.stack(
         [normals(KEY, stream="gradient", name="weight", step=step, count=numel) for step in range(steps)]
     )
@@ -113,7 +145,7 @@ def fresh_normals(steps: int, numel: int = 33) -> torch.Tensor:
 
 @st.composite
 def patterns(draw: st.DrawFn, max_steps: int, max_participations: int = 9) -> tuple[int, int, int]:
-    """A number of steps, participations and a separation that fit together."""
+    """Draw a number of steps, participations and a separation that fit together."""
     steps, min_separation = draw(st.integers(1, max_steps)), draw(st.integers(1, 8))
     return steps, draw(st.integers(1, min(max_participations, (steps - 1) // min_separation + 1))), min_separation
 
@@ -159,12 +191,12 @@ def buffered(draw: st.DrawFn, steps: int) -> BufferedToeplitzStrategy:
 
 @st.composite
 def banded_inverse(draw: st.DrawFn, steps: int) -> BandedInverseStrategy:
-    """Coefficients of positive, log-convex, non-increasing prefix sums."""
+    """Draw coefficients with positive, log-convex, non-increasing prefix sums."""
     bends = np.array(draw(st.lists(st.floats(0, 0.5), max_size=steps - 1)))
     prefix = np.exp(-np.cumsum(np.concatenate([[0.0], np.cumsum(bends[::-1])[::-1]])))
     return BandedInverseStrategy(steps=steps, inverse_coefs=(1.0, *np.diff(prefix).tolist()))
 
 
 def toeplitz_strategies(steps: int) -> st.SearchStrategy[ToeplitzStrategy]:
-    """Every kind of Toeplitz strategy whose sensitivity is known."""
+    """Draw a Toeplitz strategy of any kind whose sensitivity is known."""
     return non_increasing(steps) | buffered(steps) | banded_inverse(steps)

@@ -1,8 +1,6 @@
-"""The dense optimum against golden values, the conditions of optimality, its rivals and brute force over patterns."""
+"""The dense optimum against golden values, conditions of optimality, other strategies and brute force."""
 
 from __future__ import annotations
-
-from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -16,16 +14,15 @@ from dpoptim.noise import (
     DecayedSums,
     Independent,
     MatrixStrategy,
-    NoiseKey,
     PrefixSums,
     SquareRoot,
     Strategy,
     Workload,
-    normals,
 )
 from dpoptim.noise.search.dense import Dense, _Overlap, soft_worst_pattern
+from tests.noise.explicit import brute_force_sensitivity, scaled_error
 
-PATTERNS = [(10, 2, 3), (9, 3, 1), (11, 4, 2)]
+PATTERNS = [(10, 2, 3), (8, 3, 1), pytest.param(11, 4, 2, marks=pytest.mark.slow)]
 every_pattern = pytest.mark.parametrize(("steps", "times", "apart"), PATTERNS)
 
 
@@ -34,8 +31,6 @@ def workloads(steps: int) -> dict[str, Workload]:
     return {
         "prefix": PrefixSums(),
         "momentum": PrefixSums(momentum=0.9),
-        "decay": PrefixSums(weight_decay=0.1),
-        "schedule": PrefixSums(learning_rate=rates),
         "all": PrefixSums(momentum=0.9, weight_decay=0.01, learning_rate=rates),
         "adam": DecayedSums(beta=0.999),
         "biased": DecayedSums(beta=0.9, debiased=False),
@@ -54,7 +49,7 @@ def test_golden_errors(steps: int, mean: float) -> None:
 
 
 @every_workload
-@pytest.mark.parametrize("steps", [1, 2, 3, 17, 100])
+@pytest.mark.parametrize("steps", [1, 3, 60])
 def test_conditions_of_optimality(steps: int, kind: str) -> None:
     """Every C with unit columns has ‖AC⁻¹‖_F²·tr Y ≥ (tr (AYAᵀ)^½)² for Y diagonal; at the optimum Y = X⁻¹AᵀAX⁻¹."""
     workload = workloads(steps)[kind]
@@ -82,35 +77,11 @@ def test_better_than_every_toeplitz_and_any_neighbour() -> None:
             assert np.linalg.norm(sums @ np.linalg.inv(other)) / np.sqrt(12) > best.mean_error()
 
 
-def patterns(steps: int, times: int, apart: int) -> list[tuple[int, ...]]:
-    return [
-        pattern
-        for size in range(1, times + 1)
-        for pattern in combinations(range(steps), size)
-        if all(b - a >= apart for a, b in pairwise(pattern))
-    ]
-
-
-def largest(matrix: np.ndarray, times: int, apart: int) -> float:
-    """The largest ‖Σ ±column‖ over all patterns and signs."""
-    return max(
-        float(np.linalg.norm(matrix[:, pattern] @ signs))
-        for pattern in patterns(len(matrix), times, apart)
-        for signs in product((1.0, -1.0), repeat=len(pattern))
-        if signs[0] > 0
-    )
-
-
-def relative_error(strategy: Strategy, times: int, apart: int, workload: Workload | None = None) -> float:
-    error = strategy.mean_error() if workload is None else strategy.mean_error(workload)
-    return error * strategy.sensitivity(max_participations=times, min_separation=apart)
-
-
 @every_pattern
 def test_several_participations_by_brute_force(steps: int, times: int, apart: int) -> None:
     strategy = Dense().optimize(steps=steps, max_participations=times, min_separation=apart)
     found = strategy.sensitivity(max_participations=times, min_separation=apart)
-    assert found == pytest.approx(largest(strategy.strategy_matrix(), times, apart), rel=1e-4)
+    assert found == pytest.approx(brute_force_sensitivity(strategy.strategy_matrix(), times, apart), rel=1e-4)
     assert strategy.column_norm == pytest.approx(1.0, rel=1e-12)
 
 
@@ -120,8 +91,8 @@ def test_several_participations_are_proved_to_be_the_best(steps: int, times: int
     best = Dense().optimize(steps=steps, max_participations=times, min_separation=apart)
     matrix = best.strategy_matrix() / best.sensitivity(max_participations=times, min_separation=apart)
     sums = torch.from_numpy(PrefixSums().matrix(steps))
-    goal = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=1e3)
-    dual = goal.value(matrix)[2].numpy()
+    overlap = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=1e3)
+    dual = overlap.value(matrix)[2].numpy()
     generator = np.random.default_rng(1)
     others = [np.tril(generator.normal(size=(steps, steps))) for _ in range(20)]
     others += [matrix * (1 + size * generator.normal(size=matrix.shape)) for size in (0.3, 0.1, 0.03, 0.01, 0.003)]
@@ -130,16 +101,16 @@ def test_several_participations_are_proved_to_be_the_best(steps: int, times: int
         rival = MatrixStrategy.from_matrix(other)
         sensitivity = rival.sensitivity(max_participations=times, min_separation=apart)
         assert sensitivity**2 >= np.sum(other.T @ other * dual)
-        assert rival.mean_error() * sensitivity > relative_error(best, times, apart) * (1 - 5e-4)
-    squared = steps * relative_error(best, times, apart) ** 2
-    assert goal.bound(matrix) < squared
+        assert rival.mean_error() * sensitivity > scaled_error(best, times, apart) * (1 - 5e-4)
+    squared = steps * scaled_error(best, times, apart) ** 2
+    assert overlap.bound(matrix) < squared
 
 
 @pytest.mark.parametrize("kind", ["all", "adam"])
 def test_several_participations_for_a_workload(kind: str) -> None:
-    steps, times, apart = 10, 2, 4
+    steps, times, apart = 8, 2, 4
     workload, pattern = workloads(steps)[kind], {"max_participations": times, "min_separation": apart}
-    best = relative_error(Dense(workload=workload).optimize(steps=steps, **pattern), times, apart, workload)
+    best = scaled_error(Dense(workload=workload).optimize(steps=steps, **pattern), times, apart, workload=workload)
     rivals: list[Strategy] = [
         Dense(workload=workload).optimize(steps=steps),
         Dense().optimize(steps=steps, **pattern),
@@ -147,14 +118,15 @@ def test_several_participations_for_a_workload(kind: str) -> None:
         BandedInverse(bands=apart, workload=workload).optimize(steps=steps, **pattern),
         Independent().optimize(steps=steps),
     ]
-    assert all(best < relative_error(rival, times, apart, workload) * (1 + 5e-4) for rival in rivals)
-    assert best < 0.999 * relative_error(rivals[0], times, apart, workload)
+    assert all(best < scaled_error(rival, times, apart, workload=workload) * (1 + 5e-4) for rival in rivals)
+    assert best < 0.999 * scaled_error(rivals[0], times, apart, workload=workload)
 
 
 @pytest.mark.parametrize(
-    ("steps", "times", "apart"), [(24, 2, 8), (15, 5, 2), pytest.param(200, 3, 50, marks=pytest.mark.slow)]
+    ("steps", "times", "apart"),
+    [(16, 2, 6), pytest.param(15, 5, 2, marks=pytest.mark.slow), pytest.param(200, 3, 50, marks=pytest.mark.slow)],
 )
-def test_several_participations_beat_every_rival(steps: int, times: int, apart: int) -> None:
+def test_several_participations_beat_every_other_strategy(steps: int, times: int, apart: int) -> None:
     pattern = {"max_participations": times, "min_separation": apart}
     best = Dense().optimize(steps=steps, **pattern)
     rivals: list[Strategy] = [
@@ -165,7 +137,7 @@ def test_several_participations_beat_every_rival(steps: int, times: int, apart: 
         SquareRoot().optimize(steps=steps),
         Dense().optimize(steps=steps),
     ]
-    assert relative_error(best, times, apart) < min(relative_error(rival, times, apart) for rival in rivals)
+    assert scaled_error(best, times, apart) < min(scaled_error(rival, times, apart) for rival in rivals)
 
 
 @every_workload
@@ -176,12 +148,12 @@ def test_present_in_every_step(kind: str) -> None:
     strategy = Dense(workload=workload).optimize(steps=steps, **pattern)
     norms = np.linalg.norm(workload.matrix(steps), axis=0)
     assert strategy.bands == 1
-    assert relative_error(strategy, 9, 1, workload) == pytest.approx(norms.sum() / np.sqrt(steps), rel=1e-12)
+    assert scaled_error(strategy, 9, 1, workload=workload) == pytest.approx(norms.sum() / np.sqrt(steps), rel=1e-12)
     generator = np.random.default_rng(2)
     for _ in range(20):
         other = strategy.strategy_matrix() + 0.02 * np.tril(generator.normal(size=(steps, steps)))
         rival = MatrixStrategy.from_matrix(other)
-        assert relative_error(rival, 9, 1, workload) > relative_error(strategy, 9, 1, workload)
+        assert scaled_error(rival, 9, 1, workload=workload) > scaled_error(strategy, 9, 1, workload=workload)
 
 
 @pytest.mark.parametrize(("times", "apart"), [(1, 1), (2, 1), (2, 5), (3, 2), (4, 3), (10, 1)])
@@ -201,31 +173,7 @@ def test_gradient_of_the_smoothed_product(steps: int, times: int, apart: int) ->
     at = np.tril(0.2 * generator.normal(size=(steps, steps))) + np.eye(steps)
     along = np.tril(generator.normal(size=(steps, steps)))
     sums = torch.from_numpy(PrefixSums(momentum=0.5).matrix(steps))
-    goal = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=10.0)
-    slope = goal.value(at)[1]
-    difference = goal.value(at + 1e-6 * along)[0] - goal.value(at - 1e-6 * along)[0]
+    overlap = _Overlap(sums=sums, max_participations=times, min_separation=apart, sharpness=10.0)
+    slope = overlap.value(at)[1]
+    difference = overlap.value(at + 1e-6 * along)[0] - overlap.value(at - 1e-6 * along)[0]
     assert np.sum(slope * along) == pytest.approx(difference / 2e-6, rel=1e-6)
-
-
-def test_rows_are_made_without_memory() -> None:
-    strategy, key = Dense().optimize(steps=20), NoiseKey.from_bytes(bytes(32))
-    stream = strategy.stream(key, stream="gradient", name="weight", numel=9, dtype=torch.float64)
-    streamed = torch.stack([stream.row(step) for step in range(20)])
-    fresh = torch.stack([normals(key, stream="gradient", name="weight", step=step, count=9) for step in range(20)])
-    back = torch.from_numpy(strategy.strategy_matrix()) @ streamed
-    torch.testing.assert_close(back, fresh, rtol=0, atol=1e-10)
-    assert stream.memory_bytes == 0
-
-
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="steps=0"):
-        Dense().optimize(steps=0)
-    with pytest.raises(ValueError, match=r"max_participations=5 at min_separation=4.*use max_participations=4"):
-        Dense().optimize(steps=16, max_participations=5, min_separation=4)
-    with pytest.raises(ValueError, match="max_participations=0"):
-        Dense().optimize(steps=16, max_participations=0)
-    with pytest.raises(ValueError, match="min_separation=0"):
-        Dense().optimize(steps=16, min_separation=0)
-    with pytest.raises(ValueError, match="learning_rate has 2 values for steps=3"):
-        Dense(workload=PrefixSums(learning_rate=(1.0, 1.0))).optimize(steps=3)
-    assert Dense() == Dense(workload=PrefixSums()) != Dense(workload=PrefixSums(momentum=0.9))

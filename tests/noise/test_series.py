@@ -1,4 +1,4 @@
-"""Power series against their closed forms and against matrices."""
+"""Power series against closed forms and matrices; sums of exponentials and their inverses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import toeplitz
 
-from dpoptim.noise import divide, inverse_series, inverse_sqrt_series, multiply, series, sqrt_series
-from dpoptim.noise.series import correlate
+from dpoptim.noise import (
+    BufferedToeplitzStrategy,
+    divide,
+    inverse_series,
+    inverse_sqrt_series,
+    multiply,
+    series,
+    sqrt_series,
+)
+from dpoptim.noise.search.objective import correlate
+from dpoptim.noise.series import inverse_buffers, noising_series, powers
+from tests.noise.explicit import buffered
 
 coefs = st.lists(st.floats(-1, 1, allow_nan=False), min_size=1, max_size=12)
-
-
-def test_square_root_of_the_prefix_workload() -> None:
-    assert sqrt_series(5).tolist() == [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128]
-    assert inverse_sqrt_series(5).tolist() == [1, -1 / 2, -1 / 8, -1 / 16, -5 / 128]
-    assert sqrt_series(1).tolist() == inverse_sqrt_series(1).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 5000])
@@ -42,7 +46,7 @@ def test_multiply_and_divide_are_those_of_toeplitz_matrices(a: list[float], b: l
     np.testing.assert_allclose(divide(a, denominator, n), expected, atol=1e-12)
 
 
-def test_long_ways_agree_with_the_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fft_and_newton_agree_with_direct_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     generator, n = np.random.default_rng(0), 3000
     a, b = generator.normal(size=n), np.concatenate([[1.0], 0.3 * generator.normal(size=n - 1) / n])
     product, quotient = multiply(a, b, n), divide(a, b, n)
@@ -57,16 +61,52 @@ def test_correlation_is_its_sum(n: int) -> None:
     a, b = np.random.default_rng(0).normal(size=(2, n))
     expected = [a[lag:] @ b[: n - lag] for lag in range(n)]
     np.testing.assert_allclose(correlate(a, b), expected, atol=1e-11)
-    change = np.random.default_rng(1).normal(size=n)  # and the transpose of the product with b
+    change = np.random.default_rng(1).normal(size=n)  # it is also the transpose of the product with b
     assert correlate(a, b) @ change == pytest.approx(a @ multiply(b, change, n), rel=1e-9, abs=1e-9)
 
 
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"denominator\[0\]"):
         inverse_series([0.0, 1.0], 3)
-    with pytest.raises(ValueError, match="n=0"):
+    with pytest.raises(ValueError, match="n to be"):
         sqrt_series(0)
-    with pytest.raises(ValueError, match="a has shape"):
+    with pytest.raises(ValueError, match="Expected a to be"):
         multiply([], [1.0], 3)
-    with pytest.raises(ValueError, match="b has shape"):
+    with pytest.raises(ValueError, match="Expected b to be"):
         multiply([1.0], [[1.0]], 3)
+
+
+@given(strategy=buffered(11))
+@settings(max_examples=40, deadline=None)
+def test_an_inverse_has_as_many_buffers(strategy: BufferedToeplitzStrategy) -> None:
+    decays, weights = inverse_buffers(strategy.decays, strategy.weights)
+    assert len(decays) == strategy.buffers
+    assert (weights <= 0).all()
+    assert (np.abs(decays) < 1 + 1e-14).all()  # decays close to 1 may round to it
+    at = 0.37
+    series = 1 + at * np.sum(np.asarray(strategy.weights) / (1 - at * np.asarray(strategy.decays)))
+    assert 1 + at * np.sum(weights / (1 - at * decays)) == pytest.approx(1 / series, rel=1e-12)
+
+
+def test_inverse_is_accurate_for_crowded_decays() -> None:
+    decays = 1 - 1e-5 * np.arange(1, 9)
+    coefs = np.concatenate([[1.0], np.full(8, 0.05) @ powers(decays, 299)])
+    product = multiply(coefs, noising_series(decays, [0.05] * 8, 300), 300)
+    np.testing.assert_allclose(product, np.eye(1, 300)[0], atol=1e-13)
+
+
+@given(
+    bases=st.lists(st.floats(-1, 1), max_size=4),
+    count=st.sampled_from([0, 1, 2, 255, 256, 257, 512, 1000]),
+)
+@settings(max_examples=40, deadline=None)
+def test_powers_are_powers(bases: list[float], count: int) -> None:
+    found = powers(bases, count)
+    assert found.shape == (len(bases), count)
+    expected = np.asarray(bases, dtype=np.float64)[:, None] ** np.arange(count)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 700])
+def test_no_buffers_are_the_identity(steps: int) -> None:
+    assert noising_series([], [], steps).tolist() == np.eye(1, steps)[0].tolist()

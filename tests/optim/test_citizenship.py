@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import json
 import math
 from typing import Any, cast
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import dpoptim
-from tests.optim.table import LR, ROWS, RULES, VARIANTS, task
+from tests.optim.table import LR, RULES, VARIANTS, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
 RUN: Any = {"key": KEY, "run_id": "the run", "external_batches": True}
@@ -30,8 +31,11 @@ def advance(made, optimizer, steps: range) -> None:
         optimizer.step()
 
 
+ROWS = [*zip(VARIANTS, itertools.cycle(RULES), strict=False), *(("scale_then_privatize", rule) for rule in RULES)]
+
+
 @pytest.mark.parametrize(("variant", "rule"), ROWS)
-def test_state_dict_continues_bitwise(variant, rule):
+def test_state_dict_resumes_bit_for_bit(variant, rule):
     the_plan = plan(noise=dpoptim.BandedToeplitz(bands=4), steps=20)
     unbroken = task(the_plan, torch.float32)
     optimizer = VARIANTS[variant].make(unbroken.model, the_plan, RULES[rule][0], unbroken, **RUN)
@@ -64,9 +68,8 @@ NOISES = [
 MEMORIES = [dpoptim.NoiseMemory(), dpoptim.NoiseMemory(bits=16), dpoptim.NoiseMemory(bits=16, on_host=True)]
 
 
-@pytest.mark.parametrize("memory", MEMORIES, ids=["32 bits", "16 bits", "16 bits on the host"])
-@pytest.mark.parametrize("noise", NOISES, ids=repr)
-def test_every_mechanism_continues_bitwise(noise, memory):
+@pytest.mark.parametrize(("noise", "memory"), list(zip(NOISES, itertools.cycle(MEMORIES), strict=False)), ids=repr)
+def test_every_mechanism_resumes_bit_for_bit(noise, memory):
     the_plan = plan(noise=noise, steps=20)
     assert dpoptim.PrivacyPlan.from_dict(json.loads(json.dumps(the_plan.to_dict()))) == the_plan
     unbroken, resumed = task(the_plan, torch.float32), task(the_plan, torch.float32)
@@ -83,7 +86,7 @@ def test_every_mechanism_continues_bitwise(noise, memory):
     assert optimizer.mechanism.noise_memory_bytes == the_plan.strategy.memory_bytes(parameters, memory=memory)
 
 
-def test_two_strategies_continue_bitwise():
+def test_two_strategies_resume_bit_for_bit():
     noise = dpoptim.BandedToeplitz(bands=4)
     moments = dpoptim.IndependentMoments(square_noise=dpoptim.BufferedToeplitz(buffers=1, workload=DECAYED))
     the_plan = plan(noise=noise, steps=20, release=moments)
@@ -112,7 +115,7 @@ class TestStrategyInTheCheckpoint:
         return optimizer
 
     def test_is_the_one_that_is_used(self):
-        """Last bits of an optimized C may differ between machines; a run keeps the one that it began with."""
+        """The last bits of an optimized C may differ between machines; a run keeps the one it started with."""
         state = self.state()
         coefs = state["privacy"]["strategies"]["gradient"]["strategy_coefs"]
         coefs[2] *= 1 - 1e-7
@@ -125,7 +128,7 @@ class TestStrategyInTheCheckpoint:
     def test_must_be_the_plans_up_to_rounding(self, factor):
         state = self.state()
         state["privacy"]["strategies"]["gradient"]["strategy_coefs"][1] *= factor
-        with pytest.raises(ValueError, match="not the plan's"):
+        with pytest.raises(ValueError, match="differs from the plan's"):
             self.resumed(state)
 
     def test_may_not_have_more_sensitivity(self):
@@ -139,8 +142,8 @@ class TestStrategyInTheCheckpoint:
         with pytest.raises(ValueError, match="bits=16 and the run was begun with 32"):
             self.resumed(self.state(), noise_memory=dpoptim.NoiseMemory(bits=16))
 
-    def test_another_mechanism_is_another_plan(self):
-        with pytest.raises(ValueError, match="another privacy plan"):
+    def test_a_different_mechanism_is_a_different_plan(self):
+        with pytest.raises(ValueError, match="different privacy plan"):
             self.resumed(self.state(), dpoptim.Banded(bands=4))
 
 
@@ -155,7 +158,7 @@ class TestStateDict:
         assert KEY.subkey("run", "the run") not in file.getvalue()
 
     def test_a_sweep_with_one_key_never_repeats_noise(self):
-        """Every optimizer has a run of its own; only a restored one makes the old noise again."""
+        """Every optimizer starts its own run; only a restored one repeats the old noise."""
         made = task(plan(), torch.float64)
         starts = []
         for _ in range(2):
@@ -166,7 +169,7 @@ class TestStateDict:
         again.load_state_dict({**optimizer.state_dict(), "privacy": {**optimizer.state_dict()["privacy"], "step": 0}})
         assert torch.equal(again.mechanism.privatize().gradient["0.weight"], starts[1])
 
-    def test_refuses_to_go_back(self):
+    def test_refuses_an_earlier_state(self):
         made = task(plan(), torch.float64)
         optimizer = dpoptim.post_processing(made.model, plan(), LR, **RUN)
         early = optimizer.state_dict()
@@ -174,8 +177,8 @@ class TestStateDict:
         with pytest.raises(ValueError, match="lies behind step 2"):
             optimizer.load_state_dict(early)
 
-    def test_forgets_what_was_accumulated(self):
-        """Clipped at one scale and noised at another, a gradient would pass its bound."""
+    def test_loading_drops_accumulated_gradients(self):
+        """A gradient clipped at one scale and noised at another would exceed its bound."""
         made = task(plan(), torch.float64)
         optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR, **RUN)
         made.losses(made.model, made.batches[0]).sum().backward()
@@ -184,12 +187,12 @@ class TestStateDict:
         fresh = dpoptim.scale_then_privatize(task(plan(), torch.float64).model, plan(), LR, **RUN)
         assert torch.equal(noise, fresh.mechanism.privatize().gradient["0.bias"])
 
-    def test_refuses_another_key_plan_or_optimizer(self):
+    def test_refuses_a_different_key_plan_or_optimizer(self):
         made = task(plan(), torch.float32)
         state = dpoptim.post_processing(made.model, plan(), LR, **RUN).state_dict()
-        with pytest.raises(ValueError, match="another noise key"):
+        with pytest.raises(ValueError, match="different noise key"):
             dpoptim.post_processing(made.model, plan(), LR).load_state_dict(state)
-        with pytest.raises(ValueError, match="another privacy plan"):
+        with pytest.raises(ValueError, match="different privacy plan"):
             dpoptim.post_processing(made.model, plan(steps=31), LR, **RUN).load_state_dict(state)
         with pytest.raises(ValueError, match="state_dict is of Adam with Flat with OfNoisyGradient"):
             dpoptim.scale_then_privatize(made.model, plan(), LR, key=KEY).load_state_dict(state)
@@ -251,7 +254,7 @@ class TestGroups:
         with pytest.raises(ValueError, match="not the model's"):
             dpoptim.post_processing(made.model, plan(), LR, param_groups=[{"params": [nn.Parameter(torch.ones(2))]}])
 
-    def test_no_group_comes_later(self):
+    def test_groups_cannot_be_added_later(self):
         made = task(plan(), torch.float64)
         optimizer = dpoptim.post_processing(made.model, plan(), LR)
         with pytest.raises(ValueError, match="param_group cannot be added"):
@@ -268,7 +271,7 @@ class TestSchedulers:
             advance(made, optimizer, range(t, t + 1))
             scheduler.step()
 
-    def test_one_cycle_turns_the_betas_too(self):
+    def test_one_cycle_changes_the_betas_too(self):
         made = task(plan(), torch.float64)
         optimizer = dpoptim.scale_then_privatize(made.model, plan(), LR)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12)
@@ -358,7 +361,7 @@ def test_bad_arguments_are_named(make, words):
         make(nn.Linear(3, 2))
 
 
-def test_the_non_private_baseline_says_so():
+def test_the_non_private_baseline_is_labelled():
     quiet = plan().with_release(dpoptim.NoiselessSquare())
     with pytest.warns(UserWarning, match="NOT PRIVATE"):
         optimizer = dpoptim.noiseless_preconditioner(nn.Linear(3, 2), quiet)
@@ -399,10 +402,9 @@ PUBLIC_VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", PUBLIC_VARIANTS)
-@pytest.mark.parametrize("graph", [False, True], ids=["", "with a graph"])
+@pytest.mark.parametrize(("variant", "graph"), [("side_information", False), ("adadps", True)])
 def test_public_gradients_may_be_any_function(variant, graph):
-    """One that differentiates as it would outside of `step`, as often as it is asked, also one that keeps the graph."""
+    """Also a function that calls autograd itself, with or without a graph."""
     ends = []
     for by_function in (True, False):
         made = task(plan(), torch.float64)
@@ -423,8 +425,8 @@ def test_public_gradients_may_be_any_function(variant, graph):
     assert torch.equal(*ends)
 
 
-def test_public_gradients_that_the_engine_took_are_named():
-    """Outside of `public_data()` the model's gradients go to the engine, and the function gets none."""
+def test_public_gradients_outside_public_data_are_refused():
+    """There the engine takes the model's gradients, and the function gets None."""
     made = task(plan(), torch.float64)
 
     def gradients():

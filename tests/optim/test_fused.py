@@ -1,4 +1,4 @@
-"""One pass over memory on a GPU against the slots that it stands for."""
+"""The fused kernels on a GPU against the slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RULES = {
 
 
 class Model(nn.Module):
-    """Parameters whose sizes are no multiples of anything, and larger than a block."""
+    """Parameters of odd sizes, some larger than a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def trained(model, optimizer, steps):
 @pytest.mark.parametrize("variant", [dpoptim.post_processing, dpoptim.scale_then_privatize])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_steps_are_those_of_the_slots(variant, rule, dtype, monkeypatch):
+def test_fused_steps_equal_the_slots(variant, rule, dtype, monkeypatch):
     model, optimizer = begun(variant, RULES[rule], dtype)
     found = trained(model, optimizer, 8)
     monkeypatch.setattr(fused, "_kernels_for", lambda bundle: None)
@@ -63,7 +63,7 @@ def test_fused_steps_are_those_of_the_slots(variant, rule, dtype, monkeypatch):
     assert float((found - expected).norm()) <= tolerance * float((expected - start).norm())
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
+def test_a_resumed_run_continues_bit_for_bit():
     model, optimizer = begun(dpoptim.scale_then_privatize, RULES["adam"], torch.float32)
     trained(model, optimizer, 4)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())

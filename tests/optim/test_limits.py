@@ -1,7 +1,8 @@
-"""Limits in which a variant must become something simpler, over the one table of variants."""
+"""Limits in which a variant must equal something simpler."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from typing import Any
@@ -45,16 +46,6 @@ TORCH = {
     "rmsprop with momentum": lambda p: torch.optim.RMSprop(p, LR, eps=0.1, momentum=0.8),
 }
 
-BECOME_TORCH = [
-    "post_processing",
-    "independent_moments",
-    "scale_then_privatize",
-    "scale_then_privatize, exponent 1/4",
-    "scale_then_privatize, as printed",
-    "noiseless_preconditioner",
-    "noiseless_preconditioner, scaled",
-]
-
 
 def train_with_torch(make, plan: dpoptim.PrivacyPlan) -> Tensor:
     made = task(plan, torch.float64)
@@ -68,13 +59,19 @@ def train_with_torch(make, plan: dpoptim.PrivacyPlan) -> Tensor:
     return torch.stack(path)
 
 
-OF_A_SECOND_RELEASE = ("independent_moments", "noiseless_preconditioner", "noiseless_preconditioner, scaled")
-"""Their second moment does not see L2 decay, which joins the gradient after the release."""
-
-
 @pytest.mark.parametrize(
     ("variant", "rule"),
-    [(v, r) for v in BECOME_TORCH for r in TORCH if not (r == "adam with decay" and v in OF_A_SECOND_RELEASE)],
+    [
+        *(("post_processing", rule) for rule in TORCH),
+        ("independent_moments", "adamw"),
+        ("independent_moments", "rmsprop"),
+        ("scale_then_privatize", "adam with decay"),
+        ("scale_then_privatize", "adagrad"),
+        ("scale_then_privatize, exponent 1/4", "rmsprop with momentum"),
+        ("scale_then_privatize, as printed", "adam"),
+        ("noiseless_preconditioner", "adam"),
+        ("noiseless_preconditioner, scaled", "adamw"),
+    ],
 )
 def test_no_noise_and_no_clipping_is_torch_optim(variant, rule):
     quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
@@ -89,7 +86,7 @@ def test_sgd_is_torch_sgd():
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
 def test_exponent_zero_is_post_processing(rule):
     """s = ε/(1 + ε) is constant: post-processing with clip norm ζ/s, step for step."""
     constant = EPS_SCALE / (1 + EPS_SCALE)
@@ -104,7 +101,7 @@ def test_exponent_zero_is_post_processing(rule):
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
 @pytest.mark.parametrize("options", [{"exponent": 0.0}, {"eps_scale": math.inf}], ids=["exponent 0", "eps_scale inf"])
 def test_the_default_of_exponent_zero_is_post_processing_itself(rule, options):
     """Bit for bit, at the same clip norm: the scale is 1."""
@@ -114,7 +111,7 @@ def test_the_default_of_exponent_zero_is_post_processing_itself(rule, options):
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
 def test_a_large_stability_constant_is_post_processing(rule):
     """Where ε_s1 dwarfs √ν̂, the normalised scale is 1 and the clip norm is the raw gradient norm."""
     scaled = plan()
@@ -126,7 +123,7 @@ def test_a_large_stability_constant_is_post_processing(rule):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
 def test_normalised_scale_is_the_printed_algorithm(rule):
     """s and ζ scaled together change nothing: clip norm ζ·ε_s1 against ζ."""
     printed = plan(clip_norm=3.0)
@@ -150,10 +147,8 @@ def test_one_band_is_independent_noise(variant):
     assert torch.equal(*paths)
 
 
-def test_decay_is_not_in_a_released_square():
-    """L2 decay joins the noisy gradient after the release, so a second release, which is a function of data, lacks
-    it.
-    """
+def test_a_released_square_does_not_include_decay():
+    """L2 decay is added to the noisy gradient after the release."""
     quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
     rule = RULES["adam with decay"][0]
     ours = train(lambda t: dpoptim.independent_moments(t.model, quiet, LR, rule=rule), quiet)
@@ -215,10 +210,8 @@ def test_post_processing_on_pure_noise_moves_by_the_root_of_the_averaging():
 
 
 @pytest.mark.parametrize("rule", [dpoptim.Adam(betas=(0.9, 0.9)), dpoptim.AdaGrad()], ids=["adam", "adagrad"])
-def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(rule):
-    """On pure noise the second moment explodes at half the least stable constant, with a warning, and stays put by
-    default.
-    """
+def test_noise_diverges_below_the_stable_window_but_not_at_the_default(rule):
+    """In pure noise the second moment explodes at half the smallest stable constant, with a warning."""
     noisy = plan(steps=200)
     largest = {}
     for eps_scale in (None, 0.5):
@@ -242,12 +235,13 @@ def test_noise_feeds_on_itself_below_the_stable_window_and_not_at_the_default(ru
 
 
 AMPLIFICATION = {0.0: 1.0, 0.25: 2.0, 1 / 3: 2.0, 0.5: 2.0, 0.6: 1.3698, 0.75: 1.1728, 1.0: 1.0718}
-"""By what scale-then-privatize multiplies noise that nothing else goes with, at the default constant: roots y below."""
+"""The factor by which scale-then-privatize amplifies pure noise at the default constant: the roots y below."""
 
 
-@pytest.mark.parametrize("exponent", AMPLIFICATION)
-@pytest.mark.parametrize("batch_size", [64, 2048])
-def test_the_default_constant_bounds_what_noise_alone_becomes(exponent, batch_size):
+@pytest.mark.parametrize(
+    ("exponent", "batch_size"), list(zip(AMPLIFICATION, itertools.cycle([64, 2048]), strict=False))
+)
+def test_the_default_constant_bounds_pure_noise(exponent, batch_size):
     """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, whatever the noise's unit."""
     noisy = plan(num_examples=10 * batch_size, batch_size=batch_size, steps=150)
     level = 0.9 * 0.7 / batch_size
@@ -266,7 +260,7 @@ def test_the_default_constant_bounds_what_noise_alone_becomes(exponent, batch_si
 
 @pytest.mark.parametrize(("exponent", "factor"), [(0.5, 1.0), (0.75, 2.598076), (1.0, 4.0)])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_the_warning_begins_where_noise_alone_has_no_rest(exponent, factor, normalise):
+def test_the_warning_starts_where_pure_noise_has_no_fixed_point(exponent, factor, normalise):
     """y = 1 + y^(2p)·φᵖ/ε has a root from ε = factor·φᵖ on; not normalised, φ is ε² times as large."""
     level, eps_scale = 0.9 * 0.7 / 4, 0.02
     root = factor * level ** (2 * exponent)
@@ -295,7 +289,7 @@ def test_the_default_constant_at_one_half_is_twice_the_noise():
         dpoptim.scale_then_privatize(OneNumber(3), plan(), LR, eps_scale=math.inf, normalise=False, **RUN)
 
 
-def test_adagrad_where_nothing_has_come_yet_steps_by_zero():
+def test_adagrad_without_gradients_does_not_move():
     quiet = plan(noise_multiplier=0.0, steps=3)
     model = nn.Linear(3, 2).double()
     optimizer = dpoptim.post_processing(model, quiet, LR, rule=dpoptim.AdaGrad(eps=0.0))

@@ -1,4 +1,4 @@
-"""The twins against torch.optim without noise, against each other, and through one table of variants."""
+"""The reference implementations against torch.optim without noise, against each other, and in one table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpoptim.optim import reference as twins
+from dpoptim.optim import reference
 from dpoptim.optim.reference import SGD, AdaGrad, Adam, AdamW, RMSProp, Rule
 
 Maker = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -83,11 +83,11 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
     theta = normals(COORDINATES, seed=2)
     plain: dict[str, Any] = {"rule": rule, "clip_norm": INF, "noise_stddev": 0.0, "batch_size": examples}
     if variant == "post_processing":
-        return twins.post_processing(theta, gradients, QUIET, **plain)
+        return reference.post_processing(theta, gradients, QUIET, **plain)
     if variant == "scale_then_privatize":
-        return twins.scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
+        return reference.scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
     if variant == "scale_then_privatize, options":
-        return twins.scale_then_privatize(
+        return reference.scale_then_privatize(
             theta,
             gradients,
             QUIET,
@@ -99,21 +99,21 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
             start=2.0,
         )
     if variant == "independent_moments":
-        return twins.independent_moments(theta, gradients, QUIET, QUIET, **plain, square_noise_stddev=0.0)
+        return reference.independent_moments(theta, gradients, QUIET, QUIET, **plain, square_noise_stddev=0.0)
     if variant == "independent_moments, average of squares":
-        return twins.independent_moments(
+        return reference.independent_moments(
             theta, gradients, QUIET, QUIET, **plain, square_noise_stddev=0.0, average_of_squares=True
         )
     if variant == "joint_moments":
-        return twins.joint_moments(theta, gradients, QUIET, QUIET, **plain, square_weight=0.25)
+        return reference.joint_moments(theta, gradients, QUIET, QUIET, **plain, square_weight=0.25)
     if variant == "bias_correction":
-        return twins.bias_correction(theta, gradients, QUIET, **plain, row_norms_squared=torch.ones(STEPS))
+        return reference.bias_correction(theta, gradients, QUIET, **plain, row_norms_squared=torch.ones(STEPS))
     if variant == "side_information":
-        return twins.side_information(theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain)
+        return reference.side_information(theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain)
     if variant == "noiseless_preconditioner":
-        return twins.noiseless_preconditioner(theta, gradients, QUIET, **plain)
+        return reference.noiseless_preconditioner(theta, gradients, QUIET, **plain)
     assert variant == "noiseless_scale_then_privatize"
-    return twins.noiseless_scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
+    return reference.noiseless_scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
 
 
 @pytest.mark.parametrize("name", OPTIM)
@@ -131,14 +131,14 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
         ("noiseless_scale_then_privatize", 3),
     ],
 )
-def test_without_noise_and_clipping_a_variant_is_the_optimizer_of_torch(variant: str, examples: int, name: str) -> None:
+def test_without_noise_and_clipping_a_variant_is_torch_optim(variant: str, examples: int, name: str) -> None:
     rule, make = OPTIM[name]
     torch.testing.assert_close(run(variant, rule, examples), torch_path(make, examples), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["post_processing", "scale_then_privatize"])
 @pytest.mark.parametrize("name", DECAYED)
-def test_l2_decay_is_that_of_torch(variant: str, name: str) -> None:
+def test_l2_decay_equals_torch(variant: str, name: str) -> None:
     rule, make = DECAYED[name]
     torch.testing.assert_close(run(variant, rule, 3), torch_path(make, 3), rtol=0, atol=1e-12)
     with pytest.raises(AssertionError):
@@ -156,7 +156,7 @@ def test_l2_decay_is_that_of_torch(variant: str, name: str) -> None:
         (RMSProp(lr=0.1, eps=0.0), lambda p: torch.optim.RMSprop(p, lr=0.1, eps=0.0)),
     ],
 )
-def test_bias_correction_without_noise_and_floor_is_the_optimizer_of_torch(rule: Rule, make: Maker) -> None:
+def test_bias_correction_without_noise_and_floor_is_torch_optim(rule: Rule, make: Maker) -> None:
     torch.testing.assert_close(run("bias_correction", rule, 3), torch_path(make, 3), rtol=0, atol=1e-12)
 
 
@@ -168,8 +168,8 @@ def test_average_of_squares_is_not_the_square_of_the_average_for_more_than_one_e
     assert torch.allclose(of_average, of_squares, rtol=0, atol=1e-12) == (examples == 1)
 
 
-def test_dp_sgd_without_noise_and_clipping_is_sgd_with_momentum_of_torch() -> None:
-    path = twins.dp_sgd(
+def test_dp_sgd_without_noise_and_clipping_is_torch_sgd() -> None:
+    path = reference.dp_sgd(
         normals(COORDINATES, seed=2),
         quadratic_gradients(3),
         QUIET,
@@ -190,24 +190,24 @@ def noisy(clip_norm: float = 1.0, noise_stddev: float = 0.8) -> dict[str, Any]:
 def test_constant_scale_is_post_processing_with_clip_norm_over_s(name: str) -> None:
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    scaled = twins.scale_then_privatize(
+    scaled = reference.scale_then_privatize(
         theta, gradients, noise, rule=rule, **noisy(), exponent=0.0, eps_scale=0.25
     )  # s = 1/1.25 at every step
-    plain = twins.post_processing(theta, gradients, noise, rule=rule, **noisy(1.25, 1.0))
+    plain = reference.post_processing(theta, gradients, noise, rule=rule, **noisy(1.25, 1.0))
     torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-12)
-    other = twins.post_processing(theta, gradients, noise, rule=rule, **noisy(1.0, 0.8))
+    other = reference.post_processing(theta, gradients, noise, rule=rule, **noisy(1.0, 0.8))
     assert not torch.allclose(scaled, other, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("twin", [twins.scale_then_privatize, twins.noiseless_scale_then_privatize])
+@pytest.mark.parametrize("function", [reference.scale_then_privatize, reference.noiseless_scale_then_privatize])
 @pytest.mark.parametrize("name", OPTIM)
 def test_normalised_scale_with_clip_norm_times_eps_is_the_same_algorithm(
-    name: str, twin: Callable[..., Tensor]
+    name: str, function: Callable[..., Tensor]
 ) -> None:
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    raw = twin(theta, gradients, noise, rule=rule, **noisy(), eps_scale=0.05)
-    normalised = twin(theta, gradients, noise, rule=rule, **noisy(0.05, 0.04), eps_scale=0.05, normalised=True)
+    raw = function(theta, gradients, noise, rule=rule, **noisy(), eps_scale=0.05)
+    normalised = function(theta, gradients, noise, rule=rule, **noisy(0.05, 0.04), eps_scale=0.05, normalised=True)
     torch.testing.assert_close(normalised, raw, rtol=0, atol=1e-10)
 
 
@@ -215,27 +215,29 @@ THETA = normals(COORDINATES, seed=2)
 NOISE = normals(STEPS, COORDINATES, seed=3)
 ADAM = Adam(lr=0.1, beta2=0.95, eps=0.1)
 VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
-    "dp_sgd": lambda g: twins.dp_sgd(THETA, g, NOISE, rule=SGD(lr=0.1, momentum=0.5), **noisy()),
-    "post_processing": lambda g: twins.post_processing(THETA, g, NOISE, rule=ADAM, **noisy()),
-    "bias_correction": lambda g: twins.bias_correction(
+    "dp_sgd": lambda g: reference.dp_sgd(THETA, g, NOISE, rule=SGD(lr=0.1, momentum=0.5), **noisy()),
+    "post_processing": lambda g: reference.post_processing(THETA, g, NOISE, rule=ADAM, **noisy()),
+    "bias_correction": lambda g: reference.bias_correction(
         THETA, g, NOISE, rule=ADAM, **noisy(), row_norms_squared=torch.ones(STEPS)
     ),
-    "independent_moments": lambda g: twins.independent_moments(
+    "independent_moments": lambda g: reference.independent_moments(
         THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_noise_stddev=0.1
     ),
-    "average_of_squares": lambda g: twins.independent_moments(
+    "average_of_squares": lambda g: reference.independent_moments(
         THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_noise_stddev=0.1, average_of_squares=True
     ),
-    "joint_moments": lambda g: twins.joint_moments(THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_weight=0.5),
-    "scale_then_privatize": lambda g: twins.scale_then_privatize(THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1),
-    "side_information": lambda g: twins.side_information(
-        THETA, g, NOISE, lambda theta, t: CURVATURE, rule=ADAM, **noisy()
-    ),
-    "noiseless_preconditioner": lambda g: twins.noiseless_preconditioner(THETA, g, NOISE, rule=ADAM, **noisy()),
-    "noiseless_scale_then_privatize": lambda g: twins.noiseless_scale_then_privatize(
+    "joint_moments": lambda g: reference.joint_moments(THETA, g, NOISE, NOISE, rule=ADAM, **noisy(), square_weight=0.5),
+    "scale_then_privatize": lambda g: reference.scale_then_privatize(
         THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
     ),
-    "delayed_preconditioner": lambda g: twins.delayed_preconditioner(
+    "side_information": lambda g: reference.side_information(
+        THETA, g, NOISE, lambda theta, t: CURVATURE, rule=ADAM, **noisy()
+    ),
+    "noiseless_preconditioner": lambda g: reference.noiseless_preconditioner(THETA, g, NOISE, rule=ADAM, **noisy()),
+    "noiseless_scale_then_privatize": lambda g: reference.noiseless_scale_then_privatize(
+        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
+    ),
+    "delayed_preconditioner": lambda g: reference.delayed_preconditioner(
         THETA,
         g,
         NOISE,
@@ -248,7 +250,7 @@ VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
         eps=0.1,
         decay=0.5,
     ),
-    "adadps": lambda g: twins.adadps(
+    "adadps": lambda g: reference.adadps(
         THETA, g, NOISE, lambda theta, t: CURVATURE, lr=0.1, **noisy(), renew_every=4, eps=0.1
     ),
 }
@@ -283,11 +285,11 @@ def test_a_coordinate_without_gradient_stays_even_without_eps(rule: Rule, projec
     plain: dict[str, Any] = {"rule": rule, "clip_norm": INF, "noise_stddev": 0.0, "batch_size": 1}
     quiet = torch.zeros(3, 2)
     for path in (
-        twins.post_processing(torch.zeros(2), gradients, quiet, **plain),
-        twins.independent_moments(
+        reference.post_processing(torch.zeros(2), gradients, quiet, **plain),
+        reference.independent_moments(
             torch.zeros(2), gradients, quiet, quiet, **plain, square_noise_stddev=0.0, project=project
         ),
-        twins.scale_then_privatize(torch.zeros(2), gradients, quiet, **plain, eps_scale=0.1),
+        reference.scale_then_privatize(torch.zeros(2), gradients, quiet, **plain, eps_scale=0.1),
     ):
         assert path[:, 0].tolist() == [0.0, 0.0, 0.0]
         assert (path[:, 1] < 0).all()
@@ -303,8 +305,8 @@ def test_joint_moments_are_independent_moments_of_the_average_of_squares_at_one_
         normals(STEPS, COORDINATES),
     )
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
-    joint = twins.joint_moments(theta, gradients, noise, square_noise, rule=rule, **noisy(), square_weight=0.25)
-    split = twins.independent_moments(
+    joint = reference.joint_moments(theta, gradients, noise, square_noise, rule=rule, **noisy(), square_weight=0.25)
+    split = reference.independent_moments(
         theta,
         gradients,
         noise,
@@ -318,7 +320,7 @@ def test_joint_moments_are_independent_moments_of_the_average_of_squares_at_one_
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_paths_are_reproducible_and_have_one_row_a_step(variant: str) -> None:
+def test_paths_are_reproducible_with_one_row_per_step(variant: str) -> None:
     first = VARIANTS[variant](quadratic_gradients(3))
     assert first.shape == (STEPS, COORDINATES)
     assert first.dtype == torch.float64

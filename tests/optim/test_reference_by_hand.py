@@ -1,4 +1,4 @@
-"""The twins by hand: single steps computed on paper, and pure noise against its closed forms."""
+"""The reference implementations against single steps by hand, and in pure noise against closed forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpoptim.optim import reference as twins
+from dpoptim.optim import reference
 from dpoptim.optim.reference import SGD, AdaGrad, Adam, RMSProp, Rule
 
 INF = float("inf")
@@ -23,14 +23,14 @@ def normals(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("exponent", [0.0, 0.25, 1 / 3, 0.5])
 def test_scale_by_hand(exponent: float) -> None:
     nu_hat = torch.tensor([0.0, 1.0, 16.0], dtype=torch.float64)
-    s = twins.scale_of(nu_hat, exponent=exponent, eps_scale=0.5, normalised=False)
+    s = reference.scale_of(nu_hat, exponent=exponent, eps_scale=0.5, normalised=False)
     zero = 1.0 if exponent == 0 else 0.0
     assert s.tolist() == pytest.approx([1 / (zero + 0.5), 1 / 1.5, 1 / (16**exponent + 0.5)])
 
 
 def test_scale_then_privatize_two_steps_by_hand() -> None:
     """g = 3 in one coordinate, B = 2 expected and one example, ε_s1 = 1: every number below is by hand."""
-    path = twins.scale_then_privatize(
+    path = reference.scale_then_privatize(
         torch.zeros(1, dtype=torch.float64),
         lambda theta, t: torch.full((1, 1), 3.0, dtype=torch.float64),
         torch.tensor([[0.5], [-1.0]], dtype=torch.float64),
@@ -54,7 +54,7 @@ def test_debiased_and_raw_geometry_differ_by_the_debiasing_factor() -> None:
     beta2, noise = 0.96, torch.tensor([[1.0], [1.0]], dtype=torch.float64)
     second: dict[bool, float] = {}
     for debias in (True, False):
-        path = twins.scale_then_privatize(
+        path = reference.scale_then_privatize(
             torch.zeros(1, dtype=torch.float64),
             lambda theta, t: torch.zeros(0, 1, dtype=torch.float64),
             noise,
@@ -78,7 +78,7 @@ def test_debiased_and_raw_geometry_differ_by_the_debiasing_factor() -> None:
 def test_projection_bounds_the_square_of_a_batch_larger_than_expected() -> None:
     """12 equal examples of norm 1 at B = 4: the average has norm 3, the projected one 1; AdaGrad shows √ν."""
     for project, root in ((True, 1.0), (False, 3.0)):
-        path = twins.independent_moments(
+        path = reference.independent_moments(
             torch.zeros(1),
             lambda theta, t: torch.ones(12, 1),
             torch.zeros(1, 1),
@@ -108,7 +108,7 @@ def test_bias_correction_subtracts_the_weighted_noise_variances(rule: Rule, bias
     """Third step by hand: the same weights on the squares and on ‖row‖²·φ, under the floor ε²."""
     rows = torch.tensor([1.0, 1.5, 1.2], dtype=torch.float64)
     noise = normals(3, 2000, seed=7)
-    path = twins.bias_correction(
+    path = reference.bias_correction(
         torch.zeros(2000, dtype=torch.float64),
         lambda theta, t: torch.zeros(0, 2000, dtype=torch.float64),
         noise,
@@ -129,7 +129,7 @@ def test_bias_correction_subtracts_the_weighted_noise_variances(rule: Rule, bias
 def fraction_at_the_floor(steps: int, beta2: float, coordinates: int, floor: float = 1e-3) -> Tensor:
     """Per step, the share of coordinates of pure noise whose corrected second moment is not positive."""
     noise = torch.randn(steps, coordinates, generator=torch.Generator().manual_seed(11))
-    path = twins.bias_correction(
+    path = reference.bias_correction(
         torch.zeros(coordinates),
         lambda theta, t: torch.zeros(0, coordinates),
         noise,
@@ -146,9 +146,9 @@ def fraction_at_the_floor(steps: int, beta2: float, coordinates: int, floor: flo
 
 @pytest.mark.parametrize(
     ("beta2", "steps", "coordinates", "share"),
-    [(0.999, 4000, 4000, 0.505), (0.9, 200, 40_000, 0.5560)],
+    [pytest.param(0.999, 4000, 4000, 0.505, marks=pytest.mark.slow), (0.9, 60, 40_000, 0.5560)],
 )
-def test_bias_correction_on_pure_noise_is_negative_for_two_thirds_at_first_and_half_in_the_end(
+def test_bias_correction_in_pure_noise_is_often_negative(
     beta2: float, steps: int, coordinates: int, share: float
 ) -> None:
     """P(z² < 1) = .68269 at t = 1; `share` in the end is P(Σwz² < 1) by Imhof's integral."""
@@ -158,11 +158,11 @@ def test_bias_correction_on_pure_noise_is_negative_for_two_thirds_at_first_and_h
     assert abs(float(fractions[-1]) - share) < four_standard_errors
 
 
-def test_post_processing_adam_on_pure_noise_moves_by_the_root_of_the_momentum_variance() -> None:
+def test_post_processing_adam_in_pure_noise_moves_by_the_momentum_stddev() -> None:
     """Steady update RMS √((1−β₁)/(1+β₁)) = .22942, within 2 %: a level 1.1 times off fails."""
-    steps, coordinates = 4000, 1000
+    steps, coordinates = 1500, 1000
     noise = torch.randn(steps, coordinates, generator=torch.Generator().manual_seed(12))
-    path = twins.post_processing(
+    path = reference.post_processing(
         torch.zeros(coordinates),
         lambda theta, t: torch.zeros(0, coordinates),
         noise,
@@ -187,7 +187,7 @@ def constant_two(theta: Tensor, t: int) -> Tensor:
     ],
 )
 def test_delayed_preconditioner_by_hand(decay: float | None, scaled: list[float]) -> None:
-    path = twins.delayed_preconditioner(
+    path = reference.delayed_preconditioner(
         torch.zeros(1, dtype=torch.float64),
         constant_two,
         torch.tensor([[0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [0.0], [0.0]], dtype=torch.float64),
@@ -213,7 +213,7 @@ def test_delayed_preconditioner_starts_as_dp_sgd_and_averages_noisy_gradients() 
     def gradients(theta: Tensor, t: int) -> Tensor:
         return SIZES * (theta - data[t])
 
-    path = twins.delayed_preconditioner(
+    path = reference.delayed_preconditioner(
         theta,
         gradients,
         noise,
@@ -226,30 +226,12 @@ def test_delayed_preconditioner_starts_as_dp_sgd_and_averages_noisy_gradients() 
         eps=0.2,
         decay=0.0,
     )
-    plain = twins.dp_sgd(theta, gradients, noise, rule=SGD(lr=0.1), **NOISY)
+    plain = reference.dp_sgd(theta, gradients, noise, rule=SGD(lr=0.1), **NOISY)
     assert torch.equal(path[:4], plain[:4])
     gathered = (theta - path[3]) / 0.1 / 4
-    scaled = twins.clip(gradients(path[3], 4) / (gathered.abs() + 0.2), 1.0)
+    scaled = reference.clip(gradients(path[3], 4) / (gathered.abs() + 0.2), 1.0)
     expected = path[3] - 0.1 * (scaled.sum(0) + 0.8 * noise[4]) / 6
     torch.testing.assert_close(path[4], expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("plain_steps", "scaled_steps"), [(0, 1), (1, 0)])
-def test_delayed_preconditioner_names_a_phase_without_steps(plain_steps: int, scaled_steps: int) -> None:
-    with pytest.raises(ValueError, match=f"plain_steps={plain_steps} and scaled_steps={scaled_steps}"):
-        twins.delayed_preconditioner(
-            torch.zeros(1),
-            constant_two,
-            torch.zeros(1, 1),
-            lr=1.0,
-            **NOISY,
-            scaled_clip_norm=1.0,
-            scaled_noise_stddev=1.0,
-            plain_steps=plain_steps,
-            scaled_steps=scaled_steps,
-            eps=1.0,
-            decay=None,
-        )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +240,7 @@ def test_delayed_preconditioner_names_a_phase_without_steps(plain_steps: int, sc
 )
 def test_adadps_by_hand(decay: float, moments: list[float]) -> None:
     """g_pub = t, renewed every 2 steps, ε = 1: s = 1/√(A+1), clipped at 1 and not divided out."""
-    path = twins.adadps(
+    path = reference.adadps(
         torch.zeros(1, dtype=torch.float64),
         constant_two,
         torch.tensor([[0.0], [1.0], [0.0], [0.0], [0.0]], dtype=torch.float64),
@@ -287,11 +269,11 @@ def test_noiseless_second_moment_sees_no_noise_and_public_one_no_private_gradien
         return SIZES[None]
 
     for path in (
-        twins.noiseless_preconditioner(zero, gradients, noise, noise_stddev=0.3, **base),
-        twins.side_information(zero, gradients, noise, lambda theta, t: SIZES, noise_stddev=0.3, **base),
+        reference.noiseless_preconditioner(zero, gradients, noise, noise_stddev=0.3, **base),
+        reference.side_information(zero, gradients, noise, lambda theta, t: SIZES, noise_stddev=0.3, **base),
     ):
         expected = -(1 + 0.3 * noise / SIZES).cumsum(0)
         torch.testing.assert_close(path, expected, rtol=1e-10, atol=1e-10)
-    path = twins.noiseless_scale_then_privatize(zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, **base)
+    path = reference.noiseless_scale_then_privatize(zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, **base)
     s = torch.cat([torch.full((1, 5), 2.0), (1 / (SIZES + 0.5)).expand(24, -1)])
     torch.testing.assert_close(path, -(1 + 0.3 * noise / s / SIZES).cumsum(0), rtol=1e-10, atol=1e-10)

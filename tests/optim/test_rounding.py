@@ -1,4 +1,4 @@
-"""Parameters in sixteen bits: what rounding takes from an update is kept, and added to the next."""
+"""Parameters in 16 bits: what rounding removes from an update is kept and added to the next."""
 
 from __future__ import annotations
 
@@ -42,10 +42,17 @@ def trained(model, optimizer, steps=60):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_run_is_that_of_float32_rounded(dtype, rule, variant):
+@pytest.mark.parametrize(
+    ("dtype", "rule", "variant"),
+    [
+        (torch.bfloat16, "adam", "post-processing"),
+        (torch.bfloat16, "adamw", "scaled"),
+        (torch.bfloat16, "adagrad", "post-processing"),
+        (torch.float16, "adam with decay", "post-processing"),
+        (torch.float16, "rmsprop", "scaled"),
+    ],
+)
+def test_the_run_equals_the_float32_run_rounded(dtype, rule, variant):
     found = trained(*begun(dtype, rule, variant))
     expected = trained(*begun(torch.float32, rule, variant))
     for low, high in zip(found, expected, strict=True):
@@ -63,14 +70,14 @@ def test_dp_sgd_too():
         assert (low.abs() != 1).any()
 
 
-def test_sixty_updates_each_below_half_a_bit_move_a_parameter():
+def test_many_updates_below_half_a_bit_move_a_parameter():
     """Next to 1.0 values are 2^-8 or 2^-7 apart; each update is about 1e-4."""
     weight, bias = trained(*begun(torch.bfloat16))
     assert (weight != 1).all()
     assert (bias != -1).all()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
+def test_a_resumed_run_continues_bit_for_bit():
     model, optimizer = begun(torch.bfloat16)
     trained(model, optimizer, 25)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -83,7 +90,7 @@ def test_a_resumed_run_goes_on_bit_for_bit():
 
 
 @pytest.mark.parametrize("value", [0.25, 0.0])
-def test_a_parameter_that_is_set_from_outside_is_trained_from_there(value):
+def test_a_parameter_set_from_outside_loses_its_remainder(value):
     """A remainder of before, up to 2^-9 here, is not added to it."""
     model, optimizer = begun(torch.bfloat16)
     trained(model, optimizer, 25)
@@ -95,7 +102,7 @@ def test_a_parameter_that_is_set_from_outside_is_trained_from_there(value):
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-def test_a_parameter_that_was_broken_and_mended_goes_on(broken):
+def test_a_parameter_recovers_from_non_finite_values(broken):
     model, optimizer = begun(torch.float16)
     trained(model, optimizer, 5)
     with torch.no_grad():
@@ -106,7 +113,7 @@ def test_a_parameter_that_was_broken_and_mended_goes_on(broken):
     assert float((bias.float() - 1).abs().max()) <= 2e-3
 
 
-def test_remainders_are_those_of_one_precision():
+def test_remainders_of_a_different_precision_are_dropped():
     """A state that went through a run in float32 has none; nor has one in which some are missing."""
     low, optimizer = begun(torch.bfloat16)
     trained(low, optimizer, 25)
@@ -121,7 +128,7 @@ def test_remainders_are_those_of_one_precision():
     trained(again, third, 1)
 
 
-def test_parameters_in_the_precision_of_the_state_keep_nothing_more():
+def test_float32_parameters_keep_no_remainder():
     model, optimizer = begun(torch.float32)
     trained(model, optimizer, 1)
     assert "rounding" not in optimizer.state[model.weight]
@@ -131,7 +138,7 @@ def test_parameters_in_the_precision_of_the_state_keep_nothing_more():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", ["adam", "adam with decay", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel_keeps_the_same(dtype, rule):
+def test_the_kernel_keeps_the_same_remainders(dtype, rule):
     model, optimizer = begun(dtype, rule, device="cuda")
     found = trained(model, optimizer)
     expected = trained(*begun(torch.float32, rule))

@@ -58,9 +58,18 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("sampling", [dpoptim.Shuffled(), dpoptim.Poisson()], ids=["shuffled", "poisson"])
-@pytest.mark.parametrize("size", [1, 2, 4, 100])
+@pytest.mark.parametrize(
+    ("make", "sampling", "size"),
+    [
+        ("scale_then_privatize", dpoptim.Shuffled(), 4),
+        ("scale_then_privatize", dpoptim.Poisson(), 1),
+        ("independent_moments", dpoptim.Shuffled(), 2),
+        ("independent_moments", dpoptim.Poisson(), 4),
+        ("joint_moments", dpoptim.Poisson(), 2),
+        ("dp_sgd", dpoptim.Shuffled(), 1),
+        ("dp_sgd", dpoptim.Poisson(), 100),
+    ],
+)
 def test_micro_batches_of_any_size_take_the_same_steps(sampling, size, make):
     whole = train(plan(sampling=sampling), MAKERS[make])
     parts = train(plan(sampling=sampling), MAKERS[make], micro_batch_size=size)
@@ -68,7 +77,7 @@ def test_micro_batches_of_any_size_take_the_same_steps(sampling, size, make):
 
 
 def test_empty_batches_take_noise_steps():
-    """At a rate of 1/60 most batches are empty: what arrives for them is a stand-in that must not count."""
+    """At a rate of 1/60 most batches are empty. The loader yields a stand-in for them, which must not count."""
     sparse = plan(sampling=dpoptim.Poisson(), batch_size=1, steps=40)
     drawn = [len(sparse.sampling.indices(DRAWS, t, num_examples=60, batch_size=1)) for t in range(40)]
     assert 0 in drawn
@@ -84,7 +93,7 @@ def test_empty_batches_take_noise_steps():
     torch.testing.assert_close(found, torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_two_runs_with_one_key_are_the_same_run_and_two_keys_are_not():
+def test_a_run_depends_only_on_its_key():
     assert torch.equal(train(plan()), train(plan()))
     model = mlp()
     optimizer = dpoptim.scale_then_privatize(model, plan(), lr=1e-2)
@@ -92,7 +101,7 @@ def test_two_runs_with_one_key_are_the_same_run_and_two_keys_are_not():
     assert optimizer.key != other.key
 
 
-def test_a_broken_off_run_continues_bitwise():
+def test_an_interrupted_run_resumes_bit_for_bit():
     the_plan = plan(noise=dpoptim.BandedToeplitz(bands=3))
     whole = train(the_plan)
     model = mlp()
@@ -166,8 +175,8 @@ class TestMisuseIsCaught:
 
         self.run(misuse)
 
-    def test_a_loader_of_another_plan_object(self):
-        """Made before calibration, say: its stand-in for an empty batch would count as an example."""
+    def test_a_loader_with_a_different_plan_object(self):
+        """For example one created before calibration: its stand-in for an empty batch would count as an example."""
         model, other = mlp(), plan(noise_multiplier=None)
         loader = dpoptim.private_loader(dataset(), other, **RUN)
         optimizer = dpoptim.scale_then_privatize(model, other.replace(noise_multiplier=0.8), lr=1e-2)
@@ -175,7 +184,7 @@ class TestMisuseIsCaught:
         with pytest.raises(ValueError, match="another plan object"):
             optimizer.step()
 
-    def test_no_loader_is_said_once(self):
+    def test_a_missing_loader_is_warned_about_once(self):
         model = mlp()
         optimizer = dpoptim.scale_then_privatize(model, plan(), lr=1e-2)
         with pytest.warns(UserWarning, match="external_batches=True"):
@@ -198,7 +207,7 @@ class TestMisuseIsCaught:
         self.run(misuse)
 
     def test_input_buffer_overwritten_before_the_step(self):
-        """Where factors are held. Gradients that were formed in the backward are what they are."""
+        """Only where factors are kept until the step."""
         the_plan, model = plan(), mlp()
         optimizer = dpoptim.dp_sgd(model, the_plan, lr=1e-2, external_batches=True, clipping_memory=0)
         x, y = (tensor[:6].clone() for tensor in dataset().tensors)
@@ -207,8 +216,8 @@ class TestMisuseIsCaught:
         with pytest.raises(ValueError, match="changed in place after backward"):
             optimizer.step()
 
-    def test_a_run_continued_with_another_sampling_key(self):
-        """Keeping the optimizer's key alone is not enough where the loader drew with its own."""
+    def test_a_run_resumed_with_a_different_sampling_key(self):
+        """Keeping only the optimizer's key is not enough if the loader had its own."""
         the_plan, model = plan(), mlp()
         loader = dpoptim.private_loader(dataset(), the_plan)
         optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2)
@@ -237,7 +246,7 @@ class TestMisuseIsCaught:
 
         self.run(misuse, start_step=3)
 
-    def test_a_logical_batch_broken_off_does_not_count(self):
+    def test_an_interrupted_logical_batch_does_not_count(self):
         def misuse(model, loader, optimizer):
             losses(model, next(iter(loader))).sum().backward()
             optimizer.step()  # two of six examples
@@ -251,8 +260,10 @@ class TestMisuseIsCaught:
         self.run(misuse, micro_batch_size=2)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize("make", [dpoptim.scale_then_privatize, dpoptim.joint_moments], ids=["scaled", "joint"])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [("bert", dpoptim.scale_then_privatize), pytest.param("gpt2", dpoptim.joint_moments, marks=pytest.mark.slow)],
+)
 def test_stock_language_models_train_in_four_changed_lines(kind, make):
     from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 

@@ -14,9 +14,18 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from dpoptim.privacy import accounting
-from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, epsilon, rdp_epsilon
+from dpoptim.privacy.accounting import (
+    GaussianRun,
+    PoissonRun,
+    TruncatedPoissonRun,
+    epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_log_delta,
+    gaussian_noise_multiplier,
+    rdp_epsilon,
+)
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_log_delta, gaussian_noise_multiplier
 from dpoptim.privacy.sampled_gaussian import Direction, grid_interval, hockey_stick
 
 RELATIONS = {
@@ -50,14 +59,14 @@ def test_gaussian_delta_is_the_integral_of_the_positive_part(multiplier):
         assert gaussian_delta(multiplier, level) == pytest.approx(expected, rel=1e-7, abs=1e-14)
 
 
-@pytest.mark.parametrize("target", [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e3, 1e5])
 @pytest.mark.parametrize("delta", [1e-2, 1e-6, 1e-12, 1e-100])
-def test_gaussian_epsilon_inverts_over_eleven_decades(target, delta):
-    multiplier = gaussian_noise_multiplier(target, delta)
-    achieved = gaussian_epsilon(multiplier, delta)
-    assert achieved <= target
-    assert achieved == pytest.approx(target, rel=1e-8)
-    assert gaussian_log_delta(multiplier, target) == pytest.approx(math.log(delta), rel=1e-7)
+def test_gaussian_epsilon_inverts_over_eleven_decades(delta):
+    for target in (1e-6, 1e-3, 0.1, 1.0, 10.0, 1e3, 1e5):
+        multiplier = gaussian_noise_multiplier(target, delta)
+        achieved = gaussian_epsilon(multiplier, delta)
+        assert achieved <= target
+        assert achieved == pytest.approx(target, rel=1e-8)
+        assert gaussian_log_delta(multiplier, target) == pytest.approx(math.log(delta), rel=1e-7)
 
 
 def test_gaussian_epsilon_in_the_far_tail_follows_the_asymptote():
@@ -132,8 +141,15 @@ def test_two_replace_steps_against_a_double_integral():
         assert exact == pytest.approx(delta, rel=5e-3)
 
 
-@pytest.mark.parametrize("adjacency", list(Adjacency))
-@pytest.mark.parametrize(("rate", "steps", "std"), [(0.01, 500, 0.8), (0.2, 50, 3.0), (0.004, 3000, 1.0)])
+@pytest.mark.parametrize(
+    ("adjacency", "rate", "steps", "std"),
+    [
+        (Adjacency.ZERO_OUT, 0.01, 500, 0.8),
+        (Adjacency.ADD_REMOVE, 0.2, 50, 3.0),
+        (Adjacency.REPLACE, 0.01, 500, 0.8),
+        (Adjacency.REPLACE, 0.2, 50, 3.0),
+    ],
+)
 def test_agrees_with_dp_accounting_on_the_same_grid(adjacency, rate, steps, std):
     interval = grid_interval(std, rate, adjacency, steps=steps)
     event = PoissonSampledDpEvent(rate, GaussianDpEvent(std))
@@ -182,9 +198,9 @@ def test_truncated_bound_covers_the_enumerated_worst_case(adjacency):
             assert _integrated(second, first, level, std) <= delta * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("rate", [0.002, 0.02, 0.3])
-@pytest.mark.parametrize("steps", [10, 1000])
-@pytest.mark.parametrize("std", [0.8, 1.5, 6.0])
+@pytest.mark.parametrize(
+    ("rate", "steps", "std"), [(0.002, 1000, 0.8), (0.02, 10, 0.8), (0.02, 1000, 1.5), (0.3, 10, 6)]
+)
 def test_renyi_lies_above_and_not_far_above(rate, steps, std):
     run = poisson(rate, steps)
     tight = epsilon(run, noise_multiplier=std, delta=1e-6)
@@ -202,24 +218,24 @@ def test_renyi_of_a_gaussian_run_lies_just_above_the_closed_form():
         assert tight <= rdp_epsilon(run, noise_multiplier=std, delta=1e-6) <= 1.15 * tight
 
 
-def test_refused_second_opinions():
-    with pytest.raises(ValueError, match="REPLACE"):
+def test_runs_without_a_renyi_bound_are_refused():
+    with pytest.raises(ValueError, match=r"No Rényi bound.*REPLACE"):
         rdp_epsilon(poisson(0.1, 10, Adjacency.REPLACE), noise_multiplier=1.0, delta=1e-5)
     run = TruncatedPoissonRun(
         sampling_prob=0.1, steps=1, adjacency=Adjacency.ZERO_OUT, num_examples=10, max_batch_size=2
     )
-    with pytest.raises(ValueError, match="truncated"):
+    with pytest.raises(ValueError, match=r"No Rényi bound.*Truncated"):
         rdp_epsilon(run, noise_multiplier=1.0, delta=1e-5)
-    assert not accounting.has_second_opinion(run)
+    assert not accounting.has_rdp_bound(run)
 
 
 @pytest.mark.parametrize("adjacency", list(Adjacency))
 def test_epsilon_falls_with_noise_and_rises_with_steps(adjacency):
     values = [
-        epsilon(poisson(0.01, 300, adjacency), noise_multiplier=std, delta=1e-6) for std in np.geomspace(0.5, 8, 12)
+        epsilon(poisson(0.01, 300, adjacency), noise_multiplier=std, delta=1e-6) for std in np.geomspace(0.5, 8, 6)
     ]
     assert all(a > b for a, b in itertools.pairwise(values))
-    by_steps = [epsilon(poisson(0.01, t, adjacency), noise_multiplier=1.0, delta=1e-6) for t in (1, 10, 100, 1000)]
+    by_steps = [epsilon(poisson(0.01, t, adjacency), noise_multiplier=1.0, delta=1e-6) for t in (1, 30, 300)]
     assert all(a < b for a, b in itertools.pairwise(by_steps))
 
 
@@ -229,7 +245,7 @@ def test_replace_costs_more_than_zero_out_and_zero_out_is_add_remove():
     assert 1.2 * values[Adjacency.ZERO_OUT] < values[Adjacency.REPLACE]
 
 
-@pytest.mark.parametrize(("rate", "steps", "std"), [(256 / 60_000, 10_000, 1.5), (1e-3, 2000, 2.0), (0.5, 100, 5.0)])
+@pytest.mark.parametrize(("rate", "steps", "std"), [(256 / 60_000, 5000, 1.5), (0.5, 100, 5.0)])
 def test_grid_is_fine_enough_and_coarser_grids_only_overstate(rate, steps, std):
     run = poisson(rate, steps)
     coarse, default, fine = (epsilon(run, noise_multiplier=std, delta=1e-6, resolution=r) for r in (8.0, 32.0, 128.0))

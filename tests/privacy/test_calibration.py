@@ -1,14 +1,13 @@
-"""Calibration meets its target from below; the cache is never trusted and never an error."""
+"""Calibration meets its target from below. The cache is never trusted and never an error."""
 
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
 
-from dpoptim.noise.search import disk_cache as remembered
+from dpoptim.noise.search import disk_cache
 from dpoptim.privacy import accounting, calibration
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
@@ -38,12 +37,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("target", [0.5, 8.0])
-@pytest.mark.parametrize("run", RUNS, ids=repr)
+@pytest.mark.parametrize(("run", "target"), zip(RUNS, [0.5, 8.0] * 4, strict=False), ids=repr)
 def test_meets_the_target_from_below(run, target):
-    begin = time.perf_counter()
     multiplier = calibrate(run, epsilon=target, delta=1e-6, use_cache=False)
-    print(f"{run} at epsilon {target}: {multiplier:.6f} in {time.perf_counter() - begin:.2f} s")
     achieved = accounting.epsilon(run, noise_multiplier=multiplier, delta=1e-6)
     assert target - 1e-4 <= achieved <= target
 
@@ -91,20 +87,17 @@ def test_second_calibration_comes_from_the_cache(cache_dir, monkeypatch):
     assert len(calls) == 4
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"noise_multiplier": "x"}', '{"noise_multiplier": NaN}', "\x00\xff"]
-)
-def test_corrupt_entries_are_as_good_as_none(cache_dir, content):
+def test_a_corrupt_entry_is_replaced(cache_dir):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)
     (file,) = cache_dir.iterdir()
-    file.write_text(content)
+    file.write_text("null")
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
     assert np.load(file)["values"].tolist() == [first]
 
 
 @pytest.mark.parametrize("forged", [[0.5], [1.5], [-1.0], [0.0], [1.0, 1.0], []])
-def test_a_forged_entry_is_not_believed(cache_dir, forged):
+def test_a_forged_entry_is_ignored(cache_dir, forged):
     run = poisson(0.05, 50)
     first = calibrate(run, epsilon=2.0, delta=1e-6)
     (file,) = cache_dir.iterdir()
@@ -118,12 +111,4 @@ def test_a_true_entry_is_used(cache_dir, monkeypatch):
     first = calibrate(run, epsilon=2.0, delta=1e-6)
     monkeypatch.setattr(calibration, "_refine", None)
     assert calibrate(run, epsilon=2.0, delta=1e-6) == first
-    assert remembered.cache_dir() == cache_dir
-
-
-def test_an_unusable_cache_directory_is_no_error(tmp_path, monkeypatch):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a directory")
-    monkeypatch.setenv("DPOPTIM_CACHE_DIR", str(blocked / "below"))
-    assert calibrate(poisson(0.05, 50), epsilon=2.0, delta=1e-6) > 0
-    assert blocked.read_text() == "not a directory"
+    assert disk_cache.cache_dir() == cache_dir

@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling: who is drawn when, and that its ε covers the joint law of what is released."""
+"""Cyclic Poisson sampling: who is drawn when, and that its ε covers the joint law of the releases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpoptim.noise import (
     NoiseKey,
     SquareRoot,
 )
-from dpoptim.noise.search import disk_cache as remembered
+from dpoptim.noise.search import disk_cache
 from dpoptim.privacy import (
     Adjacency,
     CyclicPoisson,
@@ -64,7 +64,7 @@ class TestSampler:
             np.testing.assert_array_equal(first[t], sampling.indices(KEY, t, num_examples=50, batch_size=5))
         assert any(not np.array_equal(a, b) for a, b in zip(first, changed, strict=True))
 
-    @pytest.mark.parametrize(("count", "size", "bands"), [(23, 2, 5), (20, 2, 10), (12, 3, 4), (9, 4, 1), (7, 1, 7)])
+    @pytest.mark.parametrize(("count", "size", "bands"), [(23, 2, 5), (12, 3, 4), (9, 4, 1)])
     def test_groups_share_nobody_and_examples_keep_to_their_turns(self, count, size, bands):
         sampling, steps = CyclicPoisson(bands=bands), 40 * bands
         turns: dict[int, set[int]] = {i: set() for i in range(count)}
@@ -122,13 +122,13 @@ class TestSampler:
         assert abs(np.mean(sizes) - 10) < 4.5 * 3 / math.sqrt(2000)
         assert abs(np.var(sizes) - 9) < 4.5 * 9 * math.sqrt(2 / 2000)
 
-    def test_bad_numbers_are_refused_with_the_mend(self):
+    def test_bad_numbers_are_refused(self):
         for bands in (0, -1, True, 2.0, "3", None):
-            with pytest.raises(ValueError, match="bands must be a whole number"):
+            with pytest.raises(ValueError, match="bands to be a whole number"):
                 CyclicPoisson(bands=bands)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"bands=11 .*use at most 10 bands"):
+        with pytest.raises(ValueError, match=r"110 > 100\. Use at most 10 bands"):
             CyclicPoisson(bands=11).indices(KEY, 0, num_examples=100, batch_size=10)
-        with pytest.raises(ValueError, match="dataset_size=99"):
+        with pytest.raises(ValueError, match="dataset_size == num_examples, got 99 != 100"):
             CyclicPoisson(bands=2).indices(KEY, 0, num_examples=100, batch_size=10, dataset_size=99)
 
 
@@ -138,8 +138,10 @@ class TestPlan:
         assert (plan.max_participations, plan.min_separation, plan.sampling_prob) == (15, 7, 0.07)
         assert plan.run == PoissonRun(sampling_prob=0.07, steps=15, adjacency=Adjacency.ZERO_OUT)
 
-    @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
-    @pytest.mark.parametrize(("bands", "steps", "rounds"), [(7, 100, 15), (5, 100, 20), (100, 100, 1), (64, 65, 2)])
+    @pytest.mark.parametrize(
+        ("adjacency", "bands", "steps", "rounds"),
+        [(Adjacency.ZERO_OUT, 7, 100, 15), (Adjacency.REPLACE, 5, 100, 20), (Adjacency.ZERO_OUT, 100, 100, 1)],
+    )
     def test_epsilon_is_that_of_as_many_sampled_gaussians(self, adjacency, bands, steps, rounds):
         plan = make(sampling=CyclicPoisson(bands=bands), steps=steps, adjacency=adjacency, noise_multiplier=1.3)
         relation = {
@@ -191,10 +193,10 @@ class TestPlan:
             BandedInverse(bands=2),
         ],
     )
-    def test_other_noise_is_refused_in_words(self, noise):
+    def test_other_noise_is_refused(self, noise):
         for changes in ({"noise": noise}, {"release": IndependentMoments(square_noise=noise)}):
             with pytest.raises(
-                ValueError, match=r"at most 7 diagonals.*(CyclicPoisson\(bands=8\)|Shuffled\(\) for this noise)"
+                ValueError, match=r"at most 7 diagonals.*(CyclicPoisson\(bands=8\)|Shuffled\(\))"
             ) as refusal:
                 make(**changes)
             assert repr(noise) in str(refusal.value)
@@ -202,15 +204,15 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("changes", "match"),
         [
-            ({"adjacency": Adjacency.ADD_REMOVE}, "shifts the groups"),
-            ({"sampling": CyclicPoisson(bands=101), "steps": 200}, "use at most 100 bands"),
-            ({"sampling": CyclicPoisson(bands=50), "steps": 49}, r"exceeds steps=49.*use at most 49 bands"),
-            ({"sampling": Poisson(), "noise": BandedToeplitz(bands=4)}, r"use sampling=CyclicPoisson\(bands=\.\.\.\)"),
+            ({"adjacency": Adjacency.ADD_REMOVE}, "moves others to different steps"),
+            ({"sampling": CyclicPoisson(bands=101), "steps": 200}, "Use at most 100 bands"),
+            ({"sampling": CyclicPoisson(bands=50), "steps": 49}, "<= steps, got 50 > 49"),
+            ({"sampling": Poisson(), "noise": BandedToeplitz(bands=4)}, r"Use sampling=CyclicPoisson\(bands=\.\.\.\)"),
             ({"sampling": Poisson(), "release": IndependentMoments(square_noise=Banded(bands=4))}, "square_noise"),
             ({"sampling": CyclicPoisson}, "CyclicPoisson"),
         ],
     )
-    def test_combinations_without_a_proof_are_refused_in_words(self, changes, match):
+    def test_combinations_without_a_proof_are_refused(self, changes, match):
         with pytest.raises(ValueError, match=match):
             make(**changes)
 
@@ -229,7 +231,7 @@ class TestPlan:
             "with probability 0.07 each",
             "membership of batches and the sampling key must stay secret",
             "membership of groups need not",
-            "nobody learns which examples were in which batch",
+            "Nobody learns which examples were in which batch",
             "BandedToeplitz(bands=7",
             "Rényi",
         ):
@@ -295,7 +297,7 @@ def hockey_stick_of(first, second, level, *, count=300_000):
 
 
 class TestTheorem:
-    """What the accountant says against the joint law of all outputs, with the plan's own C, κ and noise."""
+    """The accountant against the joint law of all outputs, with the plan's own C, κ and noise."""
 
     @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
     def test_four_steps_two_bands_by_integration(self, adjacency):
@@ -327,9 +329,8 @@ class TestTheorem:
                 assert max(exact) <= delta * (1 + 1e-3)
                 assert max(exact) >= least * delta
 
-    @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
-    @pytest.mark.parametrize(("steps", "bands"), [(4, 2), (5, 2), (6, 3)])
-    def test_adaptive_gradients_do_not_pass_the_bound(self, steps, bands, adjacency):
+    @pytest.mark.parametrize(("steps", "bands", "adjacency"), [(5, 2, Adjacency.ZERO_OUT), (4, 2, Adjacency.REPLACE)])
+    def test_adaptive_gradients_do_not_exceed_the_bound(self, steps, bands, adjacency):
         plan = make(
             num_examples=4 * bands, batch_size=2, steps=steps, sampling=CyclicPoisson(bands=bands),
             noise=Banded(bands=bands), noise_multiplier=1.1, adjacency=adjacency,
@@ -346,7 +347,7 @@ class TestTheorem:
                 largest = max(largest, found + 4 * error)
         assert largest >= 0.02 * 0.98
 
-    def test_a_band_too_many_would_pass_it(self):
+    def test_one_band_too_many_would_exceed_it(self):
         strategy = BandedToeplitz(bands=3).optimize(steps=4)
         run = PoissonRun(sampling_prob=0.5, steps=2, adjacency=Adjacency.ZERO_OUT)
         level = epsilon(run, noise_multiplier=1.1, delta=0.02)
@@ -391,7 +392,7 @@ class TestTraining:
 
 
 class TestWhatTheProofRestsOn:
-    """The number of diagonals is read off the strategy itself, not off what its specification promises."""
+    """The plan counts the diagonals of the strategy itself and does not trust its specification."""
 
     def plan(self, noise):
         return PrivacyPlan(
@@ -403,7 +404,7 @@ class TestWhatTheProofRestsOn:
             noise_multiplier=1.0,
         )
 
-    def test_a_specification_that_breaks_its_promise(self):
+    def test_a_specification_with_too_many_bands(self):
         class Wide(BandedToeplitz):
             def optimize(self, **pattern):
                 return SquareRoot().optimize(**pattern)
@@ -419,10 +420,6 @@ class TestWhatTheProofRestsOn:
         honest = spec.optimize(steps=23)  # writes entries whose names and inputs we forge for 24 steps
         assert honest.bands == 4
         forged = np.ones(24) if isinstance(spec, BandedToeplitz) else np.ones((12, 24))
-        monkeypatch.setattr(remembered, "load", lambda kind, inputs: forged)
+        monkeypatch.setattr(disk_cache, "load", lambda kind, inputs: forged)
         with pytest.raises(ValueError, match=r"bands|diagonals"):
             self.plan(spec).epsilon(delta=1e-6)
-
-    def test_bands_that_are_no_number(self):
-        with pytest.raises(ValueError, match="bands=nan"):
-            BandedToeplitz(bands=float("nan"))  # type: ignore[arg-type]

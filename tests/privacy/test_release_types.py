@@ -1,4 +1,4 @@
-"""Sensitivities of the squares: worst pairs attain them, random search does not pass them."""
+"""Sensitivities of the squares: the worst pairs attain them, and random search does not exceed them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def largest_change(squares, sampling, adjacency, size, norm, examples, dimension
     best = 0.0
     for _ in range(150):
         best = max(best, change(rng.normal(size=(examples + 1) * dimension) * 3 * norm))
-    for _ in range(6):
+    for _ in range(3):
         start = rng.normal(size=(examples + 1) * dimension) * norm
         found = minimize(lambda flat: -change(flat), start, method="Powell", options={"maxiter": 30})
         best = max(best, -found.fun)
@@ -69,8 +69,8 @@ def largest_change(squares, sampling, adjacency, size, norm, examples, dimension
 @pytest.mark.parametrize("squares", ["of_average", "average_of"])
 @pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
 @pytest.mark.parametrize("adjacency", [ZERO, REPLACE])
-@pytest.mark.parametrize(("size", "dimension", "norm"), [(1, 2, 1.0), (3, 2, 0.7), (2, 3, 2.0)])
-def test_no_pair_of_batches_passes_the_bound(squares, sampling, adjacency, size, dimension, norm):
+@pytest.mark.parametrize(("size", "dimension", "norm"), [(1, 2, 1.0), (2, 3, 2.0)])
+def test_no_pair_of_batches_exceeds_the_bound(squares, sampling, adjacency, size, dimension, norm):
     rng = np.random.default_rng(7)
     counts = [size] if isinstance(sampling, Shuffled) else [1, 2 * size]
     limit = bound(squares, sampling, adjacency, size, norm)
@@ -131,9 +131,8 @@ def test_projected_bound_is_approached():
         assert 1 - 1 / (2 * size) - 1e-9 <= ratio <= 1
 
 
-@pytest.mark.parametrize("norm", [0.5, 3.0])
-@pytest.mark.parametrize("weight", [0.1, 0.5, 0.6, 3.0, 40.0])
-def test_joint_sensitivity_is_attained_and_not_passed(norm, weight):
+@pytest.mark.parametrize(("norm", "weight"), [(0.5, 0.1), (3.0, 0.5), (0.5, 0.6), (3.0, 40.0)])
+def test_joint_sensitivity_is_attained_and_not_exceeded(norm, weight):
     rng = np.random.default_rng(3)
     scale = weight / norm**2
 
@@ -148,7 +147,7 @@ def test_joint_sensitivity_is_attained_and_not_passed(norm, weight):
         replace = adjacency is REPLACE
         limit = joint_sensitivity(square_weight=scale, sampling=Shuffled(), adjacency=adjacency, clip_norm=norm)
         best = 0.0
-        for dimension, _ in itertools.product((1, 2, 3), range(6)):
+        for dimension, _ in itertools.product((1, 2, 3), range(4)):
             start = rng.normal(size=2 * dimension) * norm
             found = minimize(lambda flat, r=replace: -distance(flat, r), start, method="Nelder-Mead")
             best = max(best, -found.fun)
@@ -168,16 +167,15 @@ SIZES: dict[str, Any] = {"clip_norm": 0.8, "batch_size": 16, "noise_multiplier":
 
 
 @pytest.mark.parametrize("balance", ["equal", "mse", 0.01, 1.0, 30.0])
-@pytest.mark.parametrize("squares", ["of_average", "average_of"])
-@pytest.mark.parametrize("sampling", [Shuffled(), Poisson()])
-@pytest.mark.parametrize("adjacency", [ZERO, REPLACE])
-def test_every_split_spends_exactly_the_budget(balance, squares, sampling, adjacency):
-    release = IndependentMoments(balance=balance, squares=squares)
-    stds = noise_stddevs(release, sampling=sampling, adjacency=adjacency, **SIZES)
-    factor = adjacency.sensitivity_factor
-    second = bound(squares, sampling, adjacency, 16, 0.8)
-    spent = (factor * 0.8 / stds.gradient_sum) ** 2 + (second / stds.square) ** 2
-    assert spent == pytest.approx(factor**2 / 1.7**2, rel=1e-12)
+def test_every_split_spends_exactly_the_budget(balance):
+    kinds: Any = itertools.product(["of_average", "average_of"], [Shuffled(), Poisson()], [ZERO, REPLACE])
+    for squares, sampling, adjacency in kinds:
+        release = IndependentMoments(balance=balance, squares=squares)
+        stds = noise_stddevs(release, sampling=sampling, adjacency=adjacency, **SIZES)
+        factor = adjacency.sensitivity_factor
+        second = bound(squares, sampling, adjacency, 16, 0.8)
+        spent = (factor * 0.8 / stds.gradient_sum) ** 2 + (second / stds.square) ** 2
+        assert spent == pytest.approx(factor**2 / 1.7**2, rel=1e-12)
 
 
 def test_poisson_replace_keeps_each_neighbour_within_one_unit_of_the_batch_without_the_example():
@@ -226,7 +224,7 @@ def test_plain_and_joint_noise():
     assert bare == (pytest.approx(0.8 * 1.7), 0.0)
 
 
-def test_truncated_squares_are_refused_in_words():
+def test_truncated_squares_are_refused():
     for release in (IndependentMoments(), JointMoments()):
         with pytest.raises(ValueError, match="truncated Poisson"):
             noise_stddevs(release, sampling=Poisson(max_batch_size=20), adjacency=ZERO, **SIZES)

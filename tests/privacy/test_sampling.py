@@ -107,7 +107,7 @@ def test_rate_comes_from_the_declared_number_of_examples():
     batches = [Poisson().indices(KEY, t, num_examples=1000, batch_size=100, dataset_size=3000) for t in range(50)]
     assert _frequency_is(sum(map(len, batches)), 50 * 3000, 0.1)
     assert max(batch.max() for batch in batches) >= 1000
-    with pytest.raises(ValueError, match="dataset_size=5"):
+    with pytest.raises(ValueError, match="dataset_size == num_examples, got 5 != 4"):
         Shuffled().indices(KEY, 0, num_examples=4, batch_size=2, dataset_size=5)
 
 

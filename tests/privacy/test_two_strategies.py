@@ -1,4 +1,4 @@
-"""A strategy of its own for the squares: the joint sensitivity by brute force, and where it enters the plan."""
+"""A separate strategy for the squares: its joint sensitivity by brute force, and its place in the plan."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def largest_move(plan):
     return largest
 
 
-@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
-@pytest.mark.parametrize("balance", ["equal", "mse", 0.05, 4.0])
+@pytest.mark.parametrize(("adjacency", "balance"), itertools.product(list(Adjacency)[::2], ["equal", "mse", 0.05]))
 @pytest.mark.parametrize(("noise", "square_noise"), TOEPLITZ)
 def test_worst_pattern_of_both_streams_attains_the_sensitivity(noise, square_noise, balance, adjacency):
     for squares in ("of_average", "average_of"):
@@ -99,17 +98,17 @@ def test_worst_pattern_of_both_streams_attains_the_sensitivity(noise, square_noi
         assert largest_move(plan) == pytest.approx(plan.run.sensitivity / 1.7, rel=1e-9)
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 6), (3, 1, 7), (5, 5, 4), (6, 1, 5)])
+@pytest.mark.parametrize("sizes", [(3, 1, 7), (5, 5, 4)])
 @pytest.mark.parametrize(("noise", "square_noise"), [*TOEPLITZ, *OTHERS])
-def test_no_pattern_passes_the_sensitivity(noise, square_noise, sizes):
+def test_no_pattern_exceeds_the_sensitivity(noise, square_noise, sizes):
     count, size, steps = sizes
     plan = make(noise, square_noise, balance="mse", num_examples=count, batch_size=size, steps=steps)
     limit = plan.run.sensitivity / 1.7
     assert 0.8 * limit <= largest_move(plan) <= limit * (1 + 1e-9)
 
 
-def test_turned_contributions_do_not_pass_the_sensitivity():
-    """Contributions of several dimensions, each step's in a direction of its own."""
+def test_rotated_contributions_do_not_exceed_the_sensitivity():
+    """Contributions in several dimensions, with a different direction at each step."""
     plan = make(Banded(bands=3), SquareRoot(), adjacency=Adjacency.ZERO_OUT, num_examples=2, batch_size=2, steps=5)
     stds, rng, largest = plan.noise_stddevs(), np.random.default_rng(2), 0.0
     square_size = (2 * 2 - 1) * 0.7**2 / 2**2
@@ -145,10 +144,16 @@ def test_the_same_strategy_twice_is_one():
     assert plan.run == plain.run == plain.with_release(Gradient()).run
 
 
-@pytest.mark.parametrize("balance", ["equal", "mse", 1e-3, 0.3, 50.0])
-@pytest.mark.parametrize("squares", ["of_average", "average_of"])
-@pytest.mark.parametrize("sampling", [Shuffled(), CyclicPoisson(bands=2)])
-@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
+@pytest.mark.parametrize("balance", ["equal", "mse", 1e-3, 50.0])
+@pytest.mark.parametrize(
+    ("squares", "sampling", "adjacency"),
+    [
+        ("of_average", Shuffled(), Adjacency.ZERO_OUT),
+        ("average_of", CyclicPoisson(bands=2), Adjacency.ZERO_OUT),
+        ("average_of", Shuffled(), Adjacency.REPLACE),
+        ("of_average", CyclicPoisson(bands=2), Adjacency.REPLACE),
+    ],
+)
 def test_shares_are_those_of_the_noise(balance, squares, sampling, adjacency):
     release = IndependentMoments(balance=balance, squares=squares)
     common = {"sampling": sampling, "adjacency": adjacency, "clip_norm": 0.6, "batch_size": 5}
@@ -191,11 +196,11 @@ def test_full_groups_are_accounted_for_jointly():
 def test_calibration_and_stale_calibrations():
     plan = make(Independent(), SquareRoot(), noise_multiplier=None).calibrate(epsilon=4.0, delta=1e-6)
     assert 4.0 - 1e-4 <= plan.epsilon() <= 4.0
-    # The gradient alone, or one strategy, costs less; another strategy for the squares may not be slipped in.
+    # The gradient alone, or one strategy, costs less. A different strategy for the squares needs a new calibration.
     assert plan.with_release(Gradient()).epsilon() < 4.0
     calibrated = plan.replace(release=Gradient(), noise_multiplier=None).calibrate(epsilon=4.0, delta=1e-6)
     assert calibrated.with_release(IndependentMoments()).epsilon() == calibrated.epsilon()
-    with pytest.raises(ValueError, match=r"makes epsilon larger.*calibrate"):
+    with pytest.raises(ValueError, match=r"has a larger epsilon.*Calibrate"):
         calibrated.with_release(IndependentMoments(square_noise=SquareRoot()))
     assert make(Independent(), None, noise_multiplier=None).with_release(plan.release).run == plan.run
 
@@ -248,7 +253,7 @@ def test_statement_names_both_strategies():
         "Gaussian matrix mechanism, Independent(",
         "on the square SquareRoot(",
         f"column norm {norm:.6g}, accounted for jointly",
-        "row t of the noising matrix of its own strategy",
+        "row t of the noising matrix of each strategy",
         f"with unit columns: {plan.run.sensitivity:.6g} (an upper bound)",
     ):
         assert words in text, words
@@ -271,7 +276,7 @@ class TestVariant:
 
     def test_noise_that_the_plan_was_not_calibrated_for_is_refused(self):
         plan = make(Independent(), None)
-        with pytest.raises(ValueError, match=r"makes epsilon larger.*calibrate"):
+        with pytest.raises(ValueError, match=r"has a larger epsilon.*Calibrate"):
             self.made(plan, square_noise=SquareRoot())
         assert self.made(plan, square_noise=Independent()).epsilon(delta=1e-6) == plan.epsilon(delta=1e-6)
         cheaper = make(SquareRoot(), None)
@@ -281,21 +286,20 @@ class TestVariant:
 BALANCES = [0.01, "equal", "mse", 100.0]
 
 
-@pytest.mark.parametrize("squares", ["of_average", "average_of"])
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(BALANCES, 2)))
-def test_another_balance_never_raises_epsilon(before, after, squares):
-    """The shares of the budget weigh two unlike sensitivities: moving them moves ε."""
+def test_a_different_balance_never_raises_epsilon(before, after):
+    """The shares of the budget weigh two different sensitivities, so changing them changes ε."""
     settings = {"num_examples": 400, "batch_size": 10, "steps": 100, "noise_multiplier": None}
     plan = make(BandedToeplitz(bands=10), SquareRoot(), balance=before, **settings).calibrate(epsilon=4.0, delta=1e-6)
     for other in ("of_average", "average_of"):
         wanted = IndependentMoments(balance=after, squares=other, square_noise=SquareRoot())
         true = plan.replace(release=wanted).epsilon()
         if true > 4.0 + 1e-9:
-            with pytest.raises(ValueError, match="makes epsilon larger"):
+            with pytest.raises(ValueError, match="has a larger epsilon"):
                 plan.with_release(wanted)
         else:
             assert plan.with_release(wanted).epsilon() <= 4.0 + 1e-9
     model = torch.nn.Linear(2, 1)
     if plan.replace(release=IndependentMoments(balance=after, square_noise=SquareRoot())).epsilon() > 4.0 + 1e-9:
-        with pytest.raises(ValueError, match="makes epsilon larger"):
+        with pytest.raises(ValueError, match="has a larger epsilon"):
             dpoptim.independent_moments(model, plan, balance=after, squares="of_average")

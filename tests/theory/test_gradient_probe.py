@@ -1,4 +1,4 @@
-"""Measured gradients against problems whose answer is known."""
+"""Measured gradients on problems with known answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def probed(data: torch.Tensor, *, batch_size: float, clip_norm: float = 10.0, sp
 
 
 @pytest.mark.parametrize("batch_size", [1, 100, 10_000])
-def test_the_norm_is_that_of_the_training_batch_and_not_of_the_probe(batch_size):
+def test_the_norm_is_that_of_the_training_batch(batch_size):
     """The average over 128 public examples is .27 long; training's is 2.01, .28 and .201."""
     mean, stddev = known_problem()
     found = [probed(examples(mean, stddev, count=128, seed=s), batch_size=batch_size).norm * 10 for s in range(8)]
@@ -45,7 +45,7 @@ def test_the_norm_is_that_of_the_training_batch_and_not_of_the_probe(batch_size)
     error = float(np.std(np.square(found))) / math.sqrt(len(found))
     assert np.mean(np.square(found)) == pytest.approx(truth**2, abs=4 * error)
     assert np.mean(np.square(found)) == pytest.approx(truth**2, rel=0.15)
-    if batch_size != 100:  # what an estimate that takes the probe's average as it is would say
+    if batch_size != 100:  # the estimate from the probe's average alone
         naive = 0.2**2 + 4 / 128
         assert abs(naive - np.mean(np.square(found))) > 8 * error
 
@@ -101,24 +101,24 @@ def test_clipping_norms_and_agreement():
     assert sum(w for w, s in zip(signal.weights, signal.squares, strict=True) if s > 0) == pytest.approx(2 / 50)
 
 
-def test_opposite_examples_agree_little():
+def test_orthogonal_examples_agree_little():
     data = torch.eye(64).repeat(4, 1)
     signal = probed(data, batch_size=1e9, clip_norm=1.0)
     assert signal.agreement == pytest.approx(1 / 8, rel=0.15)  # ‖mean of 64 unit vectors‖ = 1/8
 
 
-def test_the_model_stays_as_it_was():
+def test_the_model_stays_unchanged():
     model = nn.Linear(5, 1, bias=False)
     model.weight.grad = torch.full((1, 5), 7.0)
     before = model.weight.detach().clone()
-    told: list[int] = []
-    measure_signal(model, linear_loss, torch.randn(6, 5).split(2), clip_norm=1.0, batch_size=10, progress=told.append)
+    seen: list[int] = []
+    measure_signal(model, linear_loss, torch.randn(6, 5).split(2), clip_norm=1.0, batch_size=10, progress=seen.append)
     assert torch.equal(model.weight.grad, torch.full((1, 5), 7.0))
     assert torch.equal(model.weight, before)
-    assert told == [2, 4, 6]
+    assert seen == [2, 4, 6]
 
 
-def test_groups_keep_the_total_also_where_coordinates_are_many(monkeypatch):
+def test_groups_keep_the_total_of_many_coordinates(monkeypatch):
     monkeypatch.setattr("dpoptim.theory.gradient_probe._MOST_COORDINATES", 500)
     mean, stddev = known_problem(4001)
     squares, weights = spread(mean, mean**2, stddev**2, count=100.0, batch_size=50.0)
@@ -137,7 +137,7 @@ def test_groups_keep_the_total_also_where_coordinates_are_many(monkeypatch):
         ({"batches": [torch.full((2, 3), math.nan)] * 2}, "no example has a finite gradient"),
     ],
 )
-def test_mistakes_are_told(change, words):
+def test_bad_arguments_are_refused(change, words):
     given = {"batches": torch.ones(4, 3).split(2), "clip_norm": 1.0, "batch_size": 10, **change}
     with pytest.raises(ValueError, match=words):
         measure_signal(nn.Linear(3, 1, bias=False), linear_loss, **given)

@@ -1,4 +1,4 @@
-"""The choice of a mechanism: errors are what noise really does, budgets are kept, the reason says what was done."""
+"""The choice of a mechanism: errors match streamed noise, budgets are respected, and the reason is stated."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def shuffled(**changes):
     return PrivacyPlan(**{"num_examples": 2000, "batch_size": 100, "steps": 60, **changes})
 
 
-def test_errors_are_those_of_streamed_noise():
-    """Run the noise of a plan through sums and compare with what the candidate says."""
+def test_errors_match_streamed_noise():
+    """Sum the noise of a plan and compare with the candidate's errors."""
     plan = shuffled(noise=BandedToeplitz(bands=8)).calibrate(**TARGET)
     candidate = Candidate(plan=plan, parameters=10)
     rows = plan.strategy.stream(NoiseKey.from_bytes(bytes(32)), stream="gradient", name="w", numel=20_000)
@@ -64,7 +64,7 @@ def test_the_setting_of_the_paper():
     assert "\n" not in choice.reason
 
 
-def test_memory_and_time_are_kept_to():
+def test_memory_and_time_limits_are_respected():
     everything = choose_noise(shuffled(), **TARGET, parameters=1000)
     least = min(c.rmse_mean for c in everything.candidates if c.normal_rows <= 16)
     assert everything.chosen.rmse_mean <= 1.005 * least
@@ -91,6 +91,7 @@ def test_more_mechanisms_and_another_workload():
 
 
 class TestAmplified:
+    @pytest.mark.slow
     def test_the_number_of_bands_is_the_best(self):
         plan = shuffled(num_examples=20_000, sampling=Poisson())
         choice = choose_noise(plan, **TARGET, parameters=10)
@@ -104,11 +105,11 @@ class TestAmplified:
         assert choice.chosen.rmse_mean == pytest.approx(errors[chosen], rel=1e-4)
         assert f"BandedToeplitz(bands={chosen})" in choice.reason
 
-    def test_groups_are_never_smaller_than_a_batch(self):
+    def test_groups_are_at_least_as_large_as_a_batch(self):
         choice = choose_noise(shuffled(num_examples=250, sampling=Poisson()), **TARGET, parameters=10)
         assert max(getattr(c.plan.noise, "bands", 1) for c in choice.candidates) == 2
 
-    def test_truncated_samples_have_independent_noise_alone(self):
+    def test_truncated_samples_have_only_independent_noise(self):
         plan = shuffled(sampling=Poisson(max_batch_size=150))
         choice = choose_noise(plan, **TARGET, parameters=10)
         assert choice.plan.noise == Independent()
@@ -123,10 +124,10 @@ def test_bad_arguments_are_named(changes, words):
         choose_noise(shuffled(), **{**TARGET, "parameters": 10, **changes})
 
 
-def test_progress_names_each():
-    told: list[str] = []
-    choice = choose_noise(shuffled(), **TARGET, parameters=10, progress=told.append)
-    assert told == [c.name for c in choice.candidates]
+def test_progress_names_each_mechanism():
+    reported: list[str] = []
+    choice = choose_noise(shuffled(), **TARGET, parameters=10, progress=reported.append)
+    assert reported == [c.name for c in choice.candidates]
 
 
 def test_one_step():
@@ -138,26 +139,26 @@ def test_one_step():
     ("count", "text"),
     [(0, "no memory"), (999, "999 B"), (1000, "1 kB"), (52_800_000, "52.8 MB"), (3 * 10**13, "30 TB")],
 )
-def test_bytes_for_people(count, text):
+def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
-def test_sampling_of_a_shuffled_choice_stays():
+def test_a_shuffled_choice_keeps_its_sampling():
     assert choose_noise(shuffled(), **TARGET, parameters=10).plan.sampling == Shuffled()
 
 
-def test_what_was_too_dear_is_a_sentence():
+def test_the_reason_names_what_was_too_expensive():
     tight = choose_noise(shuffled(), **TARGET, parameters=1000, memory_budget=1).reason
     assert ", in no memory; " in tight
-    assert tight.endswith("above the 1 B allowed") or "rows of normals a step, above 16" in tight
+    assert tight.endswith("above the 1 B allowed") or "rows of normals per step, above 16" in tight
     assert "of the" not in tight
 
 
-def test_searches_without_end_are_refused():
+def test_endless_searches_are_refused():
     with pytest.raises(ValueError, match="at most 100,000 steps"):
         choose_noise(PrivacyPlan(num_examples=10_000_000, batch_size=64, steps=1_000_000), **TARGET, parameters=1000)
     secret = shuffled(sampling=Poisson())
-    with pytest.raises(ValueError, match="up to epsilon=100"):
+    with pytest.raises(ValueError, match="exceeds 100"):
         choose_noise(secret, epsilon=1e6, delta=1e-6, parameters=1000)
     assert choose_noise(shuffled(), epsilon=1e6, delta=1e-6, parameters=1000).chosen.plan.noise_multiplier
     assert choose_noise(secret, epsilon=math.inf, delta=1e-6, parameters=1000).plan.noise_multiplier == 0

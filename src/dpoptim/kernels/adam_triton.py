@@ -1,4 +1,4 @@
-"""Triton kernels of the optimizer; `fused` says when they run and what they compute."""
+"""Triton kernels of the optimizer; `optim.fused` decides when they run, and the slots compute the same."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Short loops in C, where the machine has a C compiler; each stands beside Python code that does the same without one.
+"""Compile short C loops, if the machine has a C compiler. Each loop has a Python function that does the same.
 
-A loop is compiled into a directory of its own that is gone as soon as it is loaded: no other user can put anything
-there, and nothing is left behind. It takes about a second, once a process, and only where so much is to be done that
-it is soon made up for. Set DPOPTIM_COMPILE=0 to do without.
+Compiling takes about a second per process and happens only when there is enough work to make up for it. Loops are
+compiled in a private temporary directory, which is removed once they are loaded. DPOPTIM_COMPILE=0 turns this off.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-# The compiler may not reorder sums or assume that all is finite. It need not set errno and may compute what is thrown
-# away, without which a square root is not vectorised.
+# The compiler may not reorder sums or assume finite values. It need not set errno and may compute unused values:
+# otherwise it does not vectorize square roots.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 
 
@@ -26,9 +25,9 @@ def _compiler() -> str | None:
 
 @functools.cache
 def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
-    """The functions of a C source; None where there is no compiler, it fails, or DPOPTIM_COMPILE=0.
+    """Return the functions of a C source; None without a compiler, on failure, or with DPOPTIM_COMPILE=0.
 
-    Each operation is rounded by itself, unless `contract` lets a·b + c be rounded once.
+    Each operation is rounded separately, unless `contract` allows fused multiply-adds.
 
     >>> found = library("int twice(int x) { return 2 * x; }")
     >>> found is None or found.twice(21) == 42
@@ -40,7 +39,7 @@ def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
     if compiler is None or os.environ.get("DPOPTIM_COMPILE") == "0" or os.name != "posix":
         return None
     try:
-        with tempfile.TemporaryDirectory(prefix="dpoptim-") as directory:  # which only its owner may enter
+        with tempfile.TemporaryDirectory(prefix="dpoptim-") as directory:  # only its owner may enter
             made = Path(directory) / "loops.so"
             flags = [*FLAGS, f"-ffp-contract={'fast' if contract else 'off'}"]
             for for_this_machine in (["-march=native"], []):

@@ -1,4 +1,4 @@
-"""Noise on a CUDA device: where Triton is there, one kernel in place of many, with the same bits."""
+"""Decide where Triton kernels run, and call those for noise. Kernels make the same bits as the plain functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _has_triton() -> bool:
 
 
 def available(device: str | torch.device) -> bool:
-    """Whether tensors on this device go through the kernels, which are launched on the current one alone."""
+    """Return whether kernels run for tensors on this device. They are launched only on the current device."""
     device = torch.device(device)
     if device.type != "cuda" or not _has_triton():
         return False
@@ -26,31 +26,29 @@ def available(device: str | torch.device) -> bool:
 
 @contextlib.contextmanager
 def held_tables() -> Iterator[Any]:
-    """Within this context a graph is captured; what it yields are the small tables that its kernels read, to be kept
-    as long as the graph is.
-    """
+    """Capture a graph in this context; keep the yielded tables, which its kernels read, as long as the graph."""
     if not _has_triton():
         yield None
         return
-    from dpoptim.kernels import tables_triton as triton_tables
+    from dpoptim.kernels import tables_triton
 
-    held = triton_tables.held = triton_tables.HeldTables()
+    held = tables_triton.held = tables_triton.HeldTables()
     try:
         yield held
     finally:
-        triton_tables.held = None
+        tables_triton.held = None
     held.send()
 
 
 def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:
-    """The normals of elements [start, stop) of several tensors; has `combined(step, coefs, dtype)`."""
+    """Return the normals of elements [start, stop) of several tensors, with `combined(step, coefs, dtype)`."""
     from dpoptim.kernels.normals_triton import DeviceNormals
 
     return DeviceNormals(subkeys, ranges, torch.device(device))
 
 
 def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:
-    """row += coefs[i]·ring[slots[i]] for each i in turn, in one pass over the ring."""
-    from dpoptim.kernels import normals_triton as triton_normals
+    """Compute row += coefs[i]·ring[slots[i]] for each i in turn, in one pass over the ring."""
+    from dpoptim.kernels import normals_triton
 
-    triton_normals.add_products(row, ring, slots, coefs)
+    normals_triton.add_products(row, ring, slots, coefs)

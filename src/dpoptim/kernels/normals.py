@@ -1,10 +1,23 @@
-"""Words to normals with correctly rounded operations only, so that every machine makes the same bits."""
+"""Turn random words into normals by Box–Muller, with the same bits on every machine.
+
+`box_muller` is the plain function. `compiled_box_muller` is one loop in C with the same operations in the same order.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
 from fractions import Fraction
 from math import factorial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpoptim.kernels.c_compiler import library
+
+Fill = Callable[[NDArray[np.int64], NDArray[Any]], None]
 
 _PI = Fraction("3.14159265358979323846264338327950288419716939937510")
 _LN2 = Fraction("0.69314718055994530941723212145817656807550013436026")
@@ -16,8 +29,8 @@ LOG_COEFS = tuple(-4.0 / (2 * k + 1) for k in range(10))
 MINUS_2_LN2 = float(-2 * _LN2)
 ROOT_HALF_BITS = 0x3FE6A09E667F3BCD  # the float64 √½, read as an integer
 
-# Multiplying by a power of two commutes with rounding (nothing here comes near under- or overflow), so scalings are
-# put where they cost no pass over the data: u is 2^64 times, the angle 2^63 times, the radius 8 times too large.
+# Multiplying by a power of two commutes with rounding (nothing here is near under- or overflow). So scalings are folded
+# into constants to save passes over the data: u is 2^64 times, the angle 2^63 times, the radius 8 times too large.
 MANTISSA = 2**52 - 1
 ROOT_HALF_64_BITS = ROOT_HALF_BITS + (64 << 52)  # the float64 2^64·√½
 SCALED_LOG_COEFS = tuple(64.0 * coef for coef in LOG_COEFS)
@@ -28,23 +41,21 @@ SCRATCH_ROWS = 4
 
 
 def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
-    """Fill `out` with the normals of `words`, a Box–Muller pair from each two words.
+    """Fill `out` with the normals of `words`: one Box–Muller pair from each two words.
 
         u = (w[2k] + ½)·2^-64,   r = sqrt(-2 ln u),   a = 2π·w[2k+1]·2^-64
         out[2k] = r·cos a,   out[2k+1] = r·sin a
 
-    `xp` is `numpy` or `torch`, the module whose arrays are given: `words` int64 [n] (bits of the unsigned
-    words), `out` [n] of a floating dtype, `scratch` float64 [SCRATCH_ROWS, ≥ n/2]; n is even.
+    Args:
+        xp: `numpy` or `torch`. On a CPU use numpy: torch's √ may not round correctly there.
+        words: int64 [n], the bits of the unsigned words; n is even.
+        out: [n] of a floating dtype.
+        scratch: float64 [SCRATCH_ROWS, ≥ n/2].
 
-    Guarantee: only +, -, ×, ÷, √ and conversions are used, one operation a call, each rounded correctly under
-    IEEE 754. So an element's bits depend on its two words alone: not on its position, the vector width, the
-    number of threads, or the device (on a CPU with numpy: torch's √ there may not round correctly). Values are
-    within 1e-14 of those of exact arithmetic on u rounded to float64.
+    Guarantee: each operation (+, -, ×, ÷, √ and conversions) is rounded correctly under IEEE 754. So an element's bits
+    depend only on its two words, not on its position, the vector width, the number of threads or the device. Values
+    are within 1e-14 of exact arithmetic on u rounded to float64. The largest radius is √(130·ln 2) = 9.493 at w = 0.
 
-    Edge cases: w = 0 gives the largest radius, √(130·ln 2) = 9.493; u rounds to 1 for the largest words:
-    radius 0.
-
-    >>> import numpy as np
     >>> out = np.empty(2)
     >>> box_muller(np, np.array([0, 0]), out, np.empty((SCRATCH_ROWS, 1)))
     >>> out.round(6).tolist()
@@ -93,9 +104,105 @@ def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
 
 
 def _horner(xp: Any, coefs: tuple[float, ...], x: Any, out: Any) -> None:
-    """out = Σ coefs[k]·x^k, a product and a sum at a time (a fused multiply-add would round otherwise)."""
+    """Compute out = Σ coefs[k]·x^k with separate products and sums; a fused multiply-add rounds differently."""
     xp.multiply(x, coefs[-1], out=out)
     for coef in coefs[-2:0:-1]:
         out += coef
         out *= x
     out += coefs[0]
+
+
+ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)  # words, pairs, out
+
+_SOURCE = """
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline double as_double(int64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
+static inline int64_t as_bits(double x) { int64_t bits; memcpy(&bits, &x, 8); return bits; }
+
+#define FILL(NAME, REAL) \\
+void NAME(const int64_t *restrict words, int64_t pairs, REAL *restrict out) { \\
+    for (int64_t k = 0; k < pairs; k++) { \\
+        double u = (double)(uint64_t)words[2 * k] + 0.5; \\
+        int64_t bits = as_bits(u) - (int64_t)%(root_half_64)dLL; \\
+        double m = as_double((bits & (int64_t)%(mantissa)dLL) + (int64_t)%(root_half)dLL); \\
+        double e = (double)(bits >> 52); \\
+        double s = (m - 1.0) / (m + 1.0); \\
+        double x = s * s; \\
+        double p = %(log)s; \\
+        double r = sqrt(e * %(exponent)s + s * p); \\
+        double a = (double)words[2 * k + 1]; \\
+        x = a * a; \\
+        p = %(sine)s; \\
+        a = a * p; \\
+        double b = 1.0 - a * a; \\
+        double d = sqrt(b); \\
+        b = b - 0.5; \\
+        a = a * d; \\
+        d = 0.125 - a * a; \\
+        out[2 * k] = (REAL)(d * r); \\
+        out[2 * k + 1] = (REAL)(a * b * r); \\
+    } \\
+}
+FILL(fill_float, float)
+FILL(fill_double, double)
+"""
+
+
+@functools.cache
+def compiled_box_muller() -> Fill | None:
+    """Return `fill(words, out)`, the compiled `box_muller` for contiguous vectors; None if it cannot be compiled.
+
+    Guarantee: the loop has reproduced the bits of `box_muller` for thousands of words, including extreme ones. A
+    compiler that rounds differently is not used.
+    """
+    loops = library(_source())
+    if loops is None:
+        return None
+    for loop in (loops.fill_float, loops.fill_double):
+        loop.argtypes = ARGUMENTS
+        loop.restype = None
+
+    def fill(words: NDArray[np.int64], out: NDArray[Any]) -> None:
+        loop = loops.fill_float if out.dtype == np.float32 else loops.fill_double
+        loop(words.ctypes.data, len(words) // 2, out.ctypes.data)
+
+    return fill if _same_bits(fill) else None
+
+
+def _source() -> str:
+    return _SOURCE % {
+        "root_half_64": ROOT_HALF_64_BITS,
+        "mantissa": MANTISSA,
+        "root_half": ROOT_HALF_BITS,
+        "exponent": float.hex(SCALED_EXPONENT_COEF),
+        "log": _horner_in_c(SCALED_LOG_COEFS),
+        "sine": _horner_in_c(SCALED_SINE_COEFS),
+    }
+
+
+def _horner_in_c(coefs: tuple[float, ...]) -> str:
+    """Return Σ coefs[k]·x^k as a C expression, in the order of `_horner`."""
+    last, *others = reversed(coefs)
+    text = f"x * {float.hex(last)}"
+    for coef in others[:-1]:
+        text = f"({text} + {float.hex(coef)}) * x"
+    return f"{text} + {float.hex(others[-1])}"
+
+
+def _same_bits(fill: Fill) -> bool:
+    edges = [0, 1, 2**11, 2**53 - 1, 2**62, 2**63 - 1, -1, -2, -(2**11), -(2**62), -(2**63)]
+    some = np.array([[a, b] for a in edges for b in edges], dtype=np.int64).ravel()
+    many = np.arange(1, 1 << 14, dtype=np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )  # spread over the whole range of words
+    words = np.concatenate([some, many[: len(many) // 2 * 2].view(np.int64)])
+    for dtype in (np.float32, np.float64):
+        expected, found = np.empty(len(words), dtype), np.empty(len(words), dtype)
+        box_muller(np, words, expected, np.empty((SCRATCH_ROWS, len(words) // 2)))
+        fill(words, found)
+        if expected.tobytes() != found.tobytes():
+            return False
+    return True

@@ -1,7 +1,7 @@
-"""Triton kernels for noise: ChaCha20, Box–Muller, forward substitution; the bits are those of the plain functions.
+"""Triton kernels for noise: ChaCha20, Box–Muller and forward substitution, with the bits of the plain functions.
 
-Floating-point operations must not be contracted to fused multiply-adds, so every launch has enable_fp_fusion=False;
-division and square root are libdevice's correctly rounded ones. The arithmetic is that of `boxmuller` and `normals`.
+Fused multiply-adds would change the bits, so every launch has enable_fp_fusion=False. Division and square root are
+libdevice's correctly rounded ones. The arithmetic is that of `kernels.normals` and `noise.normals`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import libdevice
 from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
 from dpoptim.kernels.tables_triton import cdiv, table_of
 
-BLOCKS = 128  # ChaCha20 blocks of 64 bytes, eight normals each, that a program makes
+BLOCKS = 128  # ChaCha20 blocks per program, of 64 bytes or eight normals each
 
 _LOG = tl.constexpr(LOG_COEFS)
 _SINE = tl.constexpr(SINE_COEFS)
@@ -25,7 +25,7 @@ _MINUS_2_LN2 = tl.constexpr(MINUS_2_LN2)
 _ROOT_HALF_BITS = tl.constexpr(ROOT_HALF_BITS)
 _WORD = tl.constexpr(2.0**-64)
 _SIGNED_WORD = tl.constexpr(2.0**-63)
-_ELEMENTS = 1024  # of a row that a program of the substitution works on
+_ELEMENTS = 1024  # elements of a row per program of the substitution
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def _substitute(row, ring, coefs, slots, lags, numel, stride, BLOCK: tl.constexp
 
 
 class DeviceNormals:
-    """The normals of elements [start, stop) of several tensors, each with its subkey, all in one launch."""
+    """Make the normals of elements [start, stop) of several tensors, each with its subkey, in one launch."""
 
     def __init__(self, subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
         tiles = [
@@ -212,7 +212,7 @@ class DeviceNormals:
         self._ranges = torch.tensor([firsts, stops, ends[:-1].tolist()], dtype=torch.int64, device=device)
 
     def combined(self, step: int, coefs: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        """Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
+        """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
         out = torch.empty(self.numel, dtype=dtype, device=self._device)
         if self.numel:
             factors = table_of(tuple(coefs), torch.float64, self._device)
@@ -224,7 +224,7 @@ class DeviceNormals:
 
 
 def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:
-    """row += coefs[i]·ring[slots[i]] for each i in turn, in one pass."""
+    """Compute row += coefs[i]·ring[slots[i]] for each i in turn, in one pass."""
     if not slots or not row.numel():
         return
     factors = table_of(tuple(coefs), row.dtype, row.device)

@@ -1,4 +1,4 @@
-"""The secret behind all randomness of a run: one 32-byte key, kept in its own file."""
+"""The secret behind all randomness of a run: one 32-byte key in its own file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NoiseKey:
-    """Thirty-two secret bytes from which the normals and the sampling draws of a run are made.
+    """Hold the 32 secret bytes that determine the noise and the sampling of a run.
 
         normals of step t, element i of parameter P  =  f(key, t, P, i)
 
-    Guarantee: the noise hides the data only from those who do not have the key. So the key is never
-    printed, never pickled (hence never in a checkpoint that `torch.save` writes), and its file has mode
-    0600. Two runs on the same data must not share a key: the same noise twice cancels out.
+    Copies and deep copies are the same object. Equality compares the secrets in constant time.
 
-    Edge cases: copies and deep copies are the key itself; equality compares the secrets in constant time.
+    Guarantee: the noise hides the data only from people who do not have the key. The key is never printed and
+    never pickled, so `torch.save` cannot put it into a checkpoint. Its file has mode 0600. Two runs on the same data
+    must not share a key, because the same noise twice cancels out.
 
     >>> key = NoiseKey.from_bytes(bytes(range(32)))
     >>> key
@@ -36,31 +36,38 @@ class NoiseKey:
     _secret: bytes = field()
 
     def __post_init__(self) -> None:
-        if not isinstance(self._secret, bytes) or len(self._secret) != KEY_BYTES:
-            found = f"{len(self._secret)} bytes" if isinstance(self._secret, bytes) else type(self._secret).__name__
-            raise ValueError(f"a noise key is made of {KEY_BYTES} bytes, found {found}; use NoiseKey.generate()")
+        if len(self._secret) != KEY_BYTES:
+            raise ValueError(
+                f"A noise key has {KEY_BYTES} bytes, got {len(self._secret)}. Use NoiseKey.generate() or a key file."
+            )
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key from the operating system's generator."""
+        """Return a new key from the operating system's generator."""
         return cls(os.urandom(KEY_BYTES))
 
     @classmethod
     def from_bytes(cls, secret: bytes) -> Self:
-        """The key made of these 32 bytes; for tests and for secrets kept in a vault, never for a seed."""
+        """Return the key made of these 32 bytes. Use it for tests and for secrets from a vault, never for a seed."""
         return cls(bytes(secret))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a key file, refusing one that is open to group or others, or that does not hold 32 bytes."""
-        return cls(_checked(_read(path), path))
+        """Read a key file.
+
+        Raises:
+            ValueError: If group or others can access the file, or if it does not hold 32 bytes.
+        """
+        return cls(_read(path))
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the key file, or write a new one where there is none; safe when many ranks call it at once.
+        """Read the key file, or create it and its folder if it does not exist.
 
-        The file is created with O_EXCL, so exactly one caller writes it; the others wait for its bytes. Its folder is
-        made where there is none.
+        Several processes may call this at once: O_EXCL lets exactly one of them write, and the others wait.
+
+        Raises:
+            ValueError: As in `load`, or if the file stays empty.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         for _ in range(100):
@@ -74,21 +81,25 @@ class NoiseKey:
                     continue
                 return key
             if secret:
-                return cls(_checked(secret, path))
-            time.sleep(0.02)  # Another process has created the file and not yet written to it.
-        raise ValueError(f"path={str(path)!r} stays an empty file; remove it so that a new key can be written")
+                return cls(secret)
+            time.sleep(0.02)  # Another process has created the file but has not written to it yet.
+        raise ValueError(f"Key file {str(path)!r} is empty. Remove it so that a new key can be written.")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the key to a new file of mode 0600; an existing file is never overwritten."""
+        """Write the key to a new file of mode 0600.
+
+        Raises:
+            ValueError: If the file exists. It is never overwritten.
+        """
         try:
             _write(path, self._secret)
         except FileExistsError as error:
             raise ValueError(
-                f"path={str(path)!r} already exists; load it with NoiseKey.load(path), or choose another path"
+                f"Key file {str(path)!r} already exists. Load it with NoiseKey.load(path), or choose another path."
             ) from error
 
     def for_run(self, run_id: str) -> NoiseKey:
-        """The key of one run: distinct public `run_id`s give independent noise, though they share this key.
+        """Return the key of one run. Different public `run_id`s give independent noise.
 
         >>> key = NoiseKey.from_bytes(bytes(32))
         >>> key.for_run("a") == key.for_run("a"), key.for_run("a") == key.for_run("b")
@@ -97,13 +108,13 @@ class NoiseKey:
         return NoiseKey.from_bytes(self.subkey("run", run_id))
 
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits that name the key and do not reveal it; may stand in checkpoints."""
+        """Return 16 hexadecimal digits that identify the key without revealing it."""
         return blake2b(b"fingerprint", digest_size=8, key=self._secret, person=b"dpoptim/finger").hexdigest()
 
     def subkey(self, domain: str, name: str) -> bytes:
-        """The 32-byte key of one purpose: keyed BLAKE2b of length-prefixed `domain` and `name`.
+        """Return the 32-byte key of one purpose: keyed BLAKE2b of length-prefixed `domain` and `name`.
 
-        Guarantee: distinct (domain, name) give independent keys; no two pairs have the same encoding.
+        Guarantee: different (domain, name) pairs have different encodings and therefore independent keys.
 
         >>> key = NoiseKey.from_bytes(bytes(32))
         >>> key.subkey("ab", "c") == key.subkey("a", "bc")
@@ -130,30 +141,22 @@ class NoiseKey:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a NoiseKey is a secret and is never pickled; save it with .save(path)")
+        raise TypeError("A NoiseKey is a secret and cannot be pickled. Save it with key.save(path).")
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a key file (at most one more than a key has), refusing a file that others may open."""
+    """Read at most one byte more than a key has; refuse a file that others may open."""
     with Path(path).open("rb") as file:
-        status = os.fstat(file.fileno())
-        if os.name == "posix" and stat.S_IMODE(status.st_mode) & 0o077:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if os.name == "posix" and mode & 0o077:
             raise ValueError(
-                f"path={str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so others can read the "
-                f"noise key; if nobody has, run: chmod 600 {path}"
+                f"Others can read key file {str(path)!r} (mode {mode:04o}). If nobody has, run: chmod 600 {path}"
             )
         return file.read(KEY_BYTES + 1)
 
 
-def _checked(secret: bytes, path: str | os.PathLike[str]) -> bytes:
-    if len(secret) != KEY_BYTES:
-        size = "more" if len(secret) > KEY_BYTES else str(len(secret))
-        raise ValueError(f"path={str(path)!r} holds {size} bytes and a noise key has {KEY_BYTES}; give a key file")
-    return secret
-
-
 def _write(path: str | os.PathLike[str], secret: bytes) -> None:
-    """Create `path` with mode 0600 and these bytes; FileExistsError where it is there already."""
+    """Create `path` with mode 0600 and these bytes; raise FileExistsError if it exists."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(secret)

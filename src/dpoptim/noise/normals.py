@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
-from dpoptim.kernels.normals import SCRATCH_ROWS, box_muller
-from dpoptim.kernels.normals_c import compiled_box_muller
+from dpoptim.arguments import check_whole
+from dpoptim.kernels import choose
+from dpoptim.kernels.normals import SCRATCH_ROWS, box_muller, compiled_box_muller
 from dpoptim.kernels.threads import in_threads
 from dpoptim.noise.key import NoiseKey
 
@@ -21,56 +24,65 @@ WORDS_PER_BLOCK = BLOCK_BYTES // 8
 MAX_BLOCKS = 2**32
 MAX_STEP = 2**64
 
-_CHUNK = 2**17  # words worked on at a time by a core: calls so long that threads seldom wait for each other
-_DEVICE_CHUNK = 2**22  # the same on an accelerator
-_WORTH_COMPILING = 2**20  # normals, from which on a second of compiling is soon made up for
-_ZEROS = memoryview(bytes(2**16))  # what is enciphered: it stays in a core's cache
+_CHUNK = 2**17  # words per job on a CPU core, long enough that threads seldom wait for each other
+_DEVICE_CHUNK = 2**22  # elements worked on at a time on an accelerator, and in sums of several rows
+_WORTH_COMPILING = 2**20  # from this many normals on, a second of compiling pays off
+_ZEROS = memoryview(bytes(2**16))  # plaintext of the cipher, short enough to stay in a core's cache
 
 
-def chacha20(subkey: bytes, counter_and_nonce: bytes, length: int) -> bytes:
-    """`length` bytes of the ChaCha20 keystream of RFC 8439, from a 4-byte counter and a 12-byte nonce.
-
-    >>> chacha20(bytes(32), bytes(16), 4).hex()
-    '76b8e0ad'
-    """
-    stream = np.empty(length, dtype=np.uint8)
-    _chacha20_into(stream, subkey, counter_and_nonce)
-    return stream.tobytes()
-
-
-def keystream(subkey: bytes, *, step: int, first_block: int, blocks: int) -> bytes:
-    """Blocks [first_block, first_block + blocks) of a step's keystream, 64 bytes each.
+def keystream(subkey: bytes, *, step: int, first_block: int, blocks: int) -> NDArray[np.uint8]:
+    """Return blocks [first_block, first_block + blocks) of a step's keystream, 64 bytes each.
 
         ChaCha20(subkey, counter = first_block in 4 bytes, nonce = step in 8 bytes, then 4 zero bytes)
 
-    Guarantee: no two (step, block) share their bytes. A counter that would pass 2**32 is refused.
+    Raises:
+        ValueError: If the step or a block lies outside of its range.
+
+    Guarantee: no two (step, block) pairs share their bytes: the counter never wraps around.
 
     >>> whole = keystream(bytes(32), step=3, first_block=0, blocks=4)
-    >>> keystream(bytes(32), step=3, first_block=2, blocks=1) == whole[128:192]
+    >>> bool((keystream(bytes(32), step=3, first_block=2, blocks=1) == whole[128:192]).all())
     True
     """
-    return _blocks(subkey, step, first_block, blocks).tobytes()
+    if not 0 <= step < MAX_STEP:
+        raise ValueError(f"Expected step in [0, 2**64), got {step}. Count steps from 0.")
+    if first_block < 0 or blocks < 0 or first_block + blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"Blocks [{first_block}, {first_block + blocks}) are not in [0, 2**32): a (name, step) has 2**35 words. "
+            "Split the tensor into parts with different names."
+        )
+    stream = np.empty(blocks * BLOCK_BYTES, dtype=np.uint8)
+    if not blocks:
+        return stream
+    counter_and_nonce = first_block.to_bytes(4, "little") + step.to_bytes(8, "little") + bytes(4)
+    encryptor = Cipher(algorithms.ChaCha20(subkey, counter_and_nonce), mode=None).encryptor()
+    view = stream.data
+    for at in range(0, len(view), len(_ZEROS)):  # encrypting straight into the result saves two copies
+        part = view[at : at + len(_ZEROS)]
+        encryptor.update_into(_ZEROS[: len(part)], part)
+    return stream
 
 
 def words(subkey: bytes, *, step: int, start: int = 0, count: int) -> NDArray[np.uint64]:
-    """Words [start, start + count) of a step's keystream, read as little-endian unsigned 64-bit integers.
+    """Return words [start, start + count) of a step's keystream as little-endian unsigned 64-bit integers.
 
     >>> words(bytes(32), step=0, start=1, count=2).tolist() == words(bytes(32), step=0, count=3)[1:].tolist()
     True
     """
-    _check_slice(start, count)
+    check_whole("start", start, low=0)
+    check_whole("count", count, low=0)
     first = start // WORDS_PER_BLOCK
     blocks = -(-(start + count) // WORDS_PER_BLOCK) - first
-    stream = _blocks(subkey, step, first, blocks).view("<u8")
+    stream = keystream(subkey, step=step, first_block=first, blocks=blocks).view("<u8")
     skip = start - first * WORDS_PER_BLOCK
     return stream[skip : skip + count].astype(np.uint64, copy=False)
 
 
 def uniform_words(key: NoiseKey, *, domain: str, step: int, count: int) -> NDArray[np.uint64]:
-    """`count` uniform 64-bit words for a sampler, from a keystream that no normal is made of.
+    """Return `count` uniform 64-bit words for a sampler.
 
-    Guarantee: words of distinct (domain, step) are independent of each other and of every noise stream. They
-    are as secret as the key, which is what amplification by sampling rests on.
+    Guarantee: words of different (domain, step) are independent of each other and of all noise. They are as secret
+    as the key, which amplification by sampling relies on.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
     >>> uniform_words(key, domain="poisson", step=0, count=3).dtype
@@ -90,55 +102,59 @@ def normals(
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Elements [start, start + count) of the standard normals of tensor `name` at `step`, in noise `stream`.
+    """Return elements [start, start + count) of the standard normals of tensor `name` at `step`.
 
         (w_0, w_1, ...) = words of ChaCha20(subkey(stream, name), nonce = step)
         u = (w_2k + ½)·2^-64 in (0, 1],   (n_2k, n_2k+1) = sqrt(-2 ln u)·(cos, sin)(2π·w_2k+1·2^-64)
 
-    Guarantee: element i has the same bits whichever slice it is asked in, in any order of calls, on any
-    machine or device, with any number of threads; distinct (stream, name, step, element) are independent
-    as far as ChaCha20 is a pseudo-random function. Values are made in float64, then rounded once to
-    `dtype`.
+    Args:
+        key: The secret of the run.
+        stream: Which noise of the run, such as "gradient" or "square".
+        name: The tensor's name.
+        step: The step, counted from 0.
+        start: The first element.
+        count: How many elements; may be 0.
+        dtype: Values are computed in float64 and rounded once to this dtype.
+        device: Where the result lives.
 
-    What floating point does: the privacy theorems speak of real-valued Gaussians, and here as everywhere
-    in the field the values are finite-precision ones. Each normal spends 64 bits of keystream; the radius
-    takes one of 2^64 values, so the tail is cut at 9.493, which costs at most 2^-64 a pair in total
-    variation (2^-42 for 4.4 million normals). The gaps between representable values of the released sum
-    are not covered by ε.
+    Guarantee: element i has the same bits in any slice, order of calls, machine, device and number of threads.
+    Elements of different (stream, name, step) are independent if ChaCha20 is a pseudo-random function.
 
-    Edge cases: `count` may be 0; `start` may be odd.
+    Finite precision: the theorems assume real-valued Gaussians. Here each normal uses 64 bits of keystream, and the
+    radius takes one of 2^64 values. The tail is cut at 9.493, which costs at most 2^-64 per pair in total variation
+    (2^-42 for 4.4 million normals). ε does not cover the gaps between the floating-point values of a released sum.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
     >>> whole = normals(key, stream="gradient", name="weight", step=7, count=10)
     >>> torch.equal(normals(key, stream="gradient", name="weight", step=7, start=3, count=4), whole[3:7])
     True
     """
-    _check_step(step)
-    _check_slice(start, count)
+    check_whole("start", start, low=0)
+    check_whole("count", count, low=0)
     if not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} is not a floating dtype; use torch.float32 or torch.float64")
+        raise ValueError(f"Expected a floating dtype, got {dtype}. Use torch.float32 or torch.float64.")
     subkey = key.subkey(f"normals/{stream}", name)
     if torch.device(device).type == "cpu":
-        # numpy has no bfloat16: torch rounds to the narrow types at the end.
+        # numpy has no bfloat16, so torch rounds to the narrow dtypes at the end.
         made = torch.empty(count, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float64)
-        in_threads(filling_jobs(made, subkey, step=step, start=start))
+        in_threads(_fill_jobs(made, subkey, step=step, start=start))
         return made.to(dtype)
-    # Whole pairs are made, and the odd element at either end is dropped.
+    # Box–Muller makes whole pairs; the odd element at either end is dropped.
     first, stop = start - start % 2, start + count + (start + count) % 2
     out = torch.empty(stop - first, dtype=dtype, device=device)
     _fill_on_device(out, subkey, step, first)
     return out[start - first : start - first + count]
 
 
-def filling_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
-    """Jobs, in any order and on any threads, that fill a CPU vector with the normals from element `start` on."""
+def _fill_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
+    """Return independent jobs that fill a CPU vector with the normals from element `start` on."""
     target = out.numpy()
     ready = compiled_box_muller.cache_info().currsize > 0
     worth = (ready or len(target) >= _WORTH_COMPILING) and target.flags.c_contiguous
     compiled = compiled_box_muller() if worth else None
 
     def fill(begin: int, end: int) -> None:
-        # Whole pairs are made, and the odd element at either end is dropped.
+        # Box–Muller makes whole pairs; the odd element at either end is dropped.
         first, stop = begin - begin % 2, end + end % 2
         chunk = words(subkey, step=step, start=first, count=stop - first)
         here = target[begin - start : end - start]
@@ -156,7 +172,7 @@ def filling_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> 
 
 
 def _fill_on_device(out: torch.Tensor, subkey: bytes, step: int, first: int) -> None:
-    """Fill `out` with normals from element `first`: keystream on the processor, the rest where `out` is."""
+    """Fill `out` with the normals from element `first` on; the CPU makes the keystream."""
     size = min(len(out), _DEVICE_CHUNK)
     scratch = torch.empty(SCRATCH_ROWS, size // 2, dtype=torch.float64, device=out.device)
     for at in range(0, len(out), _DEVICE_CHUNK):
@@ -165,37 +181,128 @@ def _fill_on_device(out: torch.Tensor, subkey: bytes, step: int, first: int) -> 
         box_muller(torch, torch.from_numpy(chunk.view(np.int64)).to(out.device), part, scratch)
 
 
-def _blocks(subkey: bytes, step: int, first_block: int, blocks: int) -> NDArray[np.uint8]:
-    """The bytes of `keystream`, in an array of their own."""
-    _check_step(step)
-    if first_block < 0 or blocks < 0 or first_block + blocks > MAX_BLOCKS:
-        raise ValueError(
-            f"first_block={first_block}, blocks={blocks} leaves [0, 2**32): a (name, step) has 2**35 words; "
-            "split the tensor into parts with names of their own"
-        )
-    stream = np.empty(blocks * BLOCK_BYTES, dtype=np.uint8)
-    if blocks:
-        counter_and_nonce = first_block.to_bytes(4, "little") + step.to_bytes(8, "little") + bytes(4)
-        _chacha20_into(stream, subkey, counter_and_nonce)
-    return stream
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """Elements [start, start + numel) of the tensor `name`: the whole tensor or a shard."""
+
+    name: str
+    numel: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("numel", self.numel, low=0)
+        check_whole("start", self.start, low=0)
 
 
-def _chacha20_into(stream: NDArray[np.uint8], subkey: bytes, counter_and_nonce: bytes) -> None:
-    """Fill `stream` with keystream: zeros are enciphered straight into it, which spares two copies of it."""
-    encryptor = Cipher(algorithms.ChaCha20(subkey, counter_and_nonce), mode=None).encryptor()
-    view = stream.data
-    for at in range(0, len(view), len(_ZEROS)):
-        part = view[at : at + len(_ZEROS)]
-        encryptor.update_into(_ZEROS[: len(part)], part)
+@dataclass(frozen=True, kw_only=True)
+class NormalSource:
+    """The normals of several tensor parts in one noise stream, concatenated to rows.
 
+    Attributes:
+        key: The secret of the run.
+        stream: Which noise of the run, such as "gradient" or "square".
+        parts: The tensors, in the order of the row.
+        dtype: The dtype of the rows, float32 or float64.
+        device: Where the rows live.
 
-def _check_step(step: int) -> None:
-    if not 0 <= step < MAX_STEP:
-        raise ValueError(f"step={step} is not in [0, 2**64); count steps from 0")
+    Guarantee: an element's noise depends only on its tensor's name and its position there, not on the other parts.
 
+    >>> key = NoiseKey.from_bytes(bytes(32))
+    >>> parts = (TensorPart(name="weight", numel=3), TensorPart(name="bias", numel=2))
+    >>> both = NormalSource(key=key, stream="gradient", parts=parts).normals(0, dtype=torch.float32)
+    >>> torch.equal(both[3:], NormalSource.of_tensor(key, "bias", numel=2).normals(0, dtype=torch.float32))
+    True
+    """
 
-def _check_slice(start: int, count: int) -> None:
-    if start < 0:
-        raise ValueError(f"start={start} is negative; count elements from 0")
-    if count < 0:
-        raise ValueError(f"count={count} is negative; ask for 0 or more elements")
+    key: NoiseKey
+    stream: str
+    parts: tuple[TensorPart, ...]
+    dtype: torch.dtype = torch.float32
+    device: str | torch.device = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Noise in {self.dtype} would reveal what it hides. Use torch.float32.")
+
+    @classmethod
+    def of_tensor(
+        cls, key: NoiseKey, name: str, *, numel: int, start: int = 0, stream: str = "gradient", **rows: Any
+    ) -> NormalSource:
+        """Return the source of one tensor."""
+        return cls(key=key, stream=stream, parts=(TensorPart(name=name, numel=numel, start=start),), **rows)
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts)
+
+    @property
+    def _on_gpu(self) -> Any:
+        """The Triton version of this source; None where kernels do not run."""
+        return self._device_normals if choose.available(self.device) else None
+
+    @cached_property
+    def _device_normals(self) -> Any:
+        subkeys = [self.key.subkey(f"normals/{self.stream}", part.name) for part in self.parts]
+        ranges = [(part.start, part.start + part.numel) for part in self.parts]
+        return choose.device_normals(subkeys, ranges, self.device)
+
+    def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return row `step` of z, or elements [start, start + count) of it."""
+        stop = self.numel if count is None else start + count
+        if self._on_gpu is not None and (start, stop) == (0, self.numel):
+            return self._on_gpu.combined(step, [1.0], dtype)
+        if torch.device(self.device).type == "cpu":
+            return self._on_cpu(step, dtype, start, stop)
+        where = {"stream": self.stream, "step": step, "dtype": dtype, "device": self.device}
+        pieces = [
+            normals(self.key, name=part.name, start=part.start + begin, count=end - begin, **where)  # type: ignore[arg-type]
+            for part, begin, end in self._overlaps(start, stop)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.device)
+
+    def _on_cpu(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Fill one vector with all parts, using one pool of threads."""
+        out = torch.empty(stop - start, dtype=dtype)
+        jobs, at = [], 0
+        for part, begin, end in self._overlaps(start, stop):
+            subkey = self.key.subkey(f"normals/{self.stream}", part.name)
+            jobs += _fill_jobs(out[at : at + end - begin], subkey, step=step, start=part.start + begin)
+            at += end - begin
+        in_threads(jobs)
+        return out
+
+    def combined(self, step: int, coefs: Sequence[float]) -> torch.Tensor:
+        """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to the dtype."""
+        if list(coefs) == [1.0]:
+            return self.normals(step, dtype=self.dtype)
+        if self._on_gpu is not None:
+            return self._on_gpu.combined(step, coefs, self.dtype)
+        out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        for at in range(0, self.numel, _DEVICE_CHUNK):
+            count = min(_DEVICE_CHUNK, self.numel - at)
+            total = torch.zeros(count, dtype=torch.float64, device=self.device)
+            for lag, coef in enumerate(coefs):
+                total += self.normals(step - lag, dtype=torch.float64, start=at, count=count).mul_(coef)
+            out[at : at + count] = total
+        return out
+
+    def uniform_shorts(self, use: str, step: int, *, start: int, count: int) -> torch.Tensor:
+        """Return elements [start, start + count) of uniform secret int16 numbers, independent of all normals."""
+        pieces = [np.empty(0, np.int16)]
+        for part, begin, end in self._overlaps(start, start + count):
+            subkey = self.key.subkey(f"dither/{self.stream}", f"{part.name}/{use}")
+            first, stop = part.start + begin, part.start + end
+            made = words(subkey, step=step, start=first // 4, count=-(-stop // 4) - first // 4).view(np.int16)
+            pieces.append(made[first % 4 : first % 4 + end - begin])
+        return torch.from_numpy(np.concatenate(pieces)).to(self.device)
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[TensorPart, int, int]]:
+        """Yield the parts within [start, stop) of the row, each with the range of its elements there."""
+        at = 0
+        for part in self.parts:
+            begin, end = max(start - at, 0), min(stop - at, part.numel)
+            if begin < end:
+                yield part, begin, end
+            at += part.numel

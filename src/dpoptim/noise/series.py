@@ -1,57 +1,63 @@
-"""Power series in float64: a lower triangular Toeplitz matrix is the series of its first column."""
+"""Power series in float64. A lower triangular Toeplitz matrix is the series of its first column."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import fft
+
+from dpoptim.arguments import check_whole
 
 Series = NDArray[np.float64]
 
-_DIRECT_PRODUCTS = 2**22  # below this many products the direct way is fast enough, and rounds better
+_DIRECT_PRODUCTS = 2**22  # up to this many products direct sums are fast enough and round better
 
 
 def multiply(a: ArrayLike, b: ArrayLike, n: int) -> Series:
-    """The first n coefficients of a(x)·b(x), by FFT where both are long.
+    """Return the first n coefficients of a(x)·b(x), by FFT where both are long.
 
         (a·b)_k = Σ_i a_i b_{k-i}
 
-    Rounding: direct sums are accurate to an ulp or so of Σ|a_i b_{k-i}|; the FFT to an ulp or so of ‖a‖·‖b‖.
+    The error is about one ulp of Σ|a_i b_{k-i}| for direct sums, and one ulp of ‖a‖·‖b‖ for the FFT.
 
     >>> multiply([1, 1], [1, 1], 4).tolist()
     [1.0, 2.0, 1.0, 0.0]
     """
-    _check_length(n)
+    check_whole("n", n)
     left, right = _as_series(a, "a")[:n], _as_series(b, "b")[:n]
     if len(left) * len(right) <= _DIRECT_PRODUCTS:
         product = np.convolve(left, right)
     else:
+        from scipy import fft
+
         size = fft.next_fast_len(len(left) + len(right) - 1, real=True)
         product = fft.irfft(fft.rfft(left, size) * fft.rfft(right, size), size)
     return _padded(product, n)
 
 
 def divide(numerator: ArrayLike, denominator: ArrayLike, n: int) -> Series:
-    """The first n coefficients of numerator(x)/denominator(x).
+    """Return the first n coefficients of numerator(x)/denominator(x).
 
         q_k = (numerator_k - Σ_{i≥1} denominator_i q_{k-i}) / denominator_0
 
-    The recurrence is used while it costs little, and Newton's iteration with FFT products beyond.
+    Long series use Newton's iteration with FFT products instead of the recurrence.
+
+    Raises:
+        ValueError: If denominator[0] is 0.
 
     >>> divide([1.0], [1.0, -1.0], 4).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    _check_length(n)
+    check_whole("n", n)
     top, bottom = _padded(_as_series(numerator, "numerator"), n), _as_series(denominator, "denominator")[:n]
     if bottom[0] == 0:
-        raise ValueError("denominator[0]=0.0: such a series has no inverse; give a non-zero first coefficient")
+        raise ValueError("Expected denominator[0] != 0: the series has no inverse.")
     if n * len(bottom) <= 16 * _DIRECT_PRODUCTS:
-        return _recursion(bottom, top)
+        return _recurrence(bottom, top)
     return multiply(top, _newton_inverse(bottom, n), n)
 
 
 def inverse_series(coefs: ArrayLike, n: int) -> Series:
-    """The first n coefficients of 1/coefs(x), the first column of the inverse matrix.
+    """Return the first n coefficients of 1/coefs(x), the first column of the inverse matrix.
 
     >>> inverse_series([1.0, 0.5], 4).tolist()
     [1.0, -0.5, 0.25, -0.125]
@@ -59,45 +65,69 @@ def inverse_series(coefs: ArrayLike, n: int) -> Series:
     return divide([1.0], coefs, n)
 
 
-def correlate(a: Series, b: Series) -> Series:
-    """Σ_i a_i b_{i-j} for each lag j of [0, len(a)), by FFT.
-
-    >>> correlate(np.array([1.0, 2.0]), np.array([3.0, 4.0])).round(12).tolist()
-    [11.0, 6.0]
-    """
-    size = fft.next_fast_len(2 * len(a), real=True)
-    return np.asarray(fft.irfft(fft.rfft(a, size) * np.conj(fft.rfft(b, size)), size)[: len(a)], dtype=np.float64)
-
-
 def sqrt_series(n: int) -> Series:
-    """The first n coefficients of (1-x)^(-1/2), the square root of the prefix workload 1/(1-x).
+    """Return the first n coefficients of (1-x)^(-1/2), the square root of the prefix workload 1/(1-x).
 
         f_0 = 1,   f_k = f_{k-1}·(2k-1)/(2k)
 
     >>> sqrt_series(5).tolist() == [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128]
     True
     """
-    _check_length(n)
+    check_whole("n", n)
     k = np.arange(1, n, dtype=np.float64)
     return np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
 
 
 def inverse_sqrt_series(n: int) -> Series:
-    """The first n coefficients of (1-x)^(1/2), the inverse of `sqrt_series`.
+    """Return the first n coefficients of (1-x)^(1/2), the inverse of `sqrt_series`.
 
         g_0 = 1,   g_k = g_{k-1}·(2k-3)/(2k)
 
     >>> inverse_sqrt_series(5).tolist() == [1, -1 / 2, -1 / 8, -1 / 16, -5 / 128]
     True
     """
-    _check_length(n)
+    check_whole("n", n)
     k = np.arange(1, n, dtype=np.float64)
     return np.concatenate([[1.0], np.cumprod((2 * k - 3) / (2 * k))])
 
 
+def inverse_buffers(decays: ArrayLike, weights: ArrayLike) -> tuple[Series, Series]:
+    """Return the decays and weights of 1/c(x), for c(x) = 1 + x·Σ_j weights[j]/(1 - decays[j]·x).
+
+        1/c(x) = 1 - x·uᵀ(I - x(diag(decays) - uuᵀ))⁻¹u,    u = √weights
+
+    The decays are the eigenvalues of a symmetric matrix Q·diag·Qᵀ, and the weights are -(Qᵀu)². Symmetry keeps this
+    accurate for decays that are close together, unlike the roots of a polynomial. If the weights sum to at most 1,
+    the decays lie in [-1, 1).
+
+    >>> [found.round(12).tolist() for found in inverse_buffers([0.5], [0.3])]  # 1 + .3x/(1-.5x) = (1-.2x)/(1-.5x)
+    [[0.2], [-0.3]]
+    """
+    decays, root = np.asarray(decays, dtype=np.float64), np.sqrt(np.asarray(weights, dtype=np.float64))
+    values, vectors = np.linalg.eigh(np.diag(decays) - np.outer(root, root))
+    return values, -((vectors.T @ root) ** 2)
+
+
+def noising_series(decays: ArrayLike, weights: ArrayLike, steps: int) -> Series:
+    """Return the first coefficients of 1/c(x), with c(x) as in `inverse_buffers`.
+
+    >>> noising_series([0.5], [0.25], 4).round(12).tolist()
+    [1.0, -0.25, -0.0625, -0.015625]
+    """
+    inverse_decays, inverse_weights = inverse_buffers(decays, weights)
+    return np.concatenate([[1.0], inverse_weights @ powers(inverse_decays, steps - 1)])
+
+
+def powers(bases: ArrayLike, count: int) -> Series:
+    """Return bases[j]^i for i in [0, count) as [len(bases), count], as products of two powers for speed."""
+    column = np.asarray(bases, dtype=np.float64)[:, None]
+    low, high = column ** np.arange(256), column ** np.arange(0, count, 256)
+    return (high[:, :, None] * low[:, None, :]).reshape(len(column), high.shape[1] * 256)[:, :count]
+
+
 def _newton_inverse(coefs: Series, n: int) -> Series:
-    """1/coefs(x) by r ← r·(2 - coefs·r), which doubles the number of right coefficients."""
-    inverse = _recursion(coefs[:64], np.eye(1, min(n, 64))[0])
+    """Compute 1/coefs(x) by r ← r·(2 - coefs·r), which doubles the number of correct coefficients."""
+    inverse = _recurrence(coefs[:64], np.eye(1, min(n, 64))[0])
     while len(inverse) < n:
         length = min(2 * len(inverse), n)
         residual = -multiply(coefs, inverse, length)
@@ -106,24 +136,19 @@ def _newton_inverse(coefs: Series, n: int) -> Series:
     return inverse
 
 
+def _recurrence(coefs: Series, series: Series) -> Series:
+    """Compute series / coefs term by term."""
+    from scipy.signal import lfilter
+
+    return np.asarray(lfilter([1.0], coefs, series), dtype=np.float64)
+
+
 def _as_series(coefs: ArrayLike, argument: str) -> Series:
     series = np.asarray(coefs, dtype=np.float64)
     if series.ndim != 1 or len(series) == 0:
-        raise ValueError(f"{argument} has shape {series.shape}; give a vector of at least one coefficient")
+        raise ValueError(f"Expected {argument} to be a vector with at least one coefficient, got shape {series.shape}.")
     return series
 
 
 def _padded(series: Series, n: int) -> Series:
     return np.concatenate([series[:n], np.zeros(max(0, n - len(series)))])
-
-
-def _check_length(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"n={n} coefficients; ask for at least 1")
-
-
-def _recursion(coefs: Series, series: Series) -> Series:
-    """series / coefs, term by term."""
-    from scipy.signal import lfilter  # slow to import, and only strategies need it
-
-    return np.asarray(lfilter([1.0], coefs, series), dtype=np.float64)

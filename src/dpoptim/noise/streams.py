@@ -1,33 +1,155 @@
-"""Rows of C⁻¹z for the tensors of a model, made step by step from the key."""
+"""Rows of C⁻¹z for the tensors of a model, made step by step from the key, and the memory of past rows."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from dpoptim.arguments import check_choice
+from dpoptim.kernels import choose
 from dpoptim.kernels.threads import in_chunks_on
-from dpoptim.noise.memory import KeptTerm, NoiseMemory, RowMemory, add_product
-from dpoptim.noise.source import NormalSource
+from dpoptim.noise.normals import NormalSource
+
+_REACH = 16.0  # standard deviations that a 16-bit number spans on either side; 1e-57 of the noise lies beyond
 
 
-class NoiseStream(Protocol):
-    """What every mechanism gives for one tensor: `row(t)` is row t of C⁻¹z, for z iid standard normal."""
+@dataclass(frozen=True, kw_only=True)
+class NoiseMemory:
+    """How correlated noise stores its past rows.
+
+    16 bits are integers on an even grid with a secret dither made from the key. Reading a row back adds an error that
+    is uniform, independent of everything else and about 2^-12 of the noise.
+
+    Args:
+        bits: 32 for float32 (float64 for float64 parameters), or 16.
+        on_host: Whether rows are made and stored in host memory, and only finished rows go to the device.
+
+    Guarantee: with either setting the noise is C⁻¹(z + something independent of the data), so ε does not change.
+    Rounding to bfloat16 would break this: neighbouring datasets round to different multiples in some coordinates,
+    and the squared sensitivity grows with the number of parameters (two to three times too large at a million).
+
+    >>> NoiseMemory(bits=16).bytes_per_number
+    2
+    """
+
+    bits: int = 32
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("bits", self.bits, (16, 32))
+
+    @property
+    def bytes_per_number(self) -> int:
+        return self.bits // 8
+
+
+class RowTerm(NamedTuple):
+    """A multiple of a stored row: its slot, the step it was written for, and the factor."""
+
+    slot: int
+    step: int
+    coef: float
+
+
+class RowMemory:
+    """Store `count` rows of a stream, written and read in parts.
+
+    `stddev` is the largest standard deviation of what is written. `part` names the dither.
+
+    >>> from dpoptim.noise import NoiseKey
+    >>> source = NormalSource.of_tensor(NoiseKey.from_bytes(bytes(32)), "weight", numel=4)
+    >>> rows = RowMemory(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
+    >>> row = source.normals(0, dtype=torch.float32)
+    >>> rows.write(0, row, step=0)
+    >>> bool((rows.read(0, step=0) - row).abs().max() <= 2**-12), rows.memory_bytes
+    (True, 8)
+    """
+
+    def __init__(self, source: NormalSource, memory: NoiseMemory, *, count: int, stddev: float, part: str) -> None:
+        self._source = source
+        self._part = part
+        self._dithered = memory.bits == 16
+        self.dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
+        stored = torch.int16 if self._dithered else self.dtype
+        self._rows = torch.zeros(count, source.numel, dtype=stored, device=source.device)
+        # A power of two, so that dividing by it is exact.
+        self._grid = 2.0 ** math.ceil(math.log2(_REACH * stddev / 2**15))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes kept between steps."""
+        return self._rows.numel() * self._rows.element_size()
+
+    def write(self, slot: int, part: torch.Tensor, *, step: int, start: int = 0) -> None:
+        """Store `part` from element `start` on. Reading it needs the same `step`, which names its dither."""
+        stored = self._rows[slot, start : start + len(part)]
+        if not self._dithered:
+            stored.copy_(part)
+            return
+        codes = (part / self._grid).add_(self._dither(slot, step, start, start + len(part))).round_()
+        stored.copy_(codes.clamp_(-(2**15) + 1, 2**15 - 1))
+
+    def read(self, slot: int, *, step: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements [start, stop) of the row written to `slot` for `step`. Do not modify the result."""
+        part = self._rows[slot, start:stop]
+        if not self._dithered:
+            return part
+        dither = self._dither(slot, step, start, start + len(part))
+        return part.to(self.dtype).sub_(dither).mul_(self._grid)
+
+    def add_products(self, row: torch.Tensor, terms: Sequence[RowTerm]) -> None:
+        """Add coef·(stored row) to `row` for each term in turn."""
+        if not self._dithered and choose.available(row.device):
+            choose.add_products(row, self._rows, [term.slot for term in terms], [term.coef for term in terms])
+            return
+
+        def add(begin: int, end: int) -> None:
+            total = row[begin:end]
+            scratch = torch.empty_like(total)
+            for term in terms:
+                add_product(total, self.read(term.slot, step=term.step, start=begin, stop=end), term.coef, scratch)
+
+        in_chunks_on(row.device, add, len(row))
+
+    def _dither(self, slot: int, step: int, start: int, stop: int) -> torch.Tensor:
+        """Return uniform numbers in [-½, ½) grid steps, a function of the key, the step and the element."""
+        shorts = self._source.uniform_shorts(f"{self._part}/{slot}", step, start=start, count=stop - start)
+        return shorts.to(self.dtype).mul_(2.0**-16)
+
+
+def add_product(total: torch.Tensor, row: torch.Tensor, coef: float, scratch: torch.Tensor) -> None:
+    """Compute total += coef·row.
+
+    Product and sum are separate operations, because a fused multiply-add would round differently. On the CPU they
+    are numpy's, so that only `in_chunks` starts threads.
+    """
+    if total.device.type == "cpu":
+        product = np.multiply(row.numpy(), coef, out=scratch.numpy())
+        np.add(total.numpy(), product, out=total.numpy())
+    else:
+        total += torch.mul(row, coef, out=scratch)
+
+
+class NoiseStream(Protocol):
+    """Rows of C⁻¹z, for z iid standard normal."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes stored between steps."""
         ...
 
     def row(self, step: int) -> torch.Tensor:
-        """Row `step` (from 0) of C⁻¹z, flat; a pure function of the key and the step."""
+        """Return row `step` (from 0) of C⁻¹z, flat; a pure function of the key and the step."""
         ...
 
 
 class HostStream:
-    """A stream whose rows are made in the host's memory and handed out on a device."""
+    """A stream that makes its rows in host memory and returns them on a device."""
 
     def __init__(self, stream: NoiseStream, device: str | torch.device) -> None:
         self._stream = stream
@@ -42,14 +164,14 @@ class HostStream:
 
 
 class ConvolvedStream:
-    """Rows of C⁻¹z from the rows of C⁻¹, with the old normals made again: no memory at all.
+    """Compute rows of C⁻¹z from the rows of C⁻¹, and recompute the old normals: no memory at all.
 
         row(t) = Σ_i noising_row(t)[i]·z_{t-i}
 
-    `noising_row(t)` gives C⁻¹[t, t], C⁻¹[t, t-1], ... up to the last that is not zero. Independent noise is the
-    case of one coefficient. Sums are float64 and rounded once to the source's dtype.
+    `noising_row(t)` returns C⁻¹[t, t], C⁻¹[t, t-1], ... up to the last non-zero entry. Independent noise has one
+    coefficient. Sums are float64, rounded once to the source's dtype.
 
-    Guarantee: rows may be asked in any order; products and sums are separate, correctly rounded operations on
+    Guarantee: rows may be requested in any order. Products and sums are separate, correctly rounded operations on
     each element, so shards and devices agree bit for bit.
 
     >>> from dpoptim.noise import NoiseKey
@@ -71,46 +193,45 @@ class ConvolvedStream:
         return 0
 
     def row(self, step: int) -> torch.Tensor:
-        check_step(step, self.steps)
+        _check_step(step, self.steps)
         return self.source.combined(step, self._noising_row(step))
 
 
-class _Replaying(ABC):
-    """A stream that keeps its past: `_advanced(step)` makes a row of it and keeps that.
+class _StreamWithPast(ABC):
+    """A stream that stores past rows. `_advance(step)` makes a row from them and stores it.
 
-    Asked for a step that is not the next one, the same one again included, it replays the steps before it.
+    Requests must come in order to be cheap: any other step, including the same one again, replays the steps before it
+    from the key, at one row of normals each.
+
+    Guarantee: row(t) has the same bits in every run. Products and sums are separate, correctly rounded operations on
+    each element in a fixed order, in float32 (float64 for a float64 source).
     """
 
-    steps: int
-    _next: int
+    def __init__(self, source: NormalSource, steps: int) -> None:
+        self.source = source
+        self.steps = steps
+        self._next = 0
 
     def row(self, step: int) -> torch.Tensor:
-        check_step(step, self.steps)
+        _check_step(step, self.steps)
         if step < self._next:
             self._next = 0
         for at in range(self._next, step + 1):
-            self._next = self.steps + 1  # until all is done: an interrupted step is replayed from the key
-            row = self._advanced(at)
+            self._next = self.steps + 1  # if this step is interrupted, the next request replays from the key
+            row = self._advance(at)
             self._next = at + 1
         return row
 
     @abstractmethod
-    def _advanced(self, step: int) -> torch.Tensor: ...
+    def _advance(self, step: int) -> torch.Tensor: ...
 
 
-class RecurrentStream(_Replaying):
-    """Rows y = C⁻¹z for a banded C, by forward substitution on a ring of the last bands-1 rows.
+class RecurrentStream(_StreamWithPast):
+    """Compute rows y = C⁻¹z for a banded C by forward substitution on a ring of the last bands-1 rows.
 
         y_t = (z_t - Σ_{i=1}^{bands-1} C[t, t-i]·y_{t-i}) / C[t, t]
 
-    `strategy_row(t)` gives C[t, t], C[t, t-1], ...; `row_norm` is the largest norm of a row of C⁻¹. Sums are
-    float32, or float64 where the dtype is. The rounding of a kept row feeds back into later rows as a change of z
-    by as much; with float32 that is 1e-7 of the noise.
-
-    Guarantee: row(t) has the same bits in every run: products and sums are separate, correctly rounded
-    operations on each element, in one order, whatever the device or the shard. Asked for a step that is
-    not the next one (after a restart, or going back), the stream replays the steps before it from the
-    key, which costs one row of normals and one substitution for each.
+    `strategy_row(t)` returns C[t, t], C[t, t-1], ..., C[t, t-bands+1]. `row_norm` is the largest ‖row of C⁻¹‖.
 
     >>> from dpoptim.noise import NoiseKey
     >>> key = NoiseKey.from_bytes(bytes(32))
@@ -132,26 +253,23 @@ class RecurrentStream(_Replaying):
         row_norm: float,
         memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> None:
-        self.source = source
-        self.steps = steps
+        super().__init__(source, steps)
         self._strategy_row = strategy_row
-        # Row t is kept at index t % (bands-1), over row t-(bands-1), which no later row needs.
+        # Row t overwrites row t-(bands-1), which no later row needs.
         self._size = max(bands - 1, 1)
         self._ring = RowMemory(source, memory, count=self._size, stddev=row_norm, part="ring")
-        self._next = 0
 
     @property
     def memory_bytes(self) -> int:
         return self._ring.memory_bytes
 
-    def _advanced(self, step: int) -> torch.Tensor:
-        """Row `step`, put into the ring; the ring must hold the rows before it."""
+    def _advance(self, step: int) -> torch.Tensor:
         diagonal, *lagged = self._strategy_row(step)
         row = self.source.normals(step, dtype=self._ring.dtype)
         if diagonal != 1.0:
             row *= 1.0 / diagonal
         terms = [
-            KeptTerm(slot=(step - lag) % self._size, step=step - lag, coef=-coef / diagonal)
+            RowTerm(slot=(step - lag) % self._size, step=step - lag, coef=-coef / diagonal)
             for lag, coef in enumerate(lagged[:step], start=1)
         ]
         self._ring.add_products(row, terms)
@@ -159,17 +277,13 @@ class RecurrentStream(_Replaying):
         return row
 
 
-class BufferedStream(_Replaying):
-    """Rows y = C⁻¹z for a buffered C, from the buffers s_j = Σ_{i≥1} decays[j]^(i-1)·y_{t-i}.
+class BufferedStream(_StreamWithPast):
+    """Compute rows y = C⁻¹z for a buffered C from the buffers s_j = Σ_{i≥1} decays[j]^(i-1)·y_{t-i}.
 
         y_t = z_t - Σ_j weights[j]·s_j,    then    s_j ← decays[j]·s_j + y_t
 
-    As c_i = Σ_j weights[j]·decays[j]^(i-1), the first line is row t of Cy = z, solved for y_t. `buffer_norms` are
-    the largest standard deviations of the buffers. Sums are float32, or float64 where the dtype is.
-
-    Guarantee: row(t) has the same bits in every run: products and sums are separate, correctly rounded
-    operations on each element, in one order. Asked for a step that is not the next one, the same one again
-    included, the stream replays the steps before it from the key, at one row of normals for each.
+    Because c_i = Σ_j weights[j]·decays[j]^(i-1), the first line is row t of Cy = z, solved for y_t. `buffer_norms`
+    are the largest standard deviations of the buffers.
 
     >>> from dpoptim.noise import NoiseKey
     >>> key = NoiseKey.from_bytes(bytes(32))
@@ -191,21 +305,18 @@ class BufferedStream(_Replaying):
         steps: int,
         memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> None:
-        self.source = source
-        self.steps = steps
+        super().__init__(source, steps)
         self._decays, self._weights = list(decays), list(weights)
         self._buffers = [
             RowMemory(source, memory, count=1, stddev=norm, part=f"buffer {index}")
             for index, norm in enumerate(buffer_norms)
         ]
-        self._next = 0
 
     @property
     def memory_bytes(self) -> int:
         return sum(buffer.memory_bytes for buffer in self._buffers)
 
-    def _advanced(self, step: int) -> torch.Tensor:
-        """Row `step`, which the buffers then hold; they must hold the rows before it."""
+    def _advance(self, step: int) -> torch.Tensor:
         row = self.source.normals(step, dtype=self._buffers[0].dtype)
 
         def advance(begin: int, end: int) -> None:
@@ -224,6 +335,6 @@ class BufferedStream(_Replaying):
         return row
 
 
-def check_step(step: int, steps: int) -> None:
+def _check_step(step: int, steps: int) -> None:
     if not 0 <= step < steps:
-        raise ValueError(f"step={step} is not in [0, steps={steps}); optimize the strategy for more steps")
+        raise ValueError(f"Expected step in [0, {steps}), got {step}. Optimize the strategy for more steps.")

@@ -1,4 +1,4 @@
-"""Private optimizers: geometry, second moment, update rule; the named variants; their slow twins."""
+"""Private optimizers: geometry, second moment, update rule; the named variants; their reference implementations."""
 
 from dpoptim.optim.geometries import Delayed, Flat, FromPublic, Geometry, InverseRoot
 from dpoptim.optim.optimizer import PrivateOptimizer

@@ -1,6 +1,4 @@
-"""What the slots of the optimizer are given: parameters as one vector, its state, its group's settings and the step.
-Released values only.
-"""
+"""What the slots of the optimizer receive: parameters as one vector, their state, the group's settings and the step."""
 
 from __future__ import annotations
 
@@ -14,39 +12,38 @@ from torch import Tensor
 from dpoptim.kernels.flat import flatten, unflatten
 
 SCALARS = {"noise_moment"}
-"""State that is one number for all parameters of a bundle."""
+"""State that is one number for the whole bundle."""
 
 
 @dataclass(frozen=True)
 class ParameterBundle:
-    """The parameters of one group, precision and device end to end: one operation serves them all.
+    """The parameters of one group, precision and device, concatenated so that one operation serves them all.
 
-    `state` is kept between steps and saved, through views into it that the optimizer holds for each parameter;
-    `passing` is made again when a run is resumed. `step` counts completed steps: 0 before the first release, t after
-    the t-th.
+    `state` persists between steps and is saved, through views that the optimizer holds for each parameter. `transient`
+    is recomputed when a run is resumed. `step` counts completed steps: 0 before the first release, t after the t-th.
     """
 
     names: list[str]
     parameters: list[Tensor]
     state: dict[str, Tensor]
-    passing: dict[str, Tensor]
+    transient: dict[str, Tensor]
     group: dict[str, Any]
     step: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the state: fp32 (float64 for float64 parameters), whatever the parameters are stored in."""
+        """The dtype of the state: float64 for float64 parameters, else float32."""
         return torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
 
     def get(self, key: str) -> Tensor:
-        """The state vector `key`, zeros at first."""
+        """Return the state vector `key`, which starts as zeros."""
         if key not in self.state:
             numel = sum(parameter.numel() for parameter in self.parameters)
             self.state[key] = torch.zeros(numel, dtype=self.dtype, device=self.parameters[0].device)
         return self.state[key]
 
     def flat(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes as one vector, to be read."""
+        """Concatenate tensors of the parameters' shapes into one vector, for reading."""
         return flatten([by_name[name] for name in self.names], self.dtype)
 
     @property
@@ -55,12 +52,11 @@ class ParameterBundle:
         return any(parameter.dtype != self.dtype for parameter in self.parameters)
 
     def values(self) -> Tensor:
-        """The parameters as one vector, to be read: with what rounding took from them, where it took something.
+        """Return the parameters as one vector, for reading, with what rounding removed from them.
 
-        An update is often smaller than half of the last bit of a 16-bit parameter, and would be lost in every step.
-        So `state["rounding"]` keeps what the stored value lacks, and both together are a value in the state's
-        precision. A parameter that is set from outside is taken as it is: a remainder counts where value and remainder
-        round to what is stored, as they do where nobody else wrote.
+        An update is often smaller than half of the last bit of a 16-bit parameter and would be lost in every step. So
+        `state["rounding"]` keeps the remainder. If a parameter was set from outside, its remainder is ignored: it
+        counts only where value plus remainder round to what is stored.
         """
         stored = self._stored()
         if not self.rounds:
@@ -86,5 +82,5 @@ class ParameterBundle:
         return self.flat(dict(zip(self.names, self.parameters, strict=True)))
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """Views into a vector, of the parameters' shapes."""
+        """Split a vector into views of the parameters' shapes."""
         return unflatten(vector, self.parameters)

@@ -1,7 +1,6 @@
-"""The commonest updates in one pass over memory: by torch's own fused Adam on a CPU, by a kernel on a GPU with Triton.
+"""The most common updates in one pass over memory: torch's fused Adam on a CPU, a Triton kernel on a GPU.
 
-Each function here says what is computed, or returns None where the slots compute it themselves; both agree to the
-rounding of the state's dtype.
+Where no fused version applies, the slots compute the same up to the rounding of the state's dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from dpoptim.kernels import choose as gpu
+from dpoptim.kernels import choose
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import Adam, UpdateRule
 from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
@@ -20,20 +19,20 @@ from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    if not gpu.available("cuda"):
+    if not choose.available("cuda"):
         return None
-    from dpoptim.kernels import adam_triton as triton_adam
+    from dpoptim.kernels import adam_triton
 
-    return triton_adam
+    return adam_triton
 
 
 def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
-    on_gpu = gpu.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
+    on_gpu = choose.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
     return _kernels() if on_gpu and all(parameter.is_contiguous() for parameter in bundle.parameters) else None
 
 
 def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:
-    """One step of Adam(W) on the noisy gradient, both moments and the parameters at once; False if not done here."""
+    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it."""
     if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
         return False
     if _runs_on_cpu(bundle):
@@ -60,7 +59,7 @@ def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondM
 
 
 def _runs_on_cpu(bundle: ParameterBundle) -> bool:
-    """In the precision of the state alone, and where nothing divides by 0."""
+    """Whether torch's fused Adam applies: parameters in the precision of the state, and no division by 0."""
     whole = all(p.device.type == "cpu" and p.dtype == bundle.dtype and p.is_contiguous() for p in bundle.parameters)
     return whole and bundle.group["eps"] > 0
 

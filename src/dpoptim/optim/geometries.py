@@ -1,8 +1,7 @@
-"""Geometries: the scale s_t that multiplies gradients before clipping and divides the noise. A function of released
-values alone.
+"""Geometries: the scale s_t that multiplies gradients before clipping and divides the noise.
 
-`scale(bundle)` is s for the step after `bundle.step` completed ones and reads the state only, so it can be made again
-after a restart; `begin` prepares the state before the first step, `observe` takes in what a step released.
+A geometry is a function of released values only. `begin` prepares the state before the first step. `observe` sees what
+a step released. `scale` returns s for the next step and reads only the state, so it can be recomputed after a restart.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """s = 1: plain clipping, isotropic noise."""
+    """s = 1: plain clipping and isotropic noise."""
 
     def begin(self, bundle: ParameterBundle) -> None:
         pass
@@ -46,14 +45,17 @@ class Flat:
 class InverseRoot:
     """s = ε/(ν̂ᵖ + ε), in (0, 1]: scale-then-privatize at p = ½.
 
-    exponent: p. 0 is post-processing (at clip norm ζ/s for the constant s = ε/(1 + ε), which is ζ at ε = ∞), ¼ the
-        noise optimum of AdaClip, ⅓ PAGAN, ½ the paper.
-    eps_scale: ε_s1, in the unit of ν̂ᵖ. Where ν̂ᵖ is far below it the scale is 1, at math.inf everywhere.
-    normalise: False is the paper's s = 1/(ν̂ᵖ + ε), with clip norm ζ; True the same algorithm with clip norm ζ·ε,
-    which keeps
-        `clip_norm` in the units of a raw gradient norm and never overflows.
-    debias: take ν̂ = ν/(1−β₂ᵗ) (the paper), or ν itself.
-    start: ν̂ before the first step; 0 makes the first scale 1 (normalised).
+    Args:
+        exponent: p. 0 is post-processing with clip norm ζ/s for the constant s = ε/(1 + ε), which is ζ at ε = ∞.
+            ¼ is the noise optimum of AdaClip, ⅓ is PAGAN, ½ is the paper.
+        eps_scale: ε_s1, in the unit of ν̂ᵖ. Where ν̂ᵖ is far below it the scale is 1; at math.inf it is 1 everywhere.
+        normalise: True keeps `clip_norm` in the units of a raw gradient norm and never overflows. False is the paper's
+            s = 1/(ν̂ᵖ + ε). Both are the same algorithm, with clip norms ζ·ε and ζ.
+        debias: Use ν̂ = ν/(1−β₂ᵗ), as in the paper, or ν itself.
+        start: ν̂ before the first step; 0 makes the first (normalised) scale 1.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     exponent: float = 0.5
@@ -67,10 +69,10 @@ class InverseRoot:
             raise ValueError(f"exponent={self.exponent} must lie in [0, 1]")
         if not self.eps_scale > 0:
             raise ValueError(
-                f"eps_scale={self.eps_scale} must be positive: it bounds the scale where the second moment is 0"
+                f"eps_scale={self.eps_scale} must be positive. It bounds the scale where the second moment is 0."
             )
         if math.isinf(self.eps_scale) and not self.normalise:
-            raise ValueError("eps_scale=inf with normalise=False makes the scale 0; use normalise=True, where it is 1")
+            raise ValueError("eps_scale=inf with normalise=False makes the scale 0. Use normalise=True, where it is 1.")
         if not self.start >= 0:
             raise ValueError(f"start={self.start} must be 0 or more")
 
@@ -93,10 +95,18 @@ class InverseRoot:
 
 @dataclass(frozen=True, kw_only=True)
 class Delayed:
-    """DP²: `plain_steps` of plain private SGD average their releases, then `scaled_steps` clip g/(√A + ε), in turn.
+    """DP²: alternate `plain_steps` of plain private SGD, which average their releases, and `scaled_steps` that clip
+    g/(√A + ε).
 
-    A ← decay·A + (1−decay)·(average release)², or A + (average release)² where decay is None (AdaGrad).
-    clip_ratio: clip norm of the scaled steps over that of the plain ones; the noise follows it.
+    Args:
+        plain_steps: Steps that build the preconditioner.
+        scaled_steps: Steps that use it.
+        decay: A ← decay·A + (1−decay)·(average release)²; None sums instead, A + (average release)² (AdaGrad).
+        eps: ε.
+        clip_ratio: Clip norm of the scaled steps over that of the plain ones. The noise scales with it.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     plain_steps: int
@@ -107,7 +117,7 @@ class Delayed:
 
     def __post_init__(self) -> None:
         if self.plain_steps < 1:
-            raise ValueError(f"plain_steps={self.plain_steps} must be 1 or more: the preconditioner is made there")
+            raise ValueError(f"plain_steps={self.plain_steps} must be 1 or more. They build the preconditioner.")
         if self.scaled_steps < 1:
             raise ValueError(f"scaled_steps={self.scaled_steps} must be 1 or more")
         if self.decay is not None and not 0 <= self.decay < 1:
@@ -122,7 +132,7 @@ class Delayed:
         bundle.get("release_sum")
 
     def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
-        position = (bundle.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step that is now complete
+        position = (bundle.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step just completed
         if position >= self.plain_steps:
             return
         total = bundle.get("release_sum").add_(noisy_grad)
@@ -137,15 +147,23 @@ class Delayed:
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         if bundle.step % (self.plain_steps + self.scaled_steps) < self.plain_steps:
-            bundle.passing.pop("divided_by", None)
+            bundle.transient.pop("divided_by", None)
             return None
-        bundle.passing["divided_by"] = bundle.get("preconditioner").sqrt() + self.eps
-        return 1 / (self.clip_ratio * bundle.passing["divided_by"])
+        bundle.transient["divided_by"] = bundle.get("preconditioner").sqrt() + self.eps
+        return 1 / (self.clip_ratio * bundle.transient["divided_by"])
 
 
 class FromPublic:
-    """AdaDPS: s = 1/√(A + ε) with A from PUBLIC data, A ← decay·A + (1−decay)·g_pub², renewed every `renew_every`
-    steps.
+    """AdaDPS: s = 1/√(A + ε), where A ← decay·A + (1−decay)·g_pub² comes from PUBLIC data.
+
+    Args:
+        gradients: Returns {parameter name: gradient} of public data.
+        renew_every: How many steps to use one A.
+        decay: The decay of A; 0 replaces it.
+        eps: ε.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     def __init__(
@@ -178,5 +196,5 @@ class FromPublic:
         total.lerp_(public.square(), 1 - self.decay)
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor:
-        bundle.passing["divided_by"] = (bundle.get("preconditioner") + self.eps).sqrt()
-        return 1 / bundle.passing["divided_by"]
+        bundle.transient["divided_by"] = (bundle.get("preconditioner") + self.eps).sqrt()
+        return 1 / bundle.transient["divided_by"]

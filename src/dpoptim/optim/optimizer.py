@@ -1,6 +1,4 @@
-"""The one optimizer: a `torch.optim.Optimizer` whose slots (geometry, second moment, update rule) read released
-values alone.
-"""
+"""The one optimizer: a `torch.optim.Optimizer` whose slots (geometry, second moment, rule) see only noisy values."""
 
 from __future__ import annotations
 
@@ -22,16 +20,39 @@ from dpoptim.privacy import PrivacyPlan, Release
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """Trains `model` under `plan`: call `loss_per_example.sum().backward()`, then `step()`.
+    """Train a model under a privacy plan: call `loss_per_example.sum().backward()`, then `step()`.
 
-    Every `step()` that closes a batch makes one release, also when the batch is empty; `p.grad` is never set or read.
-    Nothing in here sees an un-noised gradient: clipping and noise are in `dpoptim.clipping`.
+    The named variants (`dpoptim.scale_then_privatize` and so on) create it. Every `step()` that closes a batch makes
+    one release, even if the batch is empty. `p.grad` is never set or read.
 
-    `observers` are called in every step with what was released, before the parameters move; they read it and do not
-    change it. At that moment `mechanism.scale` is still the scale of the step.
+    `state_dict()` contains neither the noise key nor the noise. To resume a run, save the key in its own file
+    (`NoiseKey.save`) and pass it as `key=`; the noise of every step is recomputed from it.
 
-    `state_dict()` holds neither the noise key nor the noise: keep the key in its own file (`NoiseKey.save`) and pass
-    it again as `key=` to continue a run; the noise of every step is made again from it.
+    Guarantee:
+        Nothing in this class sees a gradient without noise. Clipping and noise are in `dpoptim.clipping`.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        release: What each step releases.
+        lr: The learning rate.
+        rule: The update rule.
+        geometry: The scale of gradients before clipping.
+        second_moment: What the update divides by.
+        param_groups: Dicts as for `torch.optim`; None puts all trainable parameters into one group.
+        loss_reduction: "sum" or "mean": how the loop reduces the losses before backward.
+        key: The noise key of a run to resume; None creates one.
+        run_id: Public name of the run; None creates one. `load_state_dict` restores it.
+        external_batches: True if the caller draws batches as the plan says, without a `private_loader`.
+        noise_memory: How correlated noise stores its past.
+        clipping_memory: Bytes that a physical batch may use to clip faster, beyond what it needs.
+
+    Attributes:
+        observers: Functions called in every step with what was released, before the parameters move. They must not
+            change it. At that moment `mechanism.scale` is still the scale of the step.
+
+    Raises:
+        ValueError: If an argument has the wrong type or is out of range, or if a trainable parameter is in no group.
     """
 
     def __init__(
@@ -54,12 +75,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"model must be an nn.Module, got {type(model).__name__}; pass the model itself, not model.parameters()"
+                f"model must be an nn.Module, got {type(model).__name__}. Pass the model, not model.parameters()."
             )
-        if not isinstance(plan, PrivacyPlan):
-            raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}; the order is (model, plan, lr)")
+        check_plan(plan)
         if key is not None and not isinstance(key, NoiseKey):
-            raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}; use NoiseKey.load(path)")
+            raise ValueError(f"key must be a NoiseKey, got {type(key).__name__}. Use NoiseKey.load(path).")
         if not lr >= 0:
             raise ValueError(f"lr={lr} must be 0 or more")
         if loss_reduction not in ("sum", "mean"):
@@ -93,29 +113,37 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan as it runs, with what this optimizer releases."""
+        """The plan, with what this optimizer releases."""
         return self.mechanism.plan
 
     @property
     def key(self) -> NoiseKey:
-        """The secret behind noise; save it with `key.save(path)` to be able to continue this run."""
+        """The secret key of the noise. Save it with `key.save(path)` to be able to resume this run."""
         return self.mechanism.key
 
     def explain(self) -> str:
-        """How the last physical batch was clipped: which way was chosen for each parameter, and what it held.
+        """Describe how the last physical batch was clipped, to see where time and memory go.
 
-        The choice follows from shapes, the scale and `clipping_memory`; print it to see where time and memory go.
+        Returns:
+            The method and the memory of each parameter. They follow from shapes, the scale and `clipping_memory`.
         """
         return str(self.mechanism.explain())
 
     def captured(self, losses: Callable[..., Tensor], *, together: int | None = None) -> Captured:
-        """A function that does for a batch what `losses(*batch).sum().backward()` does, and returns the losses: on a
-        GPU as one CUDA graph for each shape, so that small batches do not wait for the host.
+        """Capture the losses and their backward as CUDA graphs, so that small batches do not wait for the host.
 
-        `losses` returns one loss an example, of tensors that have the examples as their first axis. It and the model
-        run as Python code when a shape is new, and not when it comes again: what else they read must stay in its place,
-        and they must not branch on values. A batch is filled up to a multiple of `together` rows (by default by an
-        eighth at the most), whose losses do not count, so that few shapes are met. On a CPU it runs as it is.
+        The result does for a batch what `losses(*batch).sum().backward()` does and returns the losses. On a GPU it runs
+        one CUDA graph per shape. On a CPU it runs the functions as usual.
+
+        Args:
+            losses: Returns one loss per example, from tensors with the examples on their first axis. It and the model
+                run as Python code only when a shape is new. So whatever else they read must keep its place in memory,
+                and they must not branch on values.
+            together: Batches are padded to a multiple of this many rows, to keep the number of shapes small. Padding
+                does not count. None pads by at most an eighth.
+
+        Returns:
+            A function of a batch.
 
         >>> import dpoptim
         >>> model = nn.Linear(3, 1)
@@ -132,7 +160,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Close the batch: release it with noise and update the parameters. Returns what `closure` returns."""
+        """Close the batch: release it with noise, then update the parameters.
+
+        Args:
+            closure: Computes the losses and calls backward, as for `torch.optim`.
+
+        Returns:
+            What `closure` returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,17 +196,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: the guarantee is over a fixed set of parameters."""
-        if hasattr(self, "release"):
-            raise ValueError("param_group cannot be added to a private optimizer; make a new one with all groups")
+        """Refuse further groups: the guarantee covers a fixed set of parameters.
+
+        Raises:
+            ValueError: Once the optimizer exists.
+        """
+        if hasattr(self, "mechanism"):
+            raise ValueError("param_group cannot be added to a private optimizer. Create a new one with all groups.")
         super().add_param_group(param_group)
 
     def detach(self) -> None:
-        """Give the model back its own forward; the optimizer cannot be used afterwards."""
+        """Restore the model's own forward. The optimizer cannot be used afterwards."""
         self.mechanism.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, settings, the plan and the number of steps taken; plain values, no secrets."""
+        """Return moments, settings, the plan and the number of steps taken, as plain values without secrets."""
         state = super().state_dict()
         state["privacy"] = {
             **self.mechanism.state(),
@@ -182,7 +221,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue a run. Refused unless plan and key are those of the run."""
+        """Resume a run.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+
+        Raises:
+            ValueError: If plan, key or variant differ from those of the run.
+        """
         privacy = state_dict.get("privacy")
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")
@@ -190,18 +236,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
             now = self.plan.to_dict()
             other = sorted(name for name in now if privacy["plan"].get(name) != now[name])
             raise ValueError(
-                f"state_dict belongs to another privacy plan (its {', '.join(other)} differ); make the optimizer with "
-                "the plan of the run it continues"
+                f"state_dict belongs to a different privacy plan: {', '.join(other)} differ. Create the optimizer with "
+                "the plan of the run."
             )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
-                "state_dict was made with another noise key; load the run's key with NoiseKey.load(path) and pass it "
-                "as key=. Continuing with a new key would break the correlation of the noise and the sampling"
+                "state_dict was made with a different noise key. Resuming with a new key would break the correlation "
+                "of the noise and the sampling: load the run's key with NoiseKey.load(path) and pass it as key=."
             )
         if privacy["variant"] != self._variant():
             raise ValueError(
                 f"state_dict is of {' with '.join(privacy['variant'])} and this optimizer is "
-                f"{' with '.join(self._variant())}; make the optimizer by the same call as the run's"
+                f"{' with '.join(self._variant())}. Create the optimizer with the same call as in the run."
             )
         self.mechanism.resume(privacy)
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
@@ -213,7 +259,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
 
     def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """torch casts loaded state to the parameter's dtype; moments of bf16 parameters must stay fp32."""
+        """Undo torch's cast of loaded state to the parameter's dtype: moments of bf16 parameters must stay fp32."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, parameter in zip(saved, parameters, strict=True):
@@ -224,7 +270,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = copy.copy(value)
 
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter]]]:
-        """The trained parameters of each bundle, with the number of their group."""
+        """The trained parameters of each bundle, with the index of their group."""
         found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -234,11 +280,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return [(index, parameters) for (index, _, _), parameters in found.items()]
 
     def _bundles(self) -> Iterator[ParameterBundle]:
-        """Each bundle in turn; state that is new when the next one is asked for gets its views."""
-        for (index, parameters), (state, passing) in zip(self._members, self._kept, strict=True):
+        """Yield each bundle, then create the per-parameter views of its new state."""
+        for (index, parameters), (state, transient) in zip(self._members, self._kept, strict=True):
             names = [self._names[parameter] for parameter in parameters]
             bundle = ParameterBundle(
-                names, list(parameters), state, passing, self.param_groups[index], self.mechanism.step
+                names, list(parameters), state, transient, self.param_groups[index], self.mechanism.step
             )
             yield bundle
             for key, vector in state.items():
@@ -249,14 +295,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     self.state[parameter][key] = view
 
     def _gather_state(self) -> None:
-        """Make the bundles' vectors of what was loaded for each parameter, and views into them again."""
+        """Rebuild the bundles' vectors from what was loaded for each parameter."""
         for bundle in self._bundles():
             loaded = [self.state.pop(parameter, {}) for parameter in bundle.parameters]
             bundle.state.clear()
-            bundle.passing.clear()
+            bundle.transient.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
                 if key == "rounding" and not (bundle.rounds and all(key in state for state in loaded)):
-                    continue  # of a run in another precision
+                    continue  # saved by a run in a different precision
                 if key in SCALARS:
                     bundle.state[key] = loaded[0][key]
                 else:
@@ -279,11 +325,17 @@ def _checked_groups(names: dict[nn.Parameter, str], groups: Iterable[dict[str, A
     given = [p for group in groups for p in group["params"]]
     for parameter in given:
         if parameter not in names:
-            raise ValueError(f"param_groups has a parameter of shape {tuple(parameter.shape)} that is not the model's")
+            raise ValueError(f"param_groups has a parameter of shape {tuple(parameter.shape)} that is not the model's.")
     missing = [name for p, name in names.items() if p.requires_grad and p not in set(given)]
     if missing:
         raise ValueError(
-            f"param_groups lacks the trainable parameter '{missing[0]}'; add it, or freeze it with "
-            "requires_grad_(False)"
+            f"param_groups lacks the trainable parameter '{missing[0]}'. Add it, or freeze it with "
+            "requires_grad_(False)."
         )
     return groups
+
+
+def check_plan(plan: object) -> None:
+    """Refuse anything but a plan, which usually means that arguments are in the wrong order."""
+    if not isinstance(plan, PrivacyPlan):
+        raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}. The order is (model, plan, lr).")

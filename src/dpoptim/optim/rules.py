@@ -1,9 +1,9 @@
-"""Update rules: how moments are accumulated and what direction the parameter moves in.
+"""Update rules: how moments are accumulated and in which direction the parameters move.
 
-Each is the rule of the `torch.optim` class of its name. With no noise and no clipping they agree step for step, except
-that a second moment of another square than g̃'s own (IME, JME, public, noiseless) is one of the gradient alone, where
-`torch.optim` adds a `weight_decay` that is not decoupled to the gradient first; AdamW agrees everywhere.
-ν is the second moment as accumulated, ν̂ what the update divides by; `step` counts from 1.
+Each is the rule of the `torch.optim` class of the same name. Without noise and clipping they agree step for step, with
+one exception: if the second moment is not that of g̃ (IME, JME, public, noiseless), it does not include a `weight_decay`
+that is added to the gradient. AdamW agrees everywhere. ν is the second moment as accumulated, ν̂ what the update divides
+by; `step` counts from 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpoptim.optim.bundle import ParameterBundle
 
 
 class UpdateRule(Protocol):
-    """The second slot of every variant: Adam, AdaGrad, RMSProp or SGD."""
+    """The update rule of a variant: Adam, AdaGrad, RMSProp or SGD."""
 
     @property
     def eps(self) -> float: ...
@@ -36,7 +36,14 @@ class UpdateRule(Protocol):
 class Adam:
     """μ ← β₁μ + (1−β₁)g, ν ← β₂ν + (1−β₂)g²; direction (μ/(1−β₁ᵗ)) / denominator; ν̂ = ν/(1−β₂ᵗ).
 
-    `weight_decay` is added to the noisy gradient as in `torch.optim.Adam`; `decoupled=True` is AdamW.
+    Args:
+        betas: (β₁, β₂).
+        eps: Added to the denominator, or its floor under bias correction.
+        weight_decay: Added to the noisy gradient, as in `torch.optim.Adam`.
+        decoupled: True is AdamW: decay multiplies the parameters instead.
+
+    Raises:
+        ValueError: If a value is out of range.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -67,13 +74,33 @@ class Adam:
 
 
 def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:
-    """Adam with decoupled weight decay: θ ← (1 − lr·weight_decay)·θ before the update."""
+    """Create Adam with decoupled weight decay: θ ← (1 − lr·weight_decay)·θ before the update.
+
+    Args:
+        betas: (β₁, β₂).
+        eps: Added to the denominator, or its floor under bias correction.
+        weight_decay: The decay.
+
+    Returns:
+        `Adam(..., decoupled=True)`.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
     return Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGrad:
-    """ν ← ν + g², direction g / denominator. Where ν and g are 0 the step is 0, also at eps = 0."""
+    """ν ← ν + g², direction g / denominator. Where ν and g are 0 the step is 0, even at eps = 0.
+
+    Args:
+        eps: Added to the denominator, or its floor under bias correction.
+        weight_decay: Added to the noisy gradient.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
 
     eps: float = 1e-10
     weight_decay: float = 0.0
@@ -99,7 +126,17 @@ class AdaGrad:
 
 @dataclass(frozen=True, kw_only=True)
 class RMSProp:
-    """ν ← αν + (1−α)g², not debiased; direction g / denominator, through a momentum buffer if momentum > 0."""
+    """ν ← αν + (1−α)g², not debiased; direction g / denominator, through a momentum buffer if momentum > 0.
+
+    Args:
+        alpha: α.
+        momentum: The momentum of the buffer.
+        eps: Added to the denominator, or its floor under bias correction.
+        weight_decay: Added to the noisy gradient.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
 
     alpha: float = 0.99
     momentum: float = 0.0
@@ -115,12 +152,7 @@ class RMSProp:
         _not_negative("weight_decay", self.weight_decay)
 
     def defaults(self) -> dict[str, Any]:
-        return {
-            "alpha": self.alpha,
-            "momentum": self.momentum,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        return {"alpha": self.alpha, "momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.lerp_(value, 1 - group["alpha"])
@@ -134,7 +166,15 @@ class RMSProp:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """buf ← momentum·buf + g, direction buf: no second moment."""
+    """buf ← momentum·buf + g, direction buf: no second moment.
+
+    Args:
+        momentum: The momentum of the buffer.
+        weight_decay: Added to the noisy gradient.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
 
     momentum: float = 0.0
     weight_decay: float = 0.0

@@ -1,7 +1,7 @@
 """Second moments: which released values ν is made of, and what the update divides by.
 
-The rule accumulates (EMA or sum) and debiases; a second moment says what it accumulates and how the denominator
-comes of it.
+The rule accumulates (average or sum) and debiases. A second moment chooses what to accumulate and turns it into the
+denominator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NoSecondMoment:
 
 @dataclass(frozen=True)
 class OfNoisyGradient:
-    """ν of g̃², as Adam on the noisy gradient has it; denominator √ν̂ + eps. Biased upwards by the noise's variance."""
+    """ν of g̃², as in Adam on the noisy gradient; denominator √ν̂ + eps. The noise's variance biases it upwards."""
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         nu_hat = _accumulate(bundle, rule, gradient.square())
@@ -47,8 +47,8 @@ class OfNoisyGradient:
 class NoiseCorrected:
     """ν of g̃² minus the noise's known share b_t of it; denominator √max(ν̂ − b_t, eps²).
 
-    b_t accumulates the variances φ·‖row i of C⁻¹‖² as ν accumulates squares, so it is exact for every rule and
-    mechanism. The floor eps bounds the update: without one, coordinates whose estimate is near 0 or negative explode.
+    b_t accumulates the variances φ·‖row i of C⁻¹‖² exactly as ν accumulates squares, so it is exact for every rule and
+    mechanism. The floor eps bounds the update. Without it, coordinates with an estimate near 0 or below would explode.
     """
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
@@ -63,7 +63,7 @@ class NoiseCorrected:
 
 @dataclass(frozen=True)
 class OfReleasedSquare:
-    """ν of the second release (IME, JME; un-noised under the non-private plan); denominator √max(ν̂, 0) + eps."""
+    """ν of the second release (IME, JME; without noise under the non-private plan); denominator √max(ν̂, 0) + eps."""
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
         assert released.square is not None
@@ -72,7 +72,7 @@ class OfReleasedSquare:
 
 
 class OfPublicGradient:
-    """ν of the squared gradient of PUBLIC data, taken anew at every step; denominator √ν̂ + eps."""
+    """ν of the squared gradient of PUBLIC data, recomputed at every step; denominator √ν̂ + eps."""
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._source = CachedPublicGradients(gradients)
@@ -85,21 +85,16 @@ class OfPublicGradient:
 
 @dataclass(frozen=True)
 class OfScale:
-    """The denominator is what the gradient was divided by before clipping: the update stays in the scaled space
-    (DP², AdaDPS).
-    """
+    """DP², AdaDPS: divide by what the gradient was divided by before clipping: the update stays in the scaled space."""
 
     def denominator(
         self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released
     ) -> Tensor | None:
-        return bundle.passing.get("divided_by")
+        return bundle.transient.get("divided_by")
 
 
 class CachedPublicGradients:
-    """Calls `gradients` once a step, however many parameters ask, with gradients enabled.
-
-    `optimizer.step()` runs without them; a function may call `torch.autograd.grad` there as anywhere else.
-    """
+    """Calls `gradients` once per step, with autograd enabled (`optimizer.step()` disables it)."""
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
         self._gradients = gradients
@@ -113,7 +108,7 @@ class CachedPublicGradients:
             for name, value in latest.items():
                 if value is None:
                     raise ValueError(
-                        f"public_gradients gave None for '{name}'; take gradients inside `with dpoptim.public_data():`"
+                        f"public_gradients gave None for '{name}'. Compute them inside `with dpoptim.public_data():`."
                     )
             self._latest, self._step = {name: value.detach() for name, value in latest.items()}, step
         return self._latest

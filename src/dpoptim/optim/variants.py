@@ -1,15 +1,19 @@
 """The paper's optimizers, each one expression: release, geometry, second moment, update rule.
 
-Common arguments: `model`, a calibrated `plan`, `lr`, and by keyword
-- `rule`: Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its arguments;
-- `param_groups`: dicts as for torch.optim;
-- `loss_reduction`: "sum" or "mean", how the loop reduces the loss vector before backward;
-- `key`: a NoiseKey, to continue a run;
-- `run_id`: public, new for every optimizer and restored by load_state_dict; given only to make the same noise again;
-- `noise_memory`: NoiseMemory(bits=16, on_host=True), say: how correlated noise keeps its past;
-- `clipping_memory`: bytes that a physical batch may take beyond what it needs, to clip faster (64 MiB; see
-  `optimizer.explain()`);
-- `external_batches`: True says that the caller draws batches as the plan says, without a private_loader.
+Every variant takes `model`, a calibrated `plan`, `lr`, and these keyword arguments:
+
+- `param_groups`: Dicts as for torch.optim.
+- `loss_reduction`: "sum" or "mean", how the loop reduces the loss vector before backward.
+- `key`: The NoiseKey of a run to resume.
+- `run_id`: The public name of the run, new for every optimizer and restored by load_state_dict. Pass it only to
+  recompute the same noise.
+- `noise_memory`: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
+- `clipping_memory`: Bytes that a physical batch may use to clip faster, beyond what it needs (64 MiB; see
+  `optimizer.explain()`).
+- `external_batches`: True if the caller draws batches as the plan says, without a private_loader.
+
+A `rule` is Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its arguments. Every variant
+raises ValueError for arguments of the wrong type or out of range.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from dpoptim.noise import NoiseKey, NoiseMemory, StrategySpec
 from dpoptim.optim.geometries import Delayed, Flat, FromPublic, Geometry, InverseRoot
-from dpoptim.optim.optimizer import PrivateOptimizer
+from dpoptim.optim.optimizer import PrivateOptimizer, check_plan
 from dpoptim.optim.rules import SGD, AdaGrad, Adam, UpdateRule
 from dpoptim.optim.second_moments import (
     NoiseCorrected,
@@ -44,7 +48,7 @@ from dpoptim.privacy import (
 
 
 class Common(TypedDict, total=False):
-    """Keyword arguments that every variant takes."""
+    """Keyword arguments that every variant takes; see the module."""
 
     param_groups: Iterable[dict[str, Any]] | None
     loss_reduction: Literal["sum", "mean"]
@@ -67,7 +71,19 @@ def dp_sgd(
     weight_decay: float = 0.0,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """θ ← θ − lr·buf, buf ← momentum·buf + g̃: DP-SGD, and DP-MF under a plan with correlated noise."""
+    """Create DP-SGD: buf ← momentum·buf + g̃, θ ← θ − lr·buf. Under a plan with correlated noise this is DP-MF.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        momentum: The momentum of the buffer.
+        weight_decay: Added to the noisy gradient.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
+    """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum, weight_decay=weight_decay),
         geometry=Flat(), second_moment=NoSecondMoment(), **common,
@@ -82,7 +98,18 @@ def post_processing(
     rule: UpdateRule = ADAM,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """The rule on the noisy gradient as it is: ν of g̃², update μ̂ / (√ν̂ + eps)."""
+    """Create the rule on the noisy gradient: ν of g̃², update μ̂ / (√ν̂ + eps).
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        rule: The update rule.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
+    """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfNoisyGradient(), **common,
@@ -97,14 +124,26 @@ def bias_correction(
     rule: UpdateRule | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """Post-processing with the noise's known bias taken out of ν̂: update μ̂ / √max(ν̂ − b_t, eps²).
+    """Create post-processing with the noise's known bias removed from ν̂: update μ̂ / √max(ν̂ − b_t, eps²).
 
-    The rule's eps is the floor and must be positive. rule=None is Adam with eps at the noise's standard deviation
-    (the paper's best, 1e-4, lies near it), so that no coordinate moves by more than about g̃/noise·lr.
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        rule: The update rule; its eps is the floor and must be positive. None is Adam with eps at the noise's standard
+            deviation (the paper's best value, 1e-4, is close to it). Then no coordinate moves by more than about
+            g̃/noise·lr.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: If the rule's eps is 0.
     """
     rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
     if not rule.eps > 0:
-        raise ValueError(f"rule has eps={rule.eps}; bias correction needs a positive floor: try the noise's level")
+        raise ValueError(f"rule has eps={rule.eps}, but bias correction needs a positive floor. Try the noise's level.")
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=NoiseCorrected(), **common,
@@ -122,18 +161,28 @@ def independent_moments(
     square_noise: StrategySpec | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """IME: g and g² are released with noise of their own, at one joint sensitivity; update μ̂ / (√max(ν̂, 0) + eps).
+    """Create IME: release g and g² with separate noise at one joint sensitivity; update μ̂ / (√max(ν̂, 0) + eps).
 
-    rule=None is Adam with eps at the noise's standard deviation: ν̂ is negative for many coordinates, and eps is all
-    they divide by. What is not given is as in `plan.release` where that is an `IndependentMoments`, else as follows.
-    balance: how the budget is split; "equal" is the paper's (default), "mse" the least total error, a number c noises
-        (g, c·g²) alike.
-    squares: "of_average", the square of the average gradient (the paper, default), or "average_of" the examples'
-        squares.
-    square_noise: a kind of noise for the squares; by default the plan's. One that costs more than what the plan was
-        calibrated for is refused: put it into the plan first.
+    Args not given default to those of `plan.release` if it is an `IndependentMoments`.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        rule: The update rule. None is Adam with eps at the noise's standard deviation: ν̂ is negative for many
+            coordinates, and they divide by eps alone.
+        balance: How to split the budget. "equal" is the paper's (default), "mse" minimizes the total error, and a
+            number c puts the same noise on g and c·g².
+        squares: "of_average", the square of the average gradient (the paper, default), or "average_of" the examples'
+            squares.
+        square_noise: The noise for the squares; defaults to the plan's. Noise that costs more than the plan was
+            calibrated for is refused: put it into the plan first.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
     """
-    _check_plan(plan)
+    check_plan(plan)
     planned = plan.release if isinstance(plan.release, IndependentMoments) else IndependentMoments()
     release = IndependentMoments(
         balance=planned.balance if balance is None else balance,
@@ -156,9 +205,18 @@ def joint_moments(
     square_weight: float | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """JME: (g, √λ·average of squares) is one vector with one sensitivity; update as in IME.
+    """Create JME: release (g, √λ·average of squares) as one vector with one sensitivity; update as in IME.
 
-    square_weight: λ; None is 1/(2·clip_norm²), up to which the square comes free under replace adjacency.
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        rule: The update rule. None is Adam with eps at the noise's standard deviation.
+        square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
     """
     release = JointMoments(square_weight=square_weight)
     rule = _floored_adam(plan, release) if rule is None else rule
@@ -181,14 +239,27 @@ def scale_then_privatize(
     start: float = 0.0,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """Gradients are scaled by s_t = ε/(√ν̂ + ε) before clipping and the noise is divided by it; ν of g̃².
+    """Create scale-then-privatize: scale gradients by s_t = ε/(√ν̂ + ε) before clipping, divide by s_t after the noise.
 
-    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ with s_t ≤ 1: a raw gradient norm while ν̂ is small, the paper's ζ·eps_scale.
-    eps_scale: ε. Below the noise's standard deviation the noise feeds on itself through ν̂ and training diverges;
-        None is twice the least stable value. Large values approach post-processing, math.inf is it.
-    exponent: p of ν̂ᵖ in place of √ν̂; ε is then in the unit of ν̂ᵖ. With eps_scale=None, p = 0 is post-processing
-        itself, and where there is nothing but noise, 0 < p ≤ ½ doubles its standard deviation, whatever p.
-    normalise=False is the paper's own parametrisation. debias, start: see `InverseRoot`.
+    `plan.clip_norm` bounds ‖s_t ⊙ g_j‖ with s_t ≤ 1. It is a raw gradient norm while ν̂ is small, and equals the paper's
+    ζ·eps_scale.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        rule: The update rule.
+        eps_scale: ε. Below the noise's standard deviation, noise feeds on itself through ν̂ and training diverges. None
+            is twice the smallest stable value. Large values approach post-processing; math.inf is post-processing.
+        exponent: p of ν̂ᵖ in place of √ν̂; ε is then in the unit of ν̂ᵖ. With eps_scale=None, p = 0 is post-processing,
+            and in pure noise every 0 < p ≤ ½ doubles the noise's standard deviation.
+        normalise: False is the paper's parametrisation.
+        debias: See `InverseRoot`.
+        start: See `InverseRoot`.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
     """
     eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
     geometry = InverseRoot(eps_scale=eps_scale, exponent=exponent, normalise=normalise, debias=debias, start=start)
@@ -207,8 +278,19 @@ def side_information(
     rule: UpdateRule = ADAM,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """ν of the gradient of PUBLIC data, taken at every step by `public_gradients()`: a `PublicGradients`, or a function
-    that gives {parameter name: gradient} and calls the model inside `with dpoptim.public_data():`.
+    """Create an optimizer with ν of the gradient of PUBLIC data.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        public_gradients: Called at every step. A `PublicGradients`, or a function that returns
+            {parameter name: gradient} and calls the model inside `with dpoptim.public_data():`.
+        rule: The update rule.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
     """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
@@ -226,18 +308,33 @@ def noiseless_preconditioner(
     eps_scale: float | None = None,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """NOT PRIVATE, a baseline: ν of the un-noised average gradient's square; `scaled` adds scale-then-privatize.
+    """Create a baseline that is NOT PRIVATE: ν of the squared average gradient without noise.
 
-    The plan must say so itself, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
+    The plan must declare this, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan that releases a `NoiselessSquare`.
+        lr: The learning rate.
+        rule: The update rule.
+        scaled: Also scale gradients before clipping, as in scale-then-privatize.
+        eps_scale: ε of that scale; None is twice the smallest stable value.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: If the plan does not declare that it is not private.
     """
-    _check_plan(plan)
+    check_plan(plan)
     if not isinstance(plan.release, NoiselessSquare):
         raise ValueError(
-            "plan: noiseless_preconditioner is not private and takes only a plan that says so; "
-            "pass plan.with_release(dpoptim.NoiselessSquare())"
+            "plan: noiseless_preconditioner is not private and needs a plan that declares this. "
+            "Pass plan.with_release(dpoptim.NoiselessSquare())."
         )
     warnings.warn(
-        "noiseless_preconditioner is NOT PRIVATE: it trains on un-noised squares and is a baseline for comparison only",
+        "noiseless_preconditioner is NOT PRIVATE. It trains on squares without noise, as a baseline for comparison.",
         stacklevel=2,
     )
     geometry: Geometry = Flat()
@@ -262,11 +359,22 @@ def delayed_preconditioner(
     momentum: float = 0.0,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """DP²: plain private steps average their releases into a preconditioner, then as many steps clip and move in its
-    space.
+    """Create DP²: alternate plain steps, which build a preconditioner, with steps that clip and move in its space.
 
-    `scaled_steps` defaults to `plain_steps`, `scaled_clip_norm` (of g/(√A + eps)) to `plan.clip_norm`.
-    decay=None sums the squares (AdaGrad); a number averages them (RMSProp).
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        plain_steps: Steps that average their releases into the preconditioner.
+        scaled_steps: Steps that use it; defaults to `plain_steps`.
+        decay: A number averages the squares (RMSProp); None sums them (AdaGrad).
+        eps: The constant in g/(√A + eps).
+        scaled_clip_norm: The bound on ‖g/(√A + eps)‖; defaults to `plan.clip_norm`.
+        momentum: The momentum of the steps.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
     """
     if scaled_clip_norm is not None and not scaled_clip_norm > 0:
         raise ValueError(f"scaled_clip_norm={scaled_clip_norm} must be positive")
@@ -295,7 +403,22 @@ def adadps(
     momentum: float = 0.0,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """AdaDPS: clip and move in the space g/√(A + eps), with A from PUBLIC data renewed every `renew_every` steps."""
+    """Create AdaDPS: clip and move in the space g/√(A + eps), with A from PUBLIC data.
+
+    Args:
+        model: The model to train.
+        plan: A calibrated plan.
+        lr: The learning rate.
+        public_gradients: Returns {parameter name: gradient}, as for `side_information`.
+        renew_every: How many steps to use one A.
+        decay: The decay of A; 0 replaces it.
+        eps: The constant in √(A + eps).
+        momentum: The momentum of the steps.
+        **common: See the module.
+
+    Returns:
+        The optimizer.
+    """
     geometry = FromPublic(public_gradients, renew_every=renew_every, decay=decay, eps=eps)
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum),
@@ -304,54 +427,49 @@ def adadps(
 
 
 def noise_level(plan: PrivacyPlan, release: Release) -> float:
-    """Standard deviation of the noise on one coordinate of the averaged gradient, at the noisiest step.
+    """Compute the standard deviation of the noise on one coordinate of the averaged gradient, at the noisiest step.
 
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, clip_norm=2.0, noise_multiplier=0.5)
     >>> noise_level(plan, Gradient())
     0.01
     """
-    _check_plan(plan)
+    check_plan(plan)
     stddev = plan.with_release(release).noise_stddevs().gradient_sum
     return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
 
 
 def _floored_adam(plan: PrivacyPlan, release: Release) -> Adam:
-    """Adam whose eps keeps coordinates with a small or negative second moment at the noise's own level."""
+    """Adam with eps at the noise's level, for coordinates with a small or negative second moment."""
     return Adam(eps=max(noise_level(plan, release), ADAM.eps))
-
-
-def _check_plan(plan: PrivacyPlan) -> None:
-    if not isinstance(plan, PrivacyPlan):
-        raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}; the order is (model, plan, lr)")
 
 
 def _stable_eps_scale(
     plan: PrivacyPlan, rule: UpdateRule, eps_scale: float | None, exponent: float, normalise: bool
 ) -> float:
-    """(2·noise)^(2p)·a, with a·noise^(2p) the least stable ε, or the given one, with a warning below the least.
+    """The given ε, with a warning if it is unstable, or by default (2·noise)^(2p)·a; a·noise^(2p) is the least stable.
 
-    Noise on g̃ has variance φ/s² = φ(ν̂ᵖ/ε + 1)², which returns into ν̂. An average of it alone rests where
-    y = √(ν̂/φ) is 1 + y^(2p)·φᵖ/ε, and y is by what its standard deviation grows. For p < ½ there is always such a y;
-    for p ≥ ½ only from ε = a·φᵖ on, a = (2p)^(2p)/(2p−1)^(2p−1), which is 1 at ½ and 4 at 1. At ε = (4φ)ᵖ, y is 2
-    whatever p ≤ ½; above ½ that would be unstable, hence times a. p = 0 compares nothing: there ε = ∞, s = 1.
-    A sum over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
+    The noise on g̃ has variance φ/s² = φ(ν̂ᵖ/ε + 1)², which returns into ν̂. An average of pure noise rests where
+    y = √(ν̂/φ) satisfies y = 1 + y^(2p)·φᵖ/ε, and y is the factor by which its standard deviation grows. For p < ½ such
+    a y always exists. For p ≥ ½ it exists only from ε = a·φᵖ on, with a = (2p)^(2p)/(2p−1)^(2p−1), which is 1 at ½ and
+    4 at 1. At ε = (4φ)ᵖ, y is 2 for every p ≤ ½; above ½ that would be unstable, hence the factor a. At p = 0 the scale
+    is constant, so ε = ∞ and s = 1. A sum over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
     """
     noise = noise_level(plan, Gradient()) * (math.sqrt(plan.steps) if isinstance(rule, AdaGrad) else 1.0)
     above = 2 * exponent - 1
     stable = (2 * exponent) ** (2 * exponent) / above**above if 0.5 < exponent <= 1 else 1.0
     if eps_scale is None:
         if not normalise:
-            raise ValueError("eps_scale must be given with normalise=False: there the clip norm is in its units")
+            raise ValueError("eps_scale is required with normalise=False, where the clip norm is in its units.")
         return max(2 * noise, ADAM.eps) ** (2 * exponent) * stable if exponent else math.inf
     least = noise ** (2 * exponent) * stable
     if not normalise:
         least *= eps_scale ** (2 * exponent)
     if exponent >= 0.5 and least > eps_scale and plan.noise_multiplier:
         warnings.warn(
-            f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: the noise feeds on "
-            f"itself and the second moment diverges; use eps_scale > {least:.3g}" if normalise else
-            f"clip_norm={plan.clip_norm} lies outside the stable window: the second moment diverges; divide it by "
-            f"{(least / eps_scale) ** (0.5 / exponent):.3g} or more",
+            f"eps_scale={eps_scale} with clip_norm={plan.clip_norm} lies outside the stable window: noise feeds on "
+            f"itself and the second moment diverges. Use eps_scale > {least:.3g}." if normalise else
+            f"clip_norm={plan.clip_norm} lies outside the stable window: the second moment diverges. Divide it by "
+            f"{(least / eps_scale) ** (0.5 / exponent):.3g} or more.",
             stacklevel=3,
         )  # fmt: skip
     return eps_scale
@@ -360,10 +478,10 @@ def _stable_eps_scale(
 def _adaptive(rule: UpdateRule) -> UpdateRule:
     if isinstance(rule, type) or not hasattr(rule, "adaptive"):
         raise ValueError(
-            f"rule={rule!r} must be an instance such as dpoptim.Adam(betas=(0.9, 0.999), weight_decay=0.0)"
+            f"rule={rule!r} must be an instance such as dpoptim.Adam(betas=(0.9, 0.999), weight_decay=0.0)."
         )
     if not rule.adaptive:
         raise ValueError(
-            f"rule={rule} keeps no second moment; use Adam(), AdamW(), AdaGrad() or RMSProp(), or the variant dp_sgd"
+            f"rule={rule} keeps no second moment. Use Adam(), AdamW(), AdaGrad() or RMSProp(), or the variant dp_sgd."
         )
     return rule

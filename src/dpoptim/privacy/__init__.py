@@ -1,9 +1,17 @@
-"""Sampling, accounting, releases, the plan and its statement: all that the guarantee rests on."""
+"""Everything that the guarantee depends on: sampling, releases, accounting, the plan and its statement."""
 
-from dpoptim.privacy.accounting import GaussianRun, PoissonRun, TruncatedPoissonRun, rdp_epsilon
+from dpoptim.privacy.accounting import (
+    GaussianRun,
+    PoissonRun,
+    TruncatedPoissonRun,
+    describe_accountant,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_noise_multiplier,
+    rdp_epsilon,
+)
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.composition import calibrate_runs, epsilon_of_runs
-from dpoptim.privacy.gaussian import gaussian_delta, gaussian_epsilon, gaussian_noise_multiplier
+from dpoptim.privacy.composition import EpsilonSpent, calibrate_runs, epsilon_of_runs
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.release_types import (
     Gradient,
@@ -24,6 +32,7 @@ from dpoptim.privacy.step_ledger import RunHeader, StepLedger
 __all__ = [
     "Adjacency",
     "CyclicPoisson",
+    "EpsilonSpent",
     "GaussianRun",
     "Gradient",
     "IndependentMoments",
@@ -40,6 +49,7 @@ __all__ = [
     "Shuffled",
     "TruncatedPoissonRun",
     "calibrate_runs",
+    "describe_accountant",
     "epsilon_of_runs",
     "gaussian_delta",
     "gaussian_epsilon",

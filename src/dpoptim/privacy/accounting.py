@@ -1,4 +1,4 @@
-"""ε and δ of a whole run: frozen descriptions of what is run, and the accountants that consume them."""
+"""ε and δ of a whole run: descriptions of runs, and the accountants that read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from dpoptim.privacy import gaussian
+from dpoptim.arguments import check_delta, check_number
 from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.sampled_gaussian import DEFAULT_RESOLUTION, grid_interval, one_step, smallest_interval
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 ACCOUNTING_VERSION = 1
-"""Raised whenever a change may alter any ε; part of every cache key."""
+"""Part of every cache key. Increase it with every change that may alter an ε."""
 
-MIN_PLD_DELTA = 1e-12
-"""Below this δ the rounding of the Fourier transform is no longer negligible."""
-
+_MIN_PLD_DELTA = 1e-12  # below this δ the rounding of the Fourier transform matters
 _RDP_ORDERS = [1 + i / 10 for i in range(1, 100)] + list(range(11, 65)) + [2**i for i in range(7, 15)]
+_SQRT2 = math.sqrt(2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianRun:
-    """A run that is one Gaussian mechanism: every participation is counted, sampling does not amplify.
+    """A run that is one Gaussian mechanism: every participation counts, and sampling does not amplify.
 
-    `sensitivity` is the ℓ₂ change of the whole noised sequence, over the noise that one unit of noise
-    multiplier gives: sensitivity of the strategy over its column norm, times the adjacency's factor.
+    Attributes:
+        sensitivity: The ℓ₂ change of the whole noised sequence, relative to the noise of noise multiplier 1. It is
+            the strategy's sensitivity over its column norm, times the adjacency's factor.
 
     >>> round(epsilon(GaussianRun(sensitivity=math.sqrt(3.0)), noise_multiplier=0.134466, delta=1e-7), 3)
     149.093
@@ -43,10 +43,13 @@ class GaussianRun:
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonRun:
-    """Gaussian steps, composed adaptively, each on a secret Poisson sample of rate `sampling_prob`.
+    """An adaptive composition of Gaussian steps, each on a secret Poisson sample.
 
-    `steps` counts those at which one example may be drawn: all of them under `Poisson`, one in `bands` under
-    `CyclicPoisson`, where a step is a block of rows.
+    Attributes:
+        sampling_prob: The probability that an example is drawn.
+        steps: At how many steps one example may be drawn: all of them under `Poisson`, one in `bands` under
+            `CyclicPoisson`, where a step is a block of rows.
+        adjacency: The relation of neighbouring datasets.
 
     >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
     >>> round(epsilon(run, noise_multiplier=1.0, delta=1e-5), 2)
@@ -60,15 +63,15 @@ class PoissonRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TruncatedPoissonRun:
-    """As `PoissonRun`, but a sample above `max_batch_size` is cut to a uniformly random subset of it.
+    """A `PoissonRun` whose samples above `max_batch_size` are cut to a uniformly random subset.
 
-    Condition on the other examples O that were drawn. If |O| < max, nothing changes. Otherwise write K for
-    the subset of O that would be kept without our example; K is uniform whatever |O| is. With probability p =
-    q·max/(|O|+1) our example takes the place of one member of K, which moves the sum by at most 2 clip norms
-    from K's in either neighbour. So one step is a public coin between the sampled Gaussian with sensitivity 1
-    and a `REPLACE` pair of sensitivity 2 with the rate E[p | |O| ≥ max] (arXiv 2508.15089).
+    Condition on the other drawn examples O. If |O| < max, nothing changes. Otherwise let K be the subset of O that
+    would be kept without our example; K is uniform for any |O|. With probability p = q·max/(|O|+1) our example
+    replaces one member of K, which moves the sum by at most 2 clip norms from K's in either neighbour. So one step is a
+    public coin between the sampled Gaussian with sensitivity 1, and a `REPLACE` pair of sensitivity 2 with the rate
+    E[p | |O| ≥ max] (arXiv 2508.15089).
 
-    Guarantee: needs a public number of examples, since both probabilities depend on it.
+    Guarantee: needs a public number of examples, because both probabilities depend on it.
     """
 
     sampling_prob: float
@@ -78,58 +81,60 @@ class TruncatedPoissonRun:
     max_batch_size: int
 
 
-Run = GaussianRun | PoissonRun | TruncatedPoissonRun
-
-
-def _check(noise_multiplier: float, delta: float) -> None:
-    if not (noise_multiplier >= 0.0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"noise_multiplier must be a finite number ≥ 0, got {noise_multiplier!r}")
-    if not 0.0 < delta < 1.0:
-        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
+SampledRun = PoissonRun | TruncatedPoissonRun
+Run = GaussianRun | SampledRun
 
 
 def epsilon(run: Run, *, noise_multiplier: float, delta: float, resolution: float = DEFAULT_RESOLUTION) -> float:
-    """The ε of a run at a given δ, an upper bound that is exact for `GaussianRun`.
+    """Return the ε of a run at a given δ.
 
-    `GaussianRun` is in closed form (Balle and Wang 2018). Poisson runs compose privacy loss distributions,
-    rounded so as never to understate ε; `resolution` is grid points per spread of one step.
+    A `GaussianRun` has a closed form (Balle and Wang 2018). Poisson runs compose privacy loss distributions, rounded
+    so that ε is never understated.
 
-    Edge cases: noise multiplier 0 gives ∞. Poisson runs need δ ≥ 1e-12, for the sake of the Fourier
-    transform.
+    Args:
+        run: What is run.
+        noise_multiplier: σ, relative to one participation; 0 gives ∞.
+        delta: δ in (0, 1), at least 1e-12 for Poisson runs.
+        resolution: Grid points per spread of one step.
+
+    Guarantee: an upper bound, and exact for a `GaussianRun`.
 
     >>> epsilon(GaussianRun(sensitivity=1.0), noise_multiplier=0.0, delta=1e-5)
     inf
     """
-    _check(noise_multiplier, delta)
+    check_number("noise_multiplier", noise_multiplier, low=0.0)
+    check_delta(delta)
     if noise_multiplier == 0.0:
         return math.inf
     if isinstance(run, GaussianRun):
-        return gaussian.gaussian_epsilon(noise_multiplier / run.sensitivity, delta)
+        return gaussian_epsilon(noise_multiplier / run.sensitivity, delta)
     return _pld_epsilon(run, noise_multiplier, delta, resolution)
 
 
 @functools.lru_cache(maxsize=256)
-def _pld_epsilon(
-    run: PoissonRun | TruncatedPoissonRun, noise_multiplier: float, delta: float, resolution: float
-) -> float:
-    if delta < MIN_PLD_DELTA:
-        raise ValueError(
-            f"delta={delta!r} is below {MIN_PLD_DELTA}, where privacy loss distributions lose their accuracy; use a "
-            "larger delta, or rdp_epsilon for an upper bound"
-        )
-    adjacency, rate = run.adjacency, run.sampling_prob
-    interval = grid_interval(noise_multiplier, rate, adjacency, steps=run.steps, resolution=resolution)
-    if isinstance(run, PoissonRun):
-        step = one_step(noise_multiplier, rate, adjacency, interval)
-    else:
-        step = _truncated_step(run, noise_multiplier, interval)
+def _pld_epsilon(run: SampledRun, noise_multiplier: float, delta: float, resolution: float) -> float:
+    check_pld_delta(delta)
+    interval = grid_interval(noise_multiplier, run.sampling_prob, run.adjacency, steps=run.steps, resolution=resolution)
+    step = step_distribution(run, noise_multiplier, interval)
     return float(step.self_compose(run.steps).get_epsilon_for_delta(delta))
 
 
-def _truncated_step(run: TruncatedPoissonRun, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
-    from scipy.stats import binom  # slow to import, and few runs cut their samples
+def check_pld_delta(delta: float) -> None:
+    """Refuse a δ at which privacy loss distributions are not accurate."""
+    if delta < _MIN_PLD_DELTA:
+        raise ValueError(
+            f"Privacy loss distributions are not accurate at delta={delta!r} < {_MIN_PLD_DELTA}. Use a larger delta, "
+            "or rdp_epsilon for an upper bound."
+        )
 
+
+def step_distribution(run: SampledRun, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
+    """Return the privacy loss distribution of one step on a grid of at least the given interval."""
     rate = run.sampling_prob
+    if isinstance(run, PoissonRun):
+        return one_step(noise_multiplier, rate, run.adjacency, interval)
+    from scipy.stats import binom
+
     cut_prob = float(binom.sf(run.max_batch_size - 1, run.num_examples - 1, rate))
     if cut_prob == 0.0:
         return one_step(noise_multiplier, rate, run.adjacency, interval)
@@ -140,9 +145,56 @@ def _truncated_step(run: TruncatedPoissonRun, noise_multiplier: float, interval:
     return cut.compute_mixture(one_step(noise_multiplier, rate, run.adjacency, interval), min(1.0, cut_prob))
 
 
+def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
+    """Return a second upper bound on ε, by Rényi divergences: a different proof and different code.
+
+    ε is the minimum over orders α of the conversion of steps·D_α (Mironov 2017; Canonne, Kamath and Steinke 2020).
+
+    Args:
+        run: What is run; see `has_rdp_bound`.
+        noise_multiplier: σ, relative to one participation; 0 gives ∞.
+        delta: δ in (0, 1).
+
+    Raises:
+        ValueError: If no Rényi bound is implemented for the run.
+
+    >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
+    >>> rdp_epsilon(run, noise_multiplier=1.0, delta=1e-5) > epsilon(run, noise_multiplier=1.0, delta=1e-5)
+    True
+    """
+    check_number("noise_multiplier", noise_multiplier, low=0.0)
+    check_delta(delta)
+    if not has_rdp_bound(run):
+        raise ValueError(f"No Rényi bound is implemented for {run!r}. Use epsilon().")
+    if noise_multiplier == 0.0:
+        return math.inf
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(_RDP_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    if isinstance(run, GaussianRun):
+        accountant.compose(GaussianDpEvent(noise_multiplier / run.sensitivity))
+    else:
+        event = PoissonSampledDpEvent(run.sampling_prob, GaussianDpEvent(noise_multiplier))
+        with _quiet_absl():
+            accountant.compose(event, run.steps)
+    return float(accountant.get_epsilon(delta))
+
+
+def has_rdp_bound(run: Run) -> bool:
+    """Return whether `rdp_epsilon` covers this run.
+
+    Under `REPLACE` the library's Poisson bound is the add/remove value, which is too small.
+
+    >>> has_rdp_bound(PoissonRun(sampling_prob=0.1, steps=1, adjacency=Adjacency.REPLACE))
+    False
+    """
+    return isinstance(run, GaussianRun) or (isinstance(run, PoissonRun) and run.adjacency is not Adjacency.REPLACE)
+
+
 @contextlib.contextmanager
 def _quiet_absl() -> Iterator[None]:
-    """Hush the warning for each Rényi order whose series does not converge: it is simply left out."""
+    """Silence the warning for each Rényi order whose series does not converge; it is simply left out."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -152,52 +204,8 @@ def _quiet_absl() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
-    """A second opinion on ε, by Rényi divergences: another proof and other code, never below the truth.
-
-    ε = min over orders α of the conversion of steps·D_α (Mironov 2017; Canonne, Kamath and Steinke 2020).
-
-    Edge cases: refused for Poisson runs under `REPLACE`, where no Rényi bound is implemented, and for
-    truncated samples.
-
-    >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
-    >>> rdp_epsilon(run, noise_multiplier=1.0, delta=1e-5) > epsilon(run, noise_multiplier=1.0, delta=1e-5)
-    True
-    """
-    _check(noise_multiplier, delta)
-    if isinstance(run, TruncatedPoissonRun):
-        raise ValueError("no Rényi bound is implemented for truncated Poisson samples; use epsilon()")
-    if noise_multiplier == 0.0:
-        return math.inf
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
-    from dp_accounting.rdp import RdpAccountant
-
-    accountant = RdpAccountant(_RDP_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
-    if isinstance(run, GaussianRun):
-        accountant.compose(GaussianDpEvent(noise_multiplier / run.sensitivity))
-    elif run.adjacency is Adjacency.REPLACE:
-        raise ValueError(
-            "no Rényi bound is implemented for Poisson samples under Adjacency.REPLACE "
-            "(the add/remove value is too small there); use epsilon()"
-        )
-    else:
-        event = PoissonSampledDpEvent(run.sampling_prob, GaussianDpEvent(noise_multiplier))
-        with _quiet_absl():
-            accountant.compose(event, run.steps)
-    return float(accountant.get_epsilon(delta))
-
-
-def has_second_opinion(run: Run) -> bool:
-    """Whether `rdp_epsilon` covers this run.
-
-    >>> has_second_opinion(PoissonRun(sampling_prob=0.1, steps=1, adjacency=Adjacency.REPLACE))
-    False
-    """
-    return isinstance(run, GaussianRun) or (isinstance(run, PoissonRun) and run.adjacency is not Adjacency.REPLACE)
-
-
 def describe_accountant(run: Run) -> str:
-    """Name and version of the accountant that `epsilon` uses for a run.
+    """Return the name and version of the accountant that `epsilon` uses for a run.
 
     >>> describe_accountant(GaussianRun(sensitivity=1.0))
     'Gaussian mechanism, closed form (Balle and Wang 2018), exact; accounting version 1'
@@ -211,3 +219,92 @@ def describe_accountant(run: Run) -> str:
             f"dp-accounting {version('dp-accounting')}"
         )
     return f"{name}; accounting version {ACCOUNTING_VERSION}"
+
+
+def gaussian_log_delta(noise_multiplier: float, epsilon: float) -> float:
+    """Return ln δ(ε) of one Gaussian release with sensitivity 1 and standard deviation `noise_multiplier`.
+
+    δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) with μ = 1/σ (Balle and Wang 2018, exact). With x = ε/μ − μ/2 and
+    y = ε/μ + μ/2, y² − x² = 2ε and δ = ½ e^{−x²/2} (erfcx(x/√2) − erfcx(y/√2)), in which no large terms cancel. This
+    is stable from ε = 1e-6 to 1e5 and for very small δ.
+
+    >>> round(math.exp(gaussian_log_delta(1.0, 1.0)), 6)
+    0.126937
+    """
+    from scipy.special import erfcx, ndtr
+
+    if noise_multiplier == 0.0:
+        return 0.0
+    shift = 1.0 / noise_multiplier
+    if shift == 0.0:
+        return -math.inf
+    x = epsilon / shift - shift / 2
+    y = epsilon / shift + shift / 2
+    if x < 0.0:
+        delta = float(ndtr(-x)) - 0.5 * math.exp(-x * x / 2) * float(erfcx(y / _SQRT2))
+        return math.log(delta) if delta > 0.0 else -math.inf
+    difference = float(erfcx(x / _SQRT2)) - float(erfcx(y / _SQRT2))
+    return math.log(0.5 * difference) - x * x / 2 if difference > 0.0 else -math.inf
+
+
+def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
+    """Return the smallest δ at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
+
+    >>> gaussian_delta(0.0, 3.0)
+    1.0
+    """
+    return math.exp(gaussian_log_delta(noise_multiplier, epsilon))
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """Return the smallest ε ≥ 0 at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
+
+    The root of ln δ(ε) = ln δ lies below μ²/2 + μ√(2 ln 1/δ), because δ(ε) ≤ Φ(−x) ≤ e^{−x²/2}. Noise multiplier 0
+    gives ∞.
+
+    >>> round(gaussian_epsilon(1.0 / math.sqrt(3.0), 1e-7), 4)
+    10.0453
+    """
+    from scipy.optimize import brentq
+
+    if noise_multiplier == 0.0:
+        return math.inf
+    log_delta = math.log(delta)
+    if gaussian_log_delta(noise_multiplier, 0.0) <= log_delta:
+        return 0.0
+    shift = 1.0 / noise_multiplier
+    upper = shift * shift / 2 + shift * math.sqrt(-2.0 * log_delta)
+
+    def excess(epsilon: float) -> float:
+        return gaussian_log_delta(noise_multiplier, epsilon) - log_delta
+
+    return float(brentq(excess, 0.0, upper, xtol=1e-300, rtol=1e-14, maxiter=500))
+
+
+def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
+    """Return the smallest σ, up to 1e-12, at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
+
+    Guarantee: `gaussian_epsilon` of the result never exceeds `epsilon`.
+
+    >>> sigma = gaussian_noise_multiplier(10.0453, 1e-7)
+    >>> round(sigma * math.sqrt(3.0), 4)
+    1.0
+    """
+    from scipy.optimize import brentq
+
+    if epsilon == math.inf:
+        return 0.0
+    log_delta = math.log(delta)
+
+    def excess(log_multiplier: float) -> float:
+        return max(gaussian_log_delta(math.exp(log_multiplier), epsilon), -1e9) - log_delta
+
+    low, high = 0.0, 0.0
+    while excess(low) <= 0.0:
+        low -= 1.0
+    while excess(high) > 0.0:
+        high += 1.0
+    multiplier = math.exp(brentq(excess, low, high, xtol=1e-13, rtol=1e-14, maxiter=500))
+    while gaussian_epsilon(multiplier, delta) > epsilon:
+        multiplier *= 1.0 + 1e-12
+    return multiplier

@@ -6,14 +6,17 @@ import enum
 
 
 class Adjacency(enum.Enum):
-    """The relation between two neighbouring datasets, for the unit of one example.
+    """The relation between two neighbouring datasets, which differ in one example.
 
-    With clipping to norm ζ, one participation changes the clipped sum by at most ζ·f, where f is
-    `sensitivity_factor`: 1 for `ZERO_OUT` and `ADD_REMOVE`, 2 for `REPLACE`.
+    If gradients are clipped to norm ζ, one participation changes the clipped sum by at most ζ·f, where f is
+    `sensitivity_factor`.
 
-    Guarantee: an (ε, δ) statement is about one relation and is not comparable with one about another.
-    `ZERO_OUT` and `REPLACE` keep the number of examples, which is therefore public; under
-    `ADD_REMOVE` the number of examples is itself private.
+    Attributes:
+        ZERO_OUT: One example is replaced by a blank whose gradient is zero. The number of examples is public.
+        ADD_REMOVE: One example is added or removed. The number of examples is private.
+        REPLACE: One example is replaced by any other example. The number of examples is public.
+
+    Guarantee: an (ε, δ) holds for one relation and cannot be compared with one for a different relation.
 
     >>> Adjacency.REPLACE.sensitivity_factor
     2
@@ -30,11 +33,11 @@ class Adjacency(enum.Enum):
 
     @property
     def dataset_size_is_public(self) -> bool:
-        """Whether neighbouring datasets have equally many examples."""
+        """Whether neighbouring datasets have the same number of examples."""
         return self is not Adjacency.ADD_REMOVE
 
     def describe(self) -> str:
-        """The relation in words."""
+        """Return the relation in words."""
         return _WORDS[self]
 
 
@@ -46,5 +49,5 @@ _WORDS = {
         "add/remove: one example is added or removed; the number of examples is private, "
         "and the plan's num_examples is a declared constant"
     ),
-    Adjacency.REPLACE: ("replace: one example is replaced by any other example; the number of examples is public"),
+    Adjacency.REPLACE: "replace: one example is replaced by any other example; the number of examples is public",
 }

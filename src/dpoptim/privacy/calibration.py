@@ -1,4 +1,4 @@
-"""The smallest noise multiplier that keeps a run within an (ε, δ)."""
+"""Find the smallest noise multiplier that keeps a run within an (ε, δ)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 import numpy as np
-from scipy.optimize import brentq
 
-from dpoptim.noise.search import disk_cache as remembered
+from dpoptim.arguments import check_delta, check_number
+from dpoptim.noise.search import disk_cache
 from dpoptim.privacy import accounting
-from dpoptim.privacy.accounting import GaussianRun, Run
-from dpoptim.privacy.gaussian import gaussian_noise_multiplier
+from dpoptim.privacy.accounting import GaussianRun, Run, gaussian_noise_multiplier
 
 _COARSE_RESOLUTION = 6.0
 _SMALLEST_MULTIPLIER = 1e-3
@@ -22,7 +21,7 @@ _LARGEST_MULTIPLIER = 1e9
 
 
 def tolerance(epsilon: float) -> float:
-    """How far below the target a calibrated ε may lie: 1e-4, or a part in 10⁴ for targets below 1.
+    """Return how far a calibrated ε may lie below its target: 1e-4, or 1e-4 of a target below 1.
 
     >>> tolerance(8.0), tolerance(0.5)
     (0.0001, 5e-05)
@@ -31,15 +30,21 @@ def tolerance(epsilon: float) -> float:
 
 
 def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True) -> float:
-    """The noise multiplier σ with ε − tolerance(ε) ≤ ε(σ) ≤ ε.
+    """Return the noise multiplier σ with ε − tolerance(ε) ≤ ε(σ) ≤ ε.
 
-    Closed form for a `GaussianRun`; otherwise a root of ln ε(σ) in ln σ, bracketed on a coarse grid of
-    privacy losses and finished on the fine one. The result of the search is kept on disk, and checked by one
-    evaluation of ε whenever it is read.
+    A `GaussianRun` has a closed form. Otherwise the search brackets the root of ln ε(σ) in ln σ on a coarse grid of
+    privacy losses and finishes on the fine one. Results are cached on disk.
 
-    Guarantee: `accounting.epsilon` at the result never exceeds `epsilon`.
-    Edge cases: ε = ∞ gives 0. A target that is met by almost no noise (σ < 1e-3), or that no finite noise
-    meets, is refused.
+    Args:
+        run: What is run.
+        epsilon: The target ε > 0; ∞ gives 0.
+        delta: The target δ in (0, 1).
+        use_cache: Whether to use the disk cache.
+
+    Raises:
+        ValueError: If σ < 1e-3 already meets the target, or no finite σ does.
+
+    Guarantee: `accounting.epsilon` at the result never exceeds `epsilon`. A cached result is checked by computing ε.
 
     >>> calibrate(GaussianRun(sensitivity=1.0), epsilon=math.inf, delta=1e-6)
     0.0
@@ -47,10 +52,8 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
     >>> 0.99999 <= accounting.epsilon(GaussianRun(sensitivity=1.0), noise_multiplier=sigma, delta=1e-6) <= 1.0
     True
     """
-    if not epsilon > 0.0:
-        raise ValueError(f"epsilon={epsilon!r} must be a finite number above 0, or inf")
-    if not 0.0 < delta < 1.0:
-        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
+    check_number("epsilon", epsilon, above=0.0, infinity=True)
+    check_delta(delta)
     if epsilon == math.inf:
         return 0.0
     if isinstance(run, GaussianRun):
@@ -60,7 +63,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta)
 
     inputs = _inputs(run, epsilon, delta)
-    stored = remembered.load("calibration", inputs) if use_cache else None
+    stored = disk_cache.load("calibration", inputs) if use_cache else None
     if stored is not None and stored.shape == (1,) and stored[0] > 0 and _accepts(fine(float(stored[0])), epsilon):
         return float(stored[0])
 
@@ -69,14 +72,14 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
 
     multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
     if use_cache:
-        remembered.store("calibration", inputs, np.array([multiplier]))
+        disk_cache.store("calibration", inputs, np.array([multiplier]))
     return multiplier
 
 
 def _gaussian(run: GaussianRun, epsilon: float, delta: float) -> float:
     multiplier = gaussian_noise_multiplier(epsilon, delta) * run.sensitivity
     while accounting.epsilon(run, noise_multiplier=multiplier, delta=delta) > epsilon:
-        multiplier *= 1.0 + 1e-12  # the product and the quotient by the sensitivity may round apart
+        multiplier *= 1.0 + 1e-12  # multiplying and dividing by the sensitivity may round differently
     return multiplier
 
 
@@ -85,20 +88,22 @@ def _accepts(achieved: float, epsilon: float) -> bool:
 
 
 def _coarse_root(curve: Callable[[float], float], epsilon: float) -> float:
+    from scipy.optimize import brentq
+
     low = high = 1.0
     while curve(low) <= epsilon:
         low /= 2.0
         if low < _SMALLEST_MULTIPLIER:
             raise ValueError(
-                f"epsilon={epsilon!r} is met with a noise multiplier below {_SMALLEST_MULTIPLIER}, which protects "
-                "nobody; ask for a smaller epsilon"
+                f"A noise multiplier below {_SMALLEST_MULTIPLIER} meets epsilon={epsilon!r}, which protects nobody. "
+                "Use a smaller epsilon."
             )
     while curve(high) > epsilon:
         high *= 2.0
         if high > _LARGEST_MULTIPLIER:
             raise ValueError(
-                f"no noise multiplier up to {_LARGEST_MULTIPLIER:g} meets epsilon={epsilon!r}; ask for a larger "
-                "epsilon or delta"
+                f"No noise multiplier up to {_LARGEST_MULTIPLIER:g} meets epsilon={epsilon!r}. "
+                "Use a larger epsilon or delta."
             )
 
     def excess(log_multiplier: float) -> float:
@@ -108,9 +113,9 @@ def _coarse_root(curve: Callable[[float], float], epsilon: float) -> float:
 
 
 def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> float:
-    """Regula falsi in (ln σ, ln ε), aimed at the middle of the accepted band, from a start near it."""
+    """Run regula falsi in (ln σ, ln ε), aimed at the middle of the accepted band, from a start near it."""
     target = math.log(epsilon - tolerance(epsilon) / 2)
-    below: tuple[float, float] | None = None  # (ln σ, ln ε) with ε above the band: too little noise
+    below: tuple[float, float] | None = None  # (ln σ, ln ε) with too little noise: ε lies above the band
     above: tuple[float, float] | None = None
     point, slope = math.log(start), -2.0
     for _ in range(60):
@@ -132,7 +137,7 @@ def _refine(curve: Callable[[float], float], start: float, epsilon: float) -> fl
         else:
             step = (target - height) / slope
             point += max(-0.5, min(0.5, step)) * (1.0 if below is None else 1.05)
-    raise ValueError(f"calibration to epsilon={epsilon!r} did not settle; ask for a slightly different epsilon")
+    raise ValueError(f"Calibration to epsilon={epsilon!r} did not converge. Use a slightly different epsilon.")
 
 
 def _inputs(run: Run, epsilon: float, delta: float) -> dict[str, object]:

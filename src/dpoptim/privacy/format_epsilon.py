@@ -1,4 +1,4 @@
-"""ε as people read it: rounded up, never down, in every table, page and line."""
+"""Format ε for people: rounded up, never down."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from decimal import ROUND_CEILING, Decimal
 
 
 def format_epsilon(epsilon: float) -> str:
-    """ε to read, with four decimals (more below 0.01).
+    """Return ε with four decimals, or more below 0.01.
 
-    Guarantee: never below the number itself, to the last bit of the float: no smaller claim than the accountant's.
+    Guarantee: the text never claims a smaller ε than the accountant's.
 
-    >>> format_epsilon(7.99991), format_epsilon(8.0), format_epsilon(8.00001), format_epsilon(0.000123456), format_epsilon(math.inf)
-    ('8.0000', '8.0000', '8.0001', '0.0001235', '∞')
+    >>> [format_epsilon(value) for value in (7.99991, 8.0, 8.00001, 0.000123456, math.inf)]
+    ['8.0000', '8.0000', '8.0001', '0.0001235', '∞']
     """
     if not math.isfinite(epsilon):
         return "∞"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
+from dpoptim.arguments import check_at_most, check_delta, check_number, check_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
-from dpoptim.privacy import accounting, calibration, sampling
-from dpoptim.privacy import release_types as releases
+from dpoptim.privacy import accounting, calibration, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
 from dpoptim.privacy.adjacency import Adjacency
-from dpoptim.privacy.plain_values import from_plain, to_plain
 from dpoptim.privacy.release_types import Gradient, IndependentMoments, NoiselessSquare, NoiseStddevs, Release
 from dpoptim.privacy.sampling import CyclicPoisson, Poisson, Sampling, Shuffled
 from dpoptim.privacy.statement import privacy_statement
@@ -24,21 +23,31 @@ from dpoptim.privacy.statement import privacy_statement
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Sampling, clipping, what is released and its noise: all that the guarantee rests on, and nothing else.
+    """Everything that the guarantee depends on: sampling, clipping, what is released, and its noise.
 
-    The noise on the SUM of clipped gradients at step t is clip_norm·σ·column_norm(C)·(C⁻¹z)_t with σ the
-    `noise_multiplier`, which is relative to one participation; how often an example participates is the
-    accountant's business. So with `Independent()` noise the standard deviation is clip_norm·σ for every
-    sampling and adjacency.
+    The noise on the SUM of clipped gradients at step t is clip_norm·σ·column_norm(C)·(C⁻¹z)_t, where σ is the
+    `noise_multiplier`. σ is relative to one participation; the accountant handles repeated participation. So with
+    `Independent()` noise the standard deviation is clip_norm·σ for every sampling and adjacency.
 
-    `sampling` is `Shuffled()` by default: nothing about the batches need be secret, and nothing is amplified.
-    `Poisson()` needs much less noise for the same ε, while batches and key stay secret; `CyclicPoisson(bands=...)`
-    does so for correlated noise with as many bands.
+    Args:
+        num_examples: The number of examples, a public number.
+        batch_size: The expected batch size.
+        steps: The number of steps.
+        clip_norm: The largest norm of one example's gradient. inf is for debugging with noise_multiplier=0.
+        sampling: How batches are drawn. `Shuffled()` needs no secrecy and does not amplify. `Poisson()` needs much
+            less noise for the same ε, while batches and key are secret. `CyclicPoisson(bands=...)` does the same for
+            correlated noise with at most that many bands.
+        noise: The kind of noise, such as `Independent()` or `BandedToeplitz(bands=8)`.
+        release: What is released at each step.
+        adjacency: Which datasets are neighbours.
+        noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
+        delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
 
-    Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add and the
-    accountant what to prove, and combinations without a proof are refused when the plan is made.
-    Edge cases: noise_multiplier=0 is for debugging, has ε = ∞, and alone allows clip_norm=∞. `batch_size` is
-    the expected one and `num_examples` a public number: neither is ever read off the data.
+    Raises:
+        ValueError: If an argument is invalid or the combination has no privacy proof.
+
+    Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
+    what to prove. Combinations without a proof are refused when the plan is created.
 
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, noise_multiplier=1.0)
     >>> plan.max_participations, plan.min_separation, round(plan.epsilon(delta=1e-7), 4)
@@ -61,60 +70,43 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
-        if self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size={self.batch_size} exceeds num_examples={self.num_examples}; a batch holds no example twice"
-            )
-        _check_number("clip_norm", self.clip_norm, low=0.0, low_allowed=False, infinity_allowed=True)
+            check_whole(name, getattr(self, name))
+        check_at_most(
+            "batch_size", self.batch_size, "num_examples", self.num_examples, hint="Use a smaller batch_size."
+        )
+        check_number("clip_norm", self.clip_norm, above=0.0, infinity=True)
         if self.noise_multiplier is not None:
-            _check_number("noise_multiplier", self.noise_multiplier, low=0.0, low_allowed=True)
+            check_number("noise_multiplier", self.noise_multiplier, low=0.0)
         if math.isinf(self.clip_norm) and self.noise_multiplier != 0:
-            raise ValueError("clip_norm=inf is unbounded sensitivity; use a finite one, or noise_multiplier=0 to debug")
+            raise ValueError("clip_norm=inf bounds nothing. Use a finite clip_norm, or noise_multiplier=0 to debug.")
         if self.delta is not None:
-            _check_delta(self.delta)
+            check_delta(self.delta)
         if not isinstance(self.adjacency, Adjacency):
-            raise ValueError(f"adjacency must be Adjacency.ZERO_OUT, .ADD_REMOVE or .REPLACE, got {self.adjacency!r}")
+            raise ValueError(f"Expected an Adjacency such as Adjacency.ZERO_OUT, got adjacency={self.adjacency!r}.")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
-            raise ValueError(
-                f"sampling must be Shuffled(), Poisson() or CyclicPoisson(bands=...), got {self.sampling!r}"
-            )
+            raise ValueError(f"Expected sampling Shuffled(), Poisson() or CyclicPoisson(), got {self.sampling!r}.")
         if not isinstance(self.release, Release):
-            raise ValueError(f"release must be one of dpoptim's releases, such as Gradient(), got {self.release!r}")
-        if isinstance(self.noise, type) or not hasattr(self.noise, "optimize"):
-            raise ValueError(
-                f"noise must be made by a call such as Independent() or BandedToeplitz(bands=8), got {self.noise!r}"
-            )
+            raise ValueError(f"Expected a release such as Gradient(), got release={self.release!r}.")
+        release_types.check_noise("noise", self.noise)
         self._refuse_unproved()
 
     def _refuse_unproved(self) -> None:
-        releases.check_supported(self.release, self.sampling)
-        without = self.adjacency is Adjacency.ADD_REMOVE
-        match self.sampling:
-            case Shuffled() if without:
+        release_types.check_supported(self.release, self.sampling)
+        if self.adjacency is Adjacency.ADD_REMOVE:
+            if isinstance(self.sampling, (Shuffled, CyclicPoisson)):
                 raise ValueError(
-                    "Shuffled() under Adjacency.ADD_REMOVE has no proof: removing a record shifts every later batch; "
-                    "use Adjacency.ZERO_OUT, or Poisson()"
+                    f"{self.sampling!r} under Adjacency.ADD_REMOVE has no proof: removing an example moves others to "
+                    "different steps. Use Adjacency.ZERO_OUT, or Poisson()."
                 )
-            case CyclicPoisson() if without:
+            if isinstance(self.sampling, Poisson) and self.sampling.max_batch_size is not None:
                 raise ValueError(
-                    f"{self.sampling!r} under Adjacency.ADD_REMOVE has no proof: removing a record shifts the groups "
-                    "of others; use Adjacency.ZERO_OUT, or Poisson()"
+                    "Truncated Poisson samples under Adjacency.ADD_REMOVE have no proof: truncation depends on the "
+                    "private number of examples. Use Adjacency.ZERO_OUT, or no max_batch_size."
                 )
-            case Poisson(max_batch_size=int()) if without:
-                raise ValueError(
-                    "a truncated Poisson sample under Adjacency.ADD_REMOVE has no proof: how often it is cut depends "
-                    "on the number of examples, which is private there; use Adjacency.ZERO_OUT, or no max_batch_size"
-                )
-            case CyclicPoisson(bands=bands):
-                if bands > self.steps:
-                    raise ValueError(
-                        f"bands={bands} of {self.sampling!r} exceeds steps={self.steps}, so that some groups would "
-                        f"never take part; use at most {self.steps} bands"
-                    )
-                self.sampling.sampling_prob(num_examples=self.num_examples, batch_size=self.batch_size)
+        if isinstance(self.sampling, CyclicPoisson):
+            hint = "Otherwise some groups never take part."
+            check_at_most(f"the bands of {self.sampling!r}", self.sampling.bands, "steps", self.steps, hint=hint)
+            self.sampling.sampling_prob(num_examples=self.num_examples, batch_size=self.batch_size)
         if self.sampling.is_random:
             _refuse_unamplified("noise", self.noise, self.sampling)
             _refuse_unamplified("release.square_noise", self._square_noise, self.sampling)
@@ -127,9 +119,7 @@ class PrivacyPlan:
 
     @property
     def sampling_prob(self) -> float:
-        """The chance of an example to be in a batch: batch_size/num_examples, but under `CyclicPoisson` bands times
-        that, at its group's steps alone.
-        """
+        """The probability that an example is in a batch, under `CyclicPoisson` at its group's steps."""
         return self.sampling.sampling_prob(num_examples=self.num_examples, batch_size=self.batch_size)
 
     @property
@@ -141,19 +131,19 @@ class PrivacyPlan:
 
     @property
     def min_separation(self) -> int:
-        """How many steps lie at least between two participations of one example."""
+        """The least number of steps between two participations of one example."""
         return self.sampling.min_separation(
             num_examples=self.num_examples, batch_size=self.batch_size, steps=self.steps
         )
 
     @functools.cached_property
     def strategy(self) -> Strategy:
-        """The strategy matrix C, optimized for the plan's steps and pattern of participations."""
+        """The strategy matrix C, optimized for the plan's steps and participation pattern."""
         return self._optimized(self.noise)
 
     @functools.cached_property
     def square_strategy(self) -> Strategy:
-        """The strategy of the noise on the square: `strategy`, unless the release names a noise of its own."""
+        """The strategy of the noise on the square: `strategy`, unless the release sets `square_noise`."""
         return self.strategy if self._square_noise == self.noise else self._optimized(self._square_noise)
 
     def _optimized(self, noise: StrategySpec) -> Strategy:
@@ -163,15 +153,15 @@ class PrivacyPlan:
         groups = self.sampling.bands if isinstance(self.sampling, CyclicPoisson) else 1
         if self.sampling.is_random and strategy.bands > groups:
             raise ValueError(
-                f"{noise!r} gave a strategy of {strategy.bands} bands, which {self.sampling!r} does not amplify; if "
-                "the cache of strategies was tampered with, remove it"
+                f"{noise!r} gave a strategy of {strategy.bands} bands, which {self.sampling!r} does not amplify. "
+                "Remove the cache of strategies."
             )
         return strategy
 
     @functools.cached_property
     def run(self) -> Run:
-        """What the accountant is asked about."""
-        strategy, square_strategy = self.strategy, self.square_strategy  # which refuse what has no proof
+        """The run that the accountant is asked about."""
+        strategy, square_strategy = self.strategy, self.square_strategy  # refuse strategies that have no proof
         limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
         if limit is not None and limit < self.num_examples:
             return TruncatedPoissonRun(
@@ -185,7 +175,7 @@ class PrivacyPlan:
             return PoissonRun(sampling_prob=self.sampling_prob, steps=self.max_participations, adjacency=self.adjacency)
         ratio = self.sensitivity_ratio(strategy)
         if isinstance(self.release, IndependentMoments) and self._square_noise != self.noise:
-            ratio = releases.joint_ratio(
+            ratio = release_types.joint_ratio(
                 self.release,
                 ratios=(ratio, self.sensitivity_ratio(square_strategy)),
                 sampling=self.sampling,
@@ -196,7 +186,7 @@ class PrivacyPlan:
         return GaussianRun(sensitivity=self.adjacency.sensitivity_factor * ratio)
 
     def sensitivity_ratio(self, strategy: Strategy) -> float:
-        """How far one example moves the whole run, in units of what one participation may."""
+        """Return how far one example moves the whole run, relative to one participation."""
         sensitivity = strategy.sensitivity(
             max_participations=self.max_participations, min_separation=self.min_separation
         )
@@ -204,13 +194,16 @@ class PrivacyPlan:
 
     @property
     def is_private(self) -> bool:
-        """Whether there is any guarantee at all, whatever δ."""
+        """Whether the plan gives any guarantee."""
         return bool(self.noise_multiplier) and not isinstance(self.release, NoiselessSquare)
 
     def epsilon(self, *, delta: float | None = None) -> float:
-        """ε at `delta` (by default the δ that the plan was calibrated for), never understated.
+        """Return ε at `delta`, by default the plan's own.
 
-        Edge cases: ∞ where there is no noise, or where a square is released without noise.
+        Raises:
+            ValueError: If the noise multiplier or δ is not set.
+
+        Guarantee: never understated. ∞ without noise, or if a square is released without noise.
         """
         multiplier = self._known_multiplier()
         delta = self._known_delta(delta)
@@ -219,8 +212,8 @@ class PrivacyPlan:
         return accounting.epsilon(self.run, noise_multiplier=multiplier, delta=delta)
 
     def rdp_epsilon(self, *, delta: float | None = None) -> float | None:
-        """A looser upper bound on ε, by Rényi divergences; None where none is implemented."""
-        if not accounting.has_second_opinion(self.run):
+        """Return a looser upper bound on ε, by Rényi divergences; None where none is implemented."""
+        if not accounting.has_rdp_bound(self.run):
             return None
         multiplier, delta = self._known_multiplier(), self._known_delta(delta)
         if isinstance(self.release, NoiselessSquare):
@@ -228,25 +221,38 @@ class PrivacyPlan:
         return accounting.rdp_epsilon(self.run, noise_multiplier=multiplier, delta=delta)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
-        """A new plan with the least noise that keeps to (ε, δ): ε is met within 1e-4, never passed."""
-        _check_number("epsilon", epsilon, low=0.0, low_allowed=False, infinity_allowed=True)
-        _check_delta(delta)
+        """Return a new plan with the least noise that keeps to (ε, δ).
+
+        Args:
+            epsilon: The target ε > 0; inf gives no noise.
+            delta: The target δ in (0, 1).
+
+        Raises:
+            ValueError: If the target cannot be met.
+
+        Guarantee: the new plan's ε is within 1e-4 of `epsilon` and never above it.
+        """
+        check_number("epsilon", epsilon, above=0.0, infinity=True)
+        check_delta(delta)
         if isinstance(self.release, NoiselessSquare):
             raise ValueError(
-                "release=NoiselessSquare() is not private at any noise multiplier; for a baseline, calibrate with "
-                "release=Gradient() and then call .with_release(NoiselessSquare())"
+                "release=NoiselessSquare() is not private at any noise multiplier. For a baseline, calibrate with "
+                "release=Gradient() and then call .with_release(NoiselessSquare())."
             )
         multiplier = calibration.calibrate(self.run, epsilon=float(epsilon), delta=float(delta))
         return self.replace(noise_multiplier=multiplier, delta=float(delta))
 
     def replace(self, **changes: Any) -> PrivacyPlan:
-        """A new plan with these fields changed; the noise multiplier stays unless it is among them."""
+        """Return a new plan with these fields changed. The noise multiplier stays unless it is one of them."""
         return dataclasses.replace(self, **changes)
 
     def with_release(self, release: Release) -> PrivacyPlan:
-        """A new plan that releases something else, with the same noise multiplier, and no larger an ε.
+        """Return a new plan that releases something else with the same noise multiplier.
 
-        Edge cases: refused where a `square_noise` of its own, or another balance beside one, would make ε larger.
+        Raises:
+            ValueError: If the new release would make ε larger, because of its `square_noise` or balance.
+
+        Guarantee: ε does not grow.
         """
         changed = self.replace(release=release)
         if not self.noise_multiplier or self._square_noise == changed._square_noise == self.noise:
@@ -257,14 +263,14 @@ class PrivacyPlan:
             same = after.sensitivity <= before.sensitivity * (1.0 + 1e-12)
         if not same:
             raise ValueError(
-                f"release={release!r} makes epsilon larger than that of the plan, which releases {self.release!r}; "
-                "calibrate for it: plan.replace(release=..., noise_multiplier=None).calibrate(epsilon=..., delta=...)"
+                f"release={release!r} has a larger epsilon than release={self.release!r}. Calibrate for it: "
+                "plan.replace(release=..., noise_multiplier=None).calibrate(epsilon=..., delta=...)."
             )
         return changed
 
     def noise_stddevs(self) -> NoiseStddevs:
-        """Noise per unit row: on the clipped sum, and on the averaged square where one is released."""
-        return releases.noise_stddevs(
+        """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
+        return release_types.noise_stddevs(
             self.release,
             sampling=self.sampling,
             adjacency=self.adjacency,
@@ -274,17 +280,20 @@ class PrivacyPlan:
         )
 
     def statement(self, delta: float | None = None) -> str:
-        """What is guaranteed, to whom, by which proof and under which assumptions; for an auditor to read."""
+        """Return the privacy statement for an auditor: what is guaranteed, by which proof, on which assumptions."""
         return privacy_statement(self, delta=delta)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values; `from_dict` gives it back."""
-        fields = {part.name: to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
+        """Return the plan as plain JSON values, which `from_dict` reads."""
+        fields = {part.name: _to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
         return {**fields, "adjacency": self.adjacency.value}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
-        """The plan that `to_dict` described; refuses unknown fields and kinds.
+        """Return the plan that `to_dict` described.
+
+        Raises:
+            ValueError: If a field or a kind is unknown.
 
         >>> plan = PrivacyPlan(num_examples=10, batch_size=2, steps=5, sampling=Poisson())
         >>> PrivacyPlan.from_dict(plan.to_dict()) == plan
@@ -292,68 +301,70 @@ class PrivacyPlan:
         """
         known = {part.name for part in dataclasses.fields(cls)}
         if unknown := set(values) - known:
-            raise ValueError(f"values has unknown fields {sorted(unknown)}; a plan has {sorted(known)}")
+            raise ValueError(f"Unknown fields {sorted(unknown)}. A plan has {sorted(known)}.")
         fields = dict(values)
-        for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", releases)):
+        for name, module in (("sampling", sampling), ("noise", dpoptim.noise), ("release", release_types)):
             if name in fields:
-                fields[name] = from_plain(name, fields[name], module)
+                fields[name] = _from_plain(name, fields[name], module)
         if "adjacency" in fields:
             fields["adjacency"] = Adjacency(fields["adjacency"])
         return cls(**fields)
 
     def _known_multiplier(self) -> float:
         if self.noise_multiplier is None:
-            raise ValueError(
-                "noise_multiplier is not set; call plan.calibrate(epsilon=..., delta=...) or pass noise_multiplier"
-            )
+            raise ValueError("noise_multiplier is not set. Call plan.calibrate(epsilon=..., delta=...), or pass it.")
         return float(self.noise_multiplier)
 
     def _known_delta(self, delta: float | None) -> float:
         delta = self.delta if delta is None else delta
         if delta is None:
-            raise ValueError("delta is not known; pass delta=..., or calibrate the plan, which remembers it")
-        _check_delta(delta)
+            raise ValueError("delta is not set. Pass delta=..., or calibrate the plan.")
+        check_delta(delta)
         return float(delta)
 
 
 def _refuse_unamplified(name: str, noise: StrategySpec, sampling: Sampling) -> None:
-    """Refuse noise for which secret draws are not proved to amplify."""
+    """Refuse noise that secret sampling is not proved to amplify."""
     if isinstance(sampling, CyclicPoisson):
-        bands = _strategy_bands(noise)
+        bands = _max_bands(noise)
         if bands is None or bands > sampling.bands:
-            more = "Shuffled() for this noise" if bands is None else f"CyclicPoisson(bands={bands})"
+            more = "Shuffled()" if bands is None else f"CyclicPoisson(bands={bands})"
             raise ValueError(
                 f"{name}={noise!r} with {sampling!r} has no proof: amplification needs a strategy of at most "
-                f"{sampling.bands} diagonals; use Independent(), or BandedToeplitz or Banded with bands ≤ "
-                f"{sampling.bands}, or {more}"
+                f"{sampling.bands} diagonals. Use Banded or BandedToeplitz with bands <= {sampling.bands}, or {more}."
             )
     elif not isinstance(noise, Independent):
         raise ValueError(
-            f"{name}={noise!r} is correlated, and with {sampling!r} has no proof: amplification of correlated noise is "
-            "proved for cyclic Poisson sampling with a banded strategy only; use sampling=CyclicPoisson(bands=...), "
-            "Independent(), or Shuffled()"
+            f"{name}={noise!r} with {sampling!r} has no proof: amplification of correlated noise needs cyclic sampling "
+            "and a banded strategy. Use sampling=CyclicPoisson(bands=...), Independent() or Shuffled()."
         )
 
 
-def _strategy_bands(noise: StrategySpec) -> int | None:
-    """How many diagonals C has at most; None where the specification does not bound them, as in `BandedInverse`."""
+def _max_bands(noise: StrategySpec) -> int | None:
+    """Return how many diagonals C has at most; None if the specification does not bound them."""
     if isinstance(noise, (Banded, BandedToeplitz)):
         return noise.bands
     return 1 if isinstance(noise, Independent) else None
 
 
-def _check_number(name: str, value: object, *, low: float, low_allowed: bool, infinity_allowed: bool = False) -> None:
-    fits = (
-        isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
-        and (float(value) > low or (low_allowed and float(value) == low))
-        and (infinity_allowed or math.isfinite(float(value)))
-    )
-    if not fits:
-        least = f"{low:g} or more" if low_allowed else f"above {low:g}"
-        raise ValueError(f"{name}={value!r} must be a finite number {least}{', or inf' if infinity_allowed else ''}")
+def _to_plain(value: Any) -> Any:
+    """Turn a dataclass into a dict of its fields with its class name as "kind", and a tuple into a list."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {part.name: _to_plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    return [_to_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _check_delta(delta: object) -> None:
-    if isinstance(delta, bool) or not isinstance(delta, numbers.Real) or not 0.0 < float(delta) < 1.0:
-        raise ValueError(f"delta must be a number strictly between 0 and 1, got {delta!r}; try 1/num_examples or less")
+def _from_plain(name: str, value: Any, module: ModuleType) -> Any:
+    """Undo `_to_plain`. The outer kind is a dataclass of `module`, inner kinds are dataclasses of `dpoptim.noise`."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_from_plain(name, item, module) for item in value)
+    if not (isinstance(value, Mapping) and "kind" in value):
+        return value
+    kind = getattr(module, str(value["kind"]), None)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{name} has the unknown kind {value['kind']!r}. Was it saved by a newer version?")
+    fields = {key: _from_plain(f"{name}.{key}", part, dpoptim.noise) for key, part in value.items() if key != "kind"}
+    if unknown := set(fields) - {part.name for part in dataclasses.fields(kind)}:
+        raise ValueError(f"{name} has the unknown fields {sorted(unknown)}. Was it saved by a newer version?")
+    return kind(**fields)

@@ -1,8 +1,8 @@
 """Privacy loss distributions of the Poisson-sampled Gaussian mechanism.
 
-Discretisation (pessimistic "connect the dots") and composition (FFT) are Google's dp-accounting. What is ours
-is the hockey-stick curve δ(ε) of one step, evaluated for all grid points at once: dp-accounting evaluates it
-point by point, which is where its calibration spends minutes; and a grid chosen by the spread of one step.
+Discretization (pessimistic "connect the dots") and composition (FFT) are Google's dp-accounting. This file computes the
+hockey-stick curve δ(ε) of one step for all grid points at once, which dp-accounting does point by point, in minutes. It
+also chooses the grid by the spread of one step.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtr, ndtri
 
 from dpoptim.privacy.adjacency import Adjacency
 
-if TYPE_CHECKING:  # slow to import, so only where ε is computed
+if TYPE_CHECKING:  # slow to import, so functions import it
     from dp_accounting.pld.pld_pmf import PLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 Floats = NDArray[np.float64]
 
 _TAIL_MASS = 0.5 * math.exp(-50.0)
-_TAIL_DEVIATIONS = -float(ndtri(_TAIL_MASS))
 _MAX_GRID_POINTS = 200_000
-_MAX_COMPOSED_POINTS = 2_000_000
+MAX_COMPOSED_POINTS = 2_000_000
 DEFAULT_RESOLUTION = 32.0
 
 
 class Direction(enum.Enum):
-    """Which of the two neighbours stands first in the divergence.
+    """The two distributions of a divergence, with noise density μ, sampling probability q and sensitivity 1.
 
-    With μ the noise density and q the sampling probability, sensitivity 1:
-    REMOVE is q·μ(x+1) + (1−q)·μ(x) against μ(x); ADD is μ(x) against q·μ(x−1) + (1−q)·μ(x); REPLACE is
-    q·μ(x+1) + (1−q)·μ(x) against q·μ(x−1) + (1−q)·μ(x), in which each example is worth 1, so they lie 2
-    apart.
+    Attributes:
+        REMOVE: q·μ(x+1) + (1−q)·μ(x) against μ(x).
+        ADD: μ(x) against q·μ(x−1) + (1−q)·μ(x).
+        REPLACE: q·μ(x+1) + (1−q)·μ(x) against q·μ(x−1) + (1−q)·μ(x), which lie 2 apart.
     """
 
     REMOVE = "remove"
@@ -45,24 +43,24 @@ class Direction(enum.Enum):
 
 
 def _log_mix(loss: Floats, sampling_prob: float) -> Floats:
-    """ln(1 + (e^loss − 1)/q), the loss without sampling behind a loss with it; −∞ where there is none."""
+    """Return ln(1 + (e^loss − 1)/q), the unsampled loss that gives this sampled loss; −∞ if there is none."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         exact = np.log1p(np.maximum(np.expm1(np.minimum(loss, 40.0)) / sampling_prob, -1.0))
     return np.where(loss > 40.0, loss - math.log(sampling_prob), exact)
 
 
 def hockey_stick(epsilons: Floats, noise_multiplier: float, sampling_prob: float, direction: Direction) -> Floats:
-    """δ(ε) of one Poisson-sampled Gaussian step, for an array of ε of either sign.
+    """Return δ(ε) of one Poisson-sampled Gaussian step, for an array of ε of either sign.
 
-    The privacy loss falls as x grows, so δ(ε) = U(x*) − e^ε L(x*), where U and L are the two distribution
-    functions and x* is the point at which the loss equals ε.
-
-    Edge cases: REMOVE losses never fall below ln(1−q), where δ = 1 − e^ε; ADD losses never pass −ln(1−q),
-    where δ = 0.
+    The privacy loss decreases in x, so δ(ε) = U(x*) − e^ε L(x*), where U and L are the two distribution functions and
+    x* is the point at which the loss equals ε. REMOVE losses are never below ln(1−q), where δ = 1 − e^ε. ADD losses
+    are never above −ln(1−q), where δ = 0.
 
     >>> float(hockey_stick(np.array([1.0]), 1.0, 1.0, Direction.REMOVE)[0].round(6))
     0.126937
     """
+    from scipy.special import log_ndtr, ndtr
+
     epsilons = np.asarray(epsilons, dtype=np.float64)
     q, std = sampling_prob, noise_multiplier
     variance = std * std
@@ -73,7 +71,7 @@ def hockey_stick(epsilons: Floats, noise_multiplier: float, sampling_prob: float
     elif q == 1.0:
         cut = -epsilons * variance / 2
     else:
-        # x = σ²(asinh(−α sinh(ε/2)) − ε/2) with α = e^{1/(2σ²)}(1−q)/q, in logarithms since α overflows.
+        # x = σ²(asinh(−α sinh(ε/2)) − ε/2) with α = e^{1/(2σ²)}(1−q)/q, in logarithms because α overflows.
         half = np.abs(epsilons) / 2
         log_alpha = 0.5 / variance + math.log1p(-q) - math.log(q)
         with np.errstate(divide="ignore"):
@@ -98,9 +96,11 @@ def hockey_stick(epsilons: Floats, noise_multiplier: float, sampling_prob: float
 
 
 def _loss_range(noise_multiplier: float, sampling_prob: float, direction: Direction) -> tuple[float, float]:
-    """Smallest and largest privacy loss outside of which less than e⁻⁵⁰ of the noise lies."""
+    """Return an interval of privacy losses that contains all but e⁻⁵⁰ of the noise."""
+    from scipy.special import ndtri
+
     q, variance = sampling_prob, noise_multiplier**2
-    reach = noise_multiplier * _TAIL_DEVIATIONS
+    reach = noise_multiplier * -float(ndtri(_TAIL_MASS))
     log_rest = math.log1p(-q) if q < 1.0 else -math.inf
 
     def removed(x: float) -> float:
@@ -119,16 +119,18 @@ def _pmf(noise_multiplier: float, sampling_prob: float, direction: Direction, in
     low, high = _loss_range(noise_multiplier, sampling_prob, direction)
     first, last = math.floor(low / interval), math.ceil(high / interval)
     grid: Floats = np.arange(first, last + 1).astype(np.float64) * interval
-    # Rounding may make the curve rise by an ulp; δ(ε) never rises.
+    # δ(ε) never increases, but rounding may make it increase by an ulp.
     deltas = np.minimum.accumulate(hockey_stick(grid, noise_multiplier, sampling_prob, direction))
     try:
         return create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
     except OverflowError:
-        raise ValueError(f"noise_multiplier={noise_multiplier:g} is too small to be accounted for; take more") from None
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier:g} is too small to account for. Use more noise."
+        ) from None
 
 
 def smallest_interval(noise_multiplier: float, sampling_prob: float, adjacency: Adjacency) -> float:
-    """The finest grid on which the losses of one step fit in memory."""
+    """Return the finest grid on which the losses of one step fit in memory."""
     direction = Direction.REPLACE if adjacency is Adjacency.REPLACE else Direction.REMOVE
     low, high = _loss_range(noise_multiplier, sampling_prob, direction)
     return (high - low) / _MAX_GRID_POINTS
@@ -142,11 +144,12 @@ def grid_interval(
     steps: int = 1,
     resolution: float = DEFAULT_RESOLUTION,
 ) -> float:
-    """The grid of losses: one step's spread over `resolution`, coarsened so as to fit in memory.
+    """Return the interval of the grid of losses: one step's spread over `resolution`, or more to fit in memory.
 
-    One step's loss has standard deviation about q·√(e^{1/σ²} − 1), and at most 1/σ. Spreading a loss over its
-    two grid neighbours adds at most h²/4 to its variance, so relative to the spread the error is second
-    order. Any interval gives an upper bound on ε; a finer one gives a tighter bound.
+    One step's loss has a standard deviation of about q·√(e^{1/σ²} − 1), and at most 1/σ. Splitting a loss over its two
+    grid neighbours adds at most h²/4 to its variance, a second-order error.
+
+    Guarantee: every interval gives an upper bound on ε; a finer one gives a tighter bound.
 
     >>> 2e-4 < grid_interval(0.8, 256 / 60_000, Adjacency.ZERO_OUT, steps=10_000) < 3e-4
     True
@@ -159,7 +162,7 @@ def grid_interval(
     factor = adjacency.sensitivity_factor
     coarsest = max(
         smallest_interval(noise_multiplier, sampling_prob, adjacency),
-        factor**2 * mean_loss / _MAX_COMPOSED_POINTS,
+        factor**2 * mean_loss / MAX_COMPOSED_POINTS,
     )
     return max(factor * min(spread, 0.064) / resolution, coarsest * max(1.0, DEFAULT_RESOLUTION / resolution))
 
@@ -167,12 +170,10 @@ def grid_interval(
 def one_step(
     noise_multiplier: float, sampling_prob: float, adjacency: Adjacency, interval: float
 ) -> PrivacyLossDistribution:
-    """The privacy loss distribution of one Poisson-sampled Gaussian step on a grid of the given interval.
+    """Return the privacy loss distribution of one Poisson-sampled Gaussian step on a grid of the given interval.
 
-    `noise_multiplier` is the noise over the clip norm under every adjacency: `REPLACE` places the two
-    neighbours at −1 and +1.
+    `noise_multiplier` is the noise over the clip norm for every adjacency: `REPLACE` puts the neighbours at −1 and +1.
     """
-
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
     def pmf(direction: Direction) -> PLDPmf:

@@ -6,8 +6,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from dpoptim.privacy import accounting
-from dpoptim.privacy import release_types as releases
+from dpoptim.privacy import accounting, release_types
 from dpoptim.privacy.accounting import GaussianRun, TruncatedPoissonRun
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.privacy.release_types import IndependentMoments, JointMoments, NoiselessSquare
@@ -20,9 +19,13 @@ _WIDTH = 100
 
 
 def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
-    """The guarantee of a plan: what holds, for whom, by which proof, under which assumptions.
+    """Return the guarantee of a plan: the answer, then how it is reached, then its assumptions.
 
-    Guarantee: the first line says NOT PRIVATE whenever ε is infinite. No figure depends on data.
+    Args:
+        plan: A plan with a noise multiplier.
+        delta: δ, by default the plan's.
+
+    Guarantee: the first line says NOT PRIVATE whenever ε is infinite. No number depends on data.
 
     >>> from dpoptim.privacy.plan import PrivacyPlan
     >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30).calibrate(epsilon=8.0, delta=1e-6)
@@ -32,36 +35,27 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
     NOT PRIVATE: epsilon = inf (noise_multiplier is 0)
     """
     delta = plan.delta if delta is None else delta
-    epsilon = plan.epsilon(delta=delta)
-    sections = [
-        ("Unit", "one example (one index of the dataset)"),
-        ("Neighbours", plan.adjacency.describe()),
-        ("Sampling", _sampling(plan)),
-        ("Participation", _participation(plan)),
-        ("Released each step", _released(plan)),
-        ("Sensitivity", _sensitivity(plan)),
-        ("Mechanism", _mechanism(plan)),
-        ("Noise", _noise(plan)),
-        ("Accountant", accounting.describe_accountant(plan.run)),
-        ("Second opinion", _second_opinion(plan, delta)),
-        ("Assumptions", ""),
-    ]
-    lines = [headline(plan, epsilon, delta), ""]
-    for title, text in sections:
-        lines += textwrap.wrap(
-            f"{title + ':':<20}{text}",
-            width=_WIDTH,
-            subsequent_indent=" " * 20,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    answer = {
+        "Protected": "one example (one index of the dataset)",
+        "Neighbours": plan.adjacency.describe(),
+        "Sampling": _sampling(plan),
+        "Accountant": f"{accounting.describe_accountant(plan.run)}. {_second_opinion(plan, delta)}",
+    }
+    details = {
+        "Participation": _participation(plan),
+        "Released each step": _released(plan),
+        "Sensitivity": _sensitivity(plan),
+        "Noise": _noise(plan),
+    }
+    lines = [headline(plan, plan.epsilon(delta=delta), delta), *_section(answer), "", *_section(details), ""]
+    lines.append("Assumptions:")
     for assumption in _assumptions(plan):
         lines += textwrap.wrap(f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
-    """The statement's first line, for an ε that the plan's accountant gave; ε is rounded up."""
+    """Return the first line of the statement for the plan's ε, rounded up."""
     if isinstance(plan.release, NoiselessSquare):
         return "NOT PRIVATE: epsilon = inf (the squared gradient is released without noise)"
     if math.isinf(epsilon):
@@ -70,12 +64,32 @@ def headline(plan: PrivacyPlan, epsilon: float, delta: float | None) -> str:
     return f"Differentially private: epsilon = {format_epsilon(epsilon)} at delta = {delta:g}"
 
 
+def _section(texts: dict[str, str]) -> list[str]:
+    lines = []
+    for title, text in texts.items():
+        lines += textwrap.wrap(
+            f"{title + ':':<20}{text}",
+            width=_WIDTH,
+            subsequent_indent=" " * 20,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
 def _sampling(plan: PrivacyPlan) -> str:
     cyclic = f"{plan.sampling.bands}*" if isinstance(plan.sampling, CyclicPoisson) else ""
     return (
         f"{plan.sampling.describe()}. num_examples = {plan.num_examples}, batch_size = {plan.batch_size}, "
         f"{cyclic}batch_size/num_examples = {plan.sampling_prob:.6g}, steps = {plan.steps}"
     )
+
+
+def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
+    second = plan.rdp_epsilon(delta=delta)
+    if second is None:
+        return "No second bound is implemented for this sampling and adjacency"
+    return f"A second proof, by Rényi divergences, gives epsilon <= {format_epsilon(second)}"
 
 
 def _participation(plan: PrivacyPlan) -> str:
@@ -107,7 +121,7 @@ def _sensitivity(plan: PrivacyPlan) -> str:
     if isinstance(plan.run, TruncatedPoissonRun):
         text += f", or {2 * plan.clip_norm:g} where it takes another example's place in a full batch"
     if isinstance(plan.release, IndependentMoments):
-        square = releases.square_sensitivity(
+        square = release_types.square_sensitivity(
             squares=plan.release.squares,
             sampling=plan.sampling,
             adjacency=plan.adjacency,
@@ -116,68 +130,54 @@ def _sensitivity(plan: PrivacyPlan) -> str:
         )
         text += f", and the square by at most {square:.6g}"
     if isinstance(plan.release, JointMoments):
-        weight = releases.default_square_weight(plan.release, plan.clip_norm)
-        joint = releases.joint_sensitivity(
+        weight = release_types.default_square_weight(plan.release, plan.clip_norm)
+        joint = release_types.joint_sensitivity(
             square_weight=weight, sampling=plan.sampling, adjacency=plan.adjacency, clip_norm=plan.clip_norm
         )
         text += f", and the joint vector (weight of the square {weight:.6g}) by at most {joint:.6g}"
     if isinstance(plan.release, NoiselessSquare):
-        text += "; the square is not covered by any noise"
+        text += "; no noise covers the square"
     if isinstance(plan.run, GaussianRun):
-        kind = "exact" if _is_exact(plan) else "an upper bound"
+        pattern = {"max_participations": plan.max_participations, "min_separation": plan.min_separation}
+        exact = plan.square_strategy is plan.strategy and plan.strategy.is_exact_for(**pattern)
+        kind = "exact" if exact else "an upper bound"
         text += f". Over all steps, per clip_norm, with unit columns: {plan.run.sensitivity:.6g} ({kind})"
-    return text
-
-
-def _is_exact(plan: PrivacyPlan) -> bool:
-    pattern = {"max_participations": plan.max_participations, "min_separation": plan.min_separation}
-    return plan.square_strategy is plan.strategy and plan.strategy.is_exact_for(**pattern)
-
-
-def _mechanism(plan: PrivacyPlan) -> str:
-    text = f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
-    if isinstance(plan.release, IndependentMoments) and plan.square_strategy is not plan.strategy:
-        norm = plan.square_strategy.column_norm
-        text += f"; on the square {plan.release.square_noise!r}, column norm {norm:.6g}, accounted for jointly"
     return text
 
 
 def _noise(plan: PrivacyPlan) -> str:
     stds = plan.noise_stddevs()
-    text = f"noise_multiplier = {plan.noise_multiplier:.6g}; "
-    text += f"standard deviation {stds.gradient_sum:.6g} on the clipped sum"
+    text = f"Gaussian matrix mechanism, {plan.noise!r}, column norm {plan.strategy.column_norm:.6g}"
+    each = ""
+    if isinstance(plan.release, IndependentMoments) and plan.square_strategy is not plan.strategy:
+        norm = plan.square_strategy.column_norm
+        text += f"; on the square {plan.release.square_noise!r}, column norm {norm:.6g}, accounted for jointly"
+        each = " of each strategy"
+    text += f". noise_multiplier = {plan.noise_multiplier:.6g}; standard deviation {stds.gradient_sum:.6g} on the "
+    text += "clipped sum"
     if stds.square is not None:
         text += f" and {stds.square:.6g} on the averaged square"
-    own = " of its own strategy" if plan.square_strategy is not plan.strategy else ""
-    return f"{text}, times column norm times row t of the noising matrix{own}"
-
-
-def _second_opinion(plan: PrivacyPlan, delta: float | None) -> str:
-    second = plan.rdp_epsilon(delta=delta)
-    if second is None:
-        return "none is implemented for this sampling and adjacency"
-    return f"epsilon <= {format_epsilon(second)} by Rényi divergences (also an upper bound; the statement is the first line)"
+    return f"{text}, times column norm times row t of the noising matrix{each}"
 
 
 def _assumptions(plan: PrivacyPlan) -> list[str]:
-    key = "the noise key is secret, was drawn by the operating system, and is used for this run alone"
+    secret = "The noise key is secret, comes from the operating system and is used for this run only."
     if plan.sampling.is_random:
-        key += "; nobody learns which examples were in which batch"
+        secret += " Nobody learns which examples were in which batch."
     return [
-        "each example's loss depends on that example and the parameters alone (no batch statistics), and losses are "
-        "summed before the backward, or averaged where the optimizer was told so",
-        "what the model and the collator draw at random (dropout, masks) comes from secret numbers, new at each step: "
-        "dpoptim train, PrivateTrainer and opacus_compat see to that, and a loop of one's own by "
-        "dpoptim.secret_randomness(loader, optimizer)",
-        "an example whose gradient is not finite has weight 0, and nobody is told that there was one",
-        f"no more than {plan.steps} steps are taken under this plan, on batches drawn by its loader, and none twice: "
-        "going back to an older checkpoint repeats noise, which is covered only where everything else is the same, "
-        "data and settings included, and no copy of the run is continued elsewhere",
-        key,
-        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data; "
-        "so are the names of labels, columns and classes, the vocabulary and the longest length, also where they were "
-        "read from the data",
-        "what is read besides the releases is not covered: raw losses, gradient norms, evaluation on the training "
-        "examples, how long steps take, and the choice of hyperparameters by several runs",
-        "noise is Gaussian over the real numbers; what floating point gives away is not covered",
+        "Each example's loss depends only on that example and the parameters (no batch statistics). Losses are summed "
+        "before the backward pass, or averaged if the optimizer has loss_reduction='mean'.",
+        "Random draws of the model and the collator (dropout, masks) are secret and new at each step. dpoptim train, "
+        "PrivateTrainer and the Opacus interface ensure this; your own loop needs "
+        "dpoptim.secret_randomness(loader, optimizer).",
+        "An example whose gradient is not finite gets weight 0, and its existence is not reported.",
+        f"The run takes no more than {plan.steps} steps on batches from its loader. A step is repeated, after resuming "
+        "an older checkpoint, only with the same data and settings, and no copy of the run continues elsewhere.",
+        secret,
+        "num_examples, batch_size and the other numbers above are public and were not chosen by looking at the data. "
+        "So are the names of labels, columns and classes, the vocabulary and the longest length, even if they were "
+        "read from the data.",
+        "Only the released values are covered. Raw losses, gradient norms, evaluation on the training examples, step "
+        "times, and hyperparameters chosen over several runs are not.",
+        "The noise is Gaussian over the real numbers; what floating-point rounding reveals is not covered.",
     ]

@@ -1,13 +1,8 @@
-"""The theory of private adaptive optimizers, as functions."""
+"""The theory of private adaptive optimizers, as functions. They raise ValueError for arguments out of range."""
 
-from dpoptim.theory.advice_alternatives import Alternative
-from dpoptim.theory.advice_signal import GradientSignal
-from dpoptim.theory.advice_window import ScaleWindow, scale_window
-from dpoptim.theory.adviser import Advice, Forecast, advise
-from dpoptim.theory.bias import second_moment_bias
-from dpoptim.theory.exponents import Cost, best_exponent, least_noise_cost, noise_cost
+from dpoptim.theory.adviser import Advice, Forecast, GradientSignal, advise
 from dpoptim.theory.gradient_probe import measure_signal
-from dpoptim.theory.noise_choice import Candidate, Choice, choose_noise, format_bytes
+from dpoptim.theory.noise_choice import Alternative, Candidate, Choice, choose_noise, format_bytes
 from dpoptim.theory.regimes import (
     Signal,
     largest_dimension_bias_correction,
@@ -21,10 +16,12 @@ from dpoptim.theory.second_moments import (
     ime_negative_probability,
     moment_weights,
     negative_probability,
+    second_moment_bias,
     second_moment_mean,
     second_moment_variance,
 )
-from dpoptim.theory.steady_state import (
+from dpoptim.theory.stability_window import (
+    ScaleWindow,
     SecondMomentRegime,
     clip_norm_window,
     collapsed_state,
@@ -32,12 +29,17 @@ from dpoptim.theory.steady_state import (
     feedback,
     mean_field,
     predict,
+    scale_window,
+    steady_second_moment,
 )
-from dpoptim.theory.steady_state import steady_state as steady_second_moment  # steady_state is the module
 from dpoptim.theory.update_noise import (
+    Cost,
+    best_exponent,
     bias_correction_update_bound,
     first_update_sensitivity,
+    least_noise_cost,
     momentum_noise_variance,
+    noise_cost,
     post_processing_update_rms,
     scaled_noise_stddev,
     update_sensitivity,
@@ -49,10 +51,10 @@ __all__ = [
     "Candidate",
     "Choice",
     "Cost",
-    "SecondMomentRegime",
     "Forecast",
     "GradientSignal",
     "ScaleWindow",
+    "SecondMomentRegime",
     "Signal",
     "advise",
     "best_exponent",

@@ -1,8 +1,8 @@
-"""Which variant and which noise to train with, why, and which constants to try: the theory applied to one training.
+"""Which variant and which noise to train with, why, and which constants to try.
 
-The choice of noise is that of `choose_noise`, the choice of variant that of `choose_variant`; the constants come from
-the window of scale-then-privatize and the level of the noise. Nothing here looks at data: gradients are a
-`GradientSignal`, assumed or measured on public examples.
+`choose_noise` selects the noise and `choose_variant` the variant. The constants come from the window of
+scale-then-privatize and the level of the noise. Nothing here looks at data: gradients are described by a
+`GradientSignal`, which is assumed or measured on public examples.
 """
 
 from __future__ import annotations
@@ -11,28 +11,145 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import ndtr
 
 from dpoptim.noise import NoiseMemory
 from dpoptim.noise.series import Series
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient, IndependentMoments, PrivacyPlan
-from dpoptim.theory.advice_alternatives import Alternative, Progress, alternatives
-from dpoptim.theory.advice_moments import moment_laws, momentum_weight, negative_fractions
-from dpoptim.theory.advice_rule import EVIDENCE, MANY_NEGATIVE, choose_variant
-from dpoptim.theory.advice_signal import GradientSignal
-from dpoptim.theory.advice_window import ScaleWindow, rounded, scale_window
-from dpoptim.theory.noise_choice import Choice, choose_noise
-from dpoptim.theory.second_moments import check_beta
+from dpoptim.theory.noise_choice import Alternative, Choice, Progress, alternatives, choose_noise
+from dpoptim.theory.second_moments import (
+    check_beta,
+    moment_laws,
+    momentum_weight,
+    negative_fractions,
+    squared_weight,
+)
+from dpoptim.theory.stability_window import ScaleWindow, rounded, scale_window
 
+PAPER_NORM = 0.27
+"""The mean of ‖g_t‖/ζ while fine-tuning BERT-Tiny in the paper; assumed if nothing is measured."""
+MANY_NEGATIVE = 0.25  # of the coordinates; there g² is .67 standard deviations of ν̂
+_NEGLIGIBLE_NOISE = 0.1  # of g²; ν̂ is 10 % too large and a step 5 % too short
+_LITTLE_GAIN = 0.02  # in the mean share of signal in an update
+_FEWEST_SEEN = 0.5  # of ‖g‖², in coordinates where ν̂ can distinguish it from noise
+_LEAST_PART = 0.01  # of the coordinates, in which an uneven gradient may concentrate
 _MOST_FORECASTS = 10
+_NOTHING = (
+    "there is nothing to adapt to. Fewer trained parameters, larger batches or more examples would help more than any "
+    "variant"
+)
+EVIDENCE = (
+    "Evidence: in the paper's one experiment (BERT-Tiny, masked tokens, three noise levels) scale_then_privatize had "
+    "the lowest loss of the private variants at every level: 3.097, 3.423 and 3.659, compared with 3.251, 3.493 and "
+    "3.697 for post_processing and 3.223, 3.492 and 3.727 for bias_correction. To learn which wins on your task, run a "
+    "trial on public data or within the budget."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSignal:
+    """E g_i²/ζ² of the averaged clipped gradient at the training batch size, as groups of coordinates.
+
+    Attributes:
+        parameters: The number of coordinates.
+        squares: The square of each group, in units of the squared clip norm ζ².
+        weights: The share of the coordinates in each group.
+        measured: Whether the numbers come from (public) gradients or are assumed.
+        examples: How many examples were measured.
+        agreement: ‖g‖ over the mean norm of the examples' clipped gradients; 1 if they all point the same way.
+        example_norms: The 10, 50 and 90 % quantiles of the examples' gradient norms before clipping.
+
+    Raises:
+        ValueError: If a value is out of range or the weights do not add up to 1.
+
+    >>> signal = GradientSignal(parameters=100, squares=(0.0, 2e-4), weights=(0.5, 0.5))
+    >>> round(signal.norm, 6), signal.median, round(signal.share_above(1e-4), 6)
+    (0.1, 0.0001, 1.0)
+    """
+
+    parameters: int
+    squares: tuple[float, ...]
+    weights: tuple[float, ...]
+    measured: bool = False
+    examples: int = 0
+    agreement: float = PAPER_NORM
+    example_norms: tuple[float, float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parameters, bool) or not isinstance(self.parameters, int) or self.parameters < 1:
+            raise ValueError(f"parameters={self.parameters!r} must be the number of trained parameters, at least 1")
+        if not self.squares or len(self.squares) != len(self.weights):
+            raise ValueError(f"squares has {len(self.squares)} groups and weights {len(self.weights)}; use as many")
+        if not all(0 <= square < math.inf for square in self.squares):
+            raise ValueError("squares must be finite numbers of at least 0, in units of the squared clip norm")
+        if not all(weight >= 0 for weight in self.weights) or abs(sum(self.weights) - 1) > 1e-6:
+            raise ValueError(f"weights must be shares of the coordinates that add up to 1, not {sum(self.weights)}")
+        if not 0 <= self.agreement <= 1:
+            raise ValueError(f"agreement={self.agreement} must lie in [0, 1]")
+
+    @classmethod
+    def evenly(cls, *, parameters: int, norm: float = PAPER_NORM) -> GradientSignal:
+        """Assume ‖g‖ = norm·ζ, spread evenly: g_i² = (norm·ζ)²/m in each of the m coordinates.
+
+        This is the most favourable spread for bias correction. The probability of a negative ν̂ falls with g² and is
+        convex in it (nearly linear for small g² under correlated noise). So any other spread of the same norm has more
+        negative coordinates, by Jensen.
+
+        Args:
+            parameters: m.
+            norm: ‖g‖/ζ, in (0, 1].
+
+        Returns:
+            A signal with one group.
+
+        Raises:
+            ValueError: If `norm` is outside (0, 1].
+
+        >>> GradientSignal.evenly(parameters=100, norm=1.0).squares
+        (0.01,)
+        """
+        if not 0 < norm <= 1:
+            raise ValueError(f"norm={norm} must lie in (0, 1]: an average of clipped gradients is no longer than ζ")
+        return cls(parameters=parameters, squares=(norm**2 / parameters,), weights=(1.0,), agreement=norm)
+
+    @property
+    def mean(self) -> float:
+        """The mean of g_i²/ζ² over the coordinates."""
+        return float(np.dot(self.weights, self.squares))
+
+    @property
+    def norm(self) -> float:
+        """√E‖g‖²/ζ."""
+        return math.sqrt(self.parameters * self.mean)
+
+    @property
+    def median(self) -> float:
+        """The median of g_i²/ζ² over the coordinates; between two groups, their mean."""
+        order = np.argsort(self.squares)
+        squares, upto = np.asarray(self.squares)[order], np.cumsum(np.asarray(self.weights)[order])
+        below = squares[int(np.searchsorted(upto, 0.5 - 1e-12))]
+        above = squares[min(int(np.searchsorted(upto, 0.5 + 1e-12)), len(squares) - 1)]
+        return float(below + above) / 2
+
+    def average(self, values: Series) -> float:
+        """Average a quantity over the coordinates, given its value for each group."""
+        return float(np.dot(self.weights, values))
+
+    def share_above(self, level: float) -> float:
+        """Compute the part of ‖g‖² in coordinates with g_i²/ζ² ≥ level; 0 if there is no gradient."""
+        squares, weights = np.asarray(self.squares), np.asarray(self.weights)
+        return float(np.dot(weights, squares * (squares >= level)) / self.mean) if self.mean else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """At one step: the noise's variance φ_t on a coordinate of the averaged gradient, and the parts of ν̂ below 0.
+    """The noise and the share of negative second moments at one step.
 
-    `independent_moments` is None where squares cannot be released under the plan's sampling.
+    Attributes:
+        step: The step, counted from 1.
+        noise_variance: φ_t, the noise variance on a coordinate of the averaged gradient.
+        bias_correction: The share of negative ν̂ after bias correction.
+        independent_moments: The same for IME; None if squares cannot be released under the plan's sampling.
     """
 
     step: int
@@ -45,9 +162,23 @@ class Forecast:
 class Advice:
     """What to train with, why, and the numbers behind it. Variances and eps are in gradient units.
 
-    snr: mean of g² over φ at the last step; below 1 noise exceeds the gradient in a coordinate, on average.
-    signal_share, scaled_share: the mean over coordinates of x/(1+x), x the signal to noise ratio in the update's
-        numerator (momentum included), as coordinates are, and if scaling made x equal in all, which is the most it can.
+    Attributes:
+        epsilon: The target ε.
+        delta: The target δ.
+        choice: The chosen noise.
+        signal: What gradients are assumed or measured to look like.
+        variant: The recommended variant.
+        reason: Why, in one sentence.
+        forecasts: Negative second moments at some steps.
+        snr: The mean of g² over φ at the last step. Below 1, noise exceeds the gradient on average.
+        signal_share: The mean over coordinates of x/(1+x), where x is the signal-to-noise ratio in the update's
+            numerator, momentum included.
+        scaled_share: The same if scaling made x equal in all coordinates, which is the most it can do.
+        window: The window of eps_scale.
+        eps_to_try: Values of eps for bias correction and IME.
+        clip_norms_to_try: Values of the clip norm.
+        alternatives: The other mechanisms at the same (ε, δ).
+        notes: What the numbers are based on, and their limits.
     """
 
     epsilon: float
@@ -68,7 +199,7 @@ class Advice:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan to train with, calibrated."""
+        """The calibrated plan to train with."""
         return self.choice.plan
 
     @property
@@ -78,12 +209,12 @@ class Advice:
 
     @property
     def negative_fraction(self) -> float:
-        """Of the coordinates, after bias correction at the last step, where it is least."""
+        """The share of negative coordinates after bias correction at the last step, where it is smallest."""
         return self.forecasts[-1].bias_correction
 
     @property
     def many_negative(self) -> bool:
-        """Whether more than a quarter of the coordinates would be negative, all along."""
+        """Whether more than a quarter of the coordinates would be negative throughout."""
         return self.negative_fraction > MANY_NEGATIVE
 
 
@@ -100,28 +231,44 @@ def advise(
     memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     progress: Progress | None = None,
 ) -> Advice:
-    """Noise, variant and constants for a plan that is not calibrated yet, at (ε, δ); a pure function of numbers.
+    """Recommend noise, variant and constants for a plan at (ε, δ). A pure function of numbers.
 
-    `signal` is what gradients look like, by default assumed: a norm of .27 clip norms spread evenly. `measure_signal`
-    takes it from PUBLIC examples. Betas are those of Adam.
+    Args:
+        plan: A plan that is not calibrated yet, with release=Gradient().
+        epsilon: The target ε. Without noise (ε = ∞) nothing is negative.
+        delta: The target δ.
+        parameters: The number of trained parameters.
+        signal: What gradients look like. None assumes a norm of .27 clip norms, spread evenly; `measure_signal`
+            measures it on PUBLIC examples.
+        beta1: Adam's momentum.
+        beta2: Adam's second-moment decay.
+        memory_budget: Bytes for past noise, as for `choose_noise`.
+        memory: How past noise is stored.
+        progress: Called with the name of each mechanism before it is calibrated.
 
-    Guarantee: probabilities of a negative ν̂ are within .01 of the exact law for constant gradients of the given
-    sizes (.003 at β₂ = .999).
-    Edge cases: without noise (ε = ∞) nothing is negative; plans that release squares are refused, as the variants bring
-    their own release.
+    Returns:
+        The advice.
+
+    Raises:
+        ValueError: If the plan releases squares, if `signal` is for a different number of parameters, or if an argument
+            is out of range.
+
+    Guarantee:
+        Probabilities of a negative ν̂ are within .01 of the exact distribution for constant gradients of the given
+        sizes (.003 at β₂ = .999).
 
     >>> plan = PrivacyPlan(num_examples=10_000, batch_size=100, steps=300)
     >>> advice = advise(plan, epsilon=5.0, delta=1e-6, parameters=10_000)
-    >>> advice.variant, advice.many_negative, advice.window.fate(advice.window.low / 2).value
+    >>> advice.variant, advice.many_negative, advice.window.regime(advice.window.low / 2).value
     ('scale_then_privatize', True, 'diverges')
     """
     if not isinstance(plan.release, Gradient):
-        raise ValueError(f"plan releases {plan.release!r}; give one with release=Gradient(), variants bring their own")
+        raise ValueError(f"plan releases {plan.release!r}. Use release=Gradient(); variants set their own release.")
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
     signal = GradientSignal.evenly(parameters=parameters) if signal is None else signal
     if signal.parameters != parameters:
-        raise ValueError(f"signal is of {signal.parameters} parameters, parameters={parameters}; give the same model")
+        raise ValueError(f"signal has {signal.parameters} parameters, not {parameters}. Use the same model for both.")
     choice = choose_noise(
         plan,
         epsilon=epsilon,
@@ -133,15 +280,12 @@ def advise(
     )
     rows, missing = alternatives(choice, epsilon=epsilon, delta=delta, memory_budget=memory_budget, progress=progress)
     forecasts, exact = _forecasts(choice.plan, signal, beta2)
-    window = _window(choice.plan, signal)
     shares = _shares(choice.plan, signal, beta1)
     phi = forecasts[-1].noise_variance / plan.clip_norm**2
-    snr = signal.mean / phi if phi else math.inf
     variant, reason = choose_variant(
         signal, phi=phi, negative=forecasts[-1].bias_correction, shares=shares, beta2=beta2
     )
     level = noise_level(choice.plan, Gradient())
-    notes = _notes(choice.plan, signal, exact=exact, missing=missing)
     return Advice(
         epsilon=epsilon,
         delta=delta,
@@ -150,14 +294,73 @@ def advise(
         variant=variant,
         reason=reason,
         forecasts=forecasts,
-        snr=snr,
+        snr=signal.mean / phi if phi else math.inf,
         signal_share=shares[0],
         scaled_share=shares[1],
-        window=window,
+        window=_window(choice.plan, signal),
         eps_to_try=tuple(rounded(level * factor) for factor in (0.3, 1.0, 3.0)),
         clip_norms_to_try=_clip_norms(plan.clip_norm, signal),
         alternatives=rows,
-        notes=notes,
+        notes=_notes(choice.plan, signal, exact=exact, missing=missing),
+    )
+
+
+def choose_variant(
+    signal: GradientSignal, *, phi: float, negative: float, shares: tuple[float, float], beta2: float
+) -> tuple[str, str]:
+    """Choose the variant and give the reason.
+
+    Post-processing is Adam on the noisy gradient. Bias correction removes the noise's share from ν̂ and changes nothing
+    else. Scale-then-privatize also changes how clipping and noise are spread over the coordinates. That helps where
+    gradients are uneven; a constant scale is only a different clip norm. The rule:
+
+    1. φ ≤ .1·g² in half of the coordinates: ν̂ is off by 10 %, steps by 5 %. Post-processing is enough.
+    2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction,
+       which then sees g² and changes nothing else.
+    3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ, κ = (1−β₂)/(1+β₂):
+       there is nothing to adapt to, so post-processing. (If g² is even, the likely window of eps_scale is then narrower
+       than the fluctuation of √ν̂.)
+    4. Assumed, and φ so large that this holds even with all of the gradient in 1 % of the coordinates: likewise.
+    5. Otherwise scale-then-privatize. An assumed even spread cannot show what scaling gains, so the evidence decides.
+       This applies down to a mean g² of about φ/80.
+    """
+    if phi <= _NEGLIGIBLE_NOISE * signal.median:
+        share = phi / signal.median if phi else 0.0
+        return "post_processing", (
+            f"noise adds {share:.1%} to the second moment of the median coordinate, so a step is "
+            f"{1 - 1 / math.sqrt(1 + share):.1%} short: there is little to correct"
+        )
+    excess = f"noise adds {phi / signal.mean:.3g} times" if signal.mean else "noise adds infinitely many times"
+    bias = f"{excess} the mean squared gradient to the second moment"
+    fluctuation = math.sqrt(2 * squared_weight(beta=beta2))
+    if signal.measured:
+        gain = shares[1] - shares[0]
+        if negative <= MANY_NEGATIVE and gain < _LITTLE_GAIN:
+            return "bias_correction", (
+                f"{bias}, which can be removed: {negative:.1%} of the coordinates would be negative (at most "
+                f"{MANY_NEGATIVE:.0%}), and with this spread of gradients scaling would raise the share of signal in "
+                f"an update by only {gain:.3f}"
+            )
+        seen = signal.share_above(fluctuation * phi)
+        if seen < _FEWEST_SEEN:
+            return "post_processing", (
+                f"{bias}, and {seen:.0%} of the squared gradient lies in coordinates where the second moment could "
+                f"distinguish it from noise (g² above {fluctuation:.3g} times the noise): {_NOTHING}"
+            )
+        return "scale_then_privatize", (
+            f"{bias}; bias correction would leave {negative:.1%} of the coordinates negative; scaling before clipping "
+            f"could raise the share of signal in an update from {shares[0]:.3f} to at most {shares[1]:.3f}"
+        )
+    if signal.mean < _LEAST_PART * fluctuation * phi:
+        return "post_processing", (
+            f"{bias}; even with all of the gradient in {_LEAST_PART:.0%} of the coordinates, the second moment could "
+            f"not distinguish it from noise (g² above {fluctuation:.3g} times the noise): {_NOTHING}"
+        )
+    kind = "more" if negative > MANY_NEGATIVE else "no more"
+    return "scale_then_privatize", (
+        f"{bias}; bias correction would leave {negative:.1%} of the coordinates negative, {kind} than "
+        f"{MANY_NEGATIVE:.0%}, if gradients are as assumed (less even gradients have more). How much scaling gains "
+        "depends on the spread, which only a probe can measure; without one, the paper's results decide"
     )
 
 
@@ -168,7 +371,9 @@ def unit_variance(plan: PrivacyPlan) -> float:
 
 
 def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple[tuple[Forecast, ...], bool]:
-    """At the first step, the last, a quarter and some between, spaced evenly in their logarithm."""
+    """At the first step, the last, a quarter of the way, and some in between, evenly spaced in logarithm."""
+    from scipy.special import ndtr
+
     last = plan.steps
     steps = {1, max(1, last // 4), last, *np.geomspace(1, last, _MOST_FORECASTS).round().astype(int).tolist()}
     unit, norms, squares = unit_variance(plan), plan.strategy.row_norms(), np.asarray(signal.squares)
@@ -193,7 +398,7 @@ def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple
 
 
 def _square_stddev(plan: PrivacyPlan) -> float | None:
-    """IME's noise on the averaged square, in units of the squared clip norm; None where it has no proof."""
+    """IME's noise on the averaged square, in units of the squared clip norm; None where IME has no proof."""
     try:
         square = plan.with_release(IndependentMoments()).noise_stddevs().square
     except ValueError:
@@ -215,10 +420,10 @@ def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
 
 
 def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[float, float]:
-    """The mean of x/(1+x) over coordinates as they are, and with x the same in all.
+    """The mean of x/(1+x) over coordinates, without scaling and with x the same in all.
 
-    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x is then its mean everywhere; x/(1+x) is concave,
-    so the second number is never the smaller one (Jensen), and equal only where gradients are even.
+    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. x/(1+x) is
+    concave, so the second number is never smaller (Jensen), and equal only for even gradients.
     """
     noise = unit_variance(plan) * momentum_weight(plan.strategy, step=plan.steps, beta1=beta1)
     if not noise:
@@ -229,28 +434,22 @@ def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[fl
 
 
 def _clip_norms(clip_norm: float, signal: GradientSignal) -> tuple[float, ...]:
-    """Measured: the 10, 50 and 90 % points of the norms. Otherwise the given one, and a third and a tenth of it."""
+    """The quantiles of measured norms, or the given clip norm, a third and a tenth of it."""
     values = signal.example_norms or (clip_norm / 10, clip_norm / 3, clip_norm)
     return tuple(sorted({rounded(value) for value in values if value > 0} or {clip_norm}))
 
 
-def _notes(
-    plan: PrivacyPlan,
-    signal: GradientSignal,
-    *,
-    exact: bool,
-    missing: str | None,
-) -> tuple[str, ...]:
-    """What the numbers rest on, and where to doubt them."""
+def _notes(plan: PrivacyPlan, signal: GradientSignal, *, exact: bool, missing: str | None) -> tuple[str, ...]:
+    """What the numbers are based on, and where to doubt them."""
     if signal.measured:
         source = (
-            f"MEASURED on {signal.examples} public examples at the model's present weights: the averaged clipped "
+            f"MEASURED on {signal.examples} public examples at the model's current weights: the averaged clipped "
             f"gradient at batch size {plan.batch_size} is {signal.norm:.3g} clip norms long; it changes in training"
         )
     else:
         source = (
             f"ASSUMED: the averaged clipped gradient is {signal.norm:.3g} clip norms long (0.27 is the mean in the "
-            "paper's experiment) and, unless another spread was given, spread evenly over the coordinates, the kindest "
+            "paper's experiment) and, unless another spread was given, spread evenly over the coordinates, the best "
             "case for bias correction; --probe or measure_signal measures it"
         )
     notes = [source, EVIDENCE]

@@ -1,18 +1,18 @@
 """Measure on PUBLIC examples what the adviser otherwise assumes: length and spread of the averaged clipped gradient.
 
-THE EXAMPLES MUST BE PUBLIC. Nothing here is noised and no guarantee covers it: advice that was made from private
-gradients gives them away.
+THE EXAMPLES MUST BE PUBLIC. No noise is added here and no guarantee covers the result. Advice based on private
+gradients would reveal them.
 
-An average over n examples is longer than the mean gradient, by the part of it that is chance: E‖g_n‖² = ‖μ‖² + tr V/n.
-Training averages over B examples, so both parts are estimated, coordinate by coordinate, and put together again for B.
-With S_k the clipped sum of the k-th batch of b_k examples, n = Σb_k,
+An average over n examples is longer than the mean gradient because of sampling: E‖g_n‖² = ‖μ‖² + tr V/n. Training
+averages over B examples. So both parts are estimated, coordinate by coordinate, and recombined for B. With S_k the
+clipped sum of the k-th batch of b_k examples and n = Σb_k,
 
     μ² ← ((ΣS_k)² − ΣS_k²) / (n² − Σb_k²),     v ← (ΣS_k² − Σb_k²·μ²) / n,     E g² at batch size B = μ² + v/B
 
-which have no bias, as products of different batches have none: one estimate alone is noise, the total over millions
-of coordinates is not. To see how μ² is spread, coordinates of similar v form groups; in each, μ is taken as normal
-around 0 with the group's mean μ² for variance, and every coordinate as its posterior given ΣS_k/n. Where n is large
-that is what was seen; where it is small, it is the prior.
+These are unbiased, because products of different batches are. One estimate alone is noise, but the total over millions
+of coordinates is not. To see how μ² is spread, coordinates of similar v form groups. In each group μ is taken as normal
+around 0 with the group's mean μ² as its variance, and every coordinate as its posterior given ΣS_k/n. For large n that
+is the observation; for small n it is the prior.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from dpoptim.clipping import clipped_sum
 from dpoptim.noise.series import Series
-from dpoptim.theory.advice_signal import GradientSignal
+from dpoptim.theory.adviser import GradientSignal
 
 _PRIOR_GROUPS = 64
 _GROUPS = 64
-_MOST_COORDINATES = 2_000_000  # looked at one by one; of more, every k-th
+_MOST_COORDINATES = 2_000_000  # of a larger model, every k-th coordinate is used
 _NODES = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))  # of a normal, exact to the fifth power
 
 
@@ -44,17 +44,28 @@ def measure_signal(
     batch_size: float,
     progress: Callable[[int], None] | None = None,
 ) -> GradientSignal:
-    """The signal at training batches of `batch_size`, from small batches of PUBLIC examples; see the module.
+    """Measure the gradient signal at training batches of `batch_size`, from small batches of PUBLIC examples.
 
-    `loss_per_example(model, batch)` returns one loss an example. The model is used as it is, in its present mode, and
-    its parameters' `grad` stay as they were. `progress` is told the number of examples so far.
+    Args:
+        model: The model, used in its current mode. The `grad` of its parameters stays unchanged.
+        loss_per_example: Called as `loss_per_example(model, batch)`; returns one loss per example.
+        batches: At least two batches. More and smaller batches help: a few hundred examples in batches of 8, say.
+        clip_norm: The clip norm of the training.
+        batch_size: The batch size of the training.
+        progress: Called with the number of examples so far.
 
-    Guarantee: E‖g‖² is unbiased. More and smaller batches help: a few hundred examples in batches of 8, say.
-    Edge cases: at least two batches are needed; what no public example touches (rows of an embedding) counts as 0; a
-    total below 0, by chance, counts as the part v/B alone. Examples whose gradients are not finite have weight 0.
+    Returns:
+        The signal. Coordinates that no public example touches (rows of an embedding) count as 0. A total below 0, which
+        happens by chance, counts as v/B alone. Examples with non-finite gradients have weight 0.
+
+    Raises:
+        ValueError: If there are fewer than two batches, no gradient is finite, or an argument is out of range.
+
+    Guarantee:
+        E‖g‖² is estimated without bias. There is no privacy guarantee: the examples must be public.
 
     >>> model = nn.Linear(3, 1, bias=False)
-    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all alike, so that nothing is chance
+    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all equal, so there is no sampling noise
     >>> signal = measure_signal(
     ...     model, lambda m, x: m(x)[:, 0], examples.split(2), clip_norm=1.0, batch_size=100
     ... )
@@ -64,7 +75,7 @@ def measure_signal(
     if not 0 < clip_norm < math.inf:
         raise ValueError(f"clip_norm={clip_norm} must be a positive finite number")
     if not 1 <= batch_size < math.inf:
-        raise ValueError(f"batch_size={batch_size} must be that of the training, at least 1")
+        raise ValueError(f"batch_size={batch_size} must be the training batch size, at least 1")
     total: Tensor | None = None
     total_of_squares: Tensor | None = None
     norms: list[Tensor] = []
@@ -79,7 +90,7 @@ def measure_signal(
         if progress is not None:
             progress(sum(len(one) for one in norms))
     if total is None or total_of_squares is None or len(norms) < 2:
-        raise ValueError(f"batches holds {len(norms)} batches; give at least two, as small ones as you like")
+        raise ValueError(f"batches holds {len(norms)} batches. Pass at least two; they may be small.")
     sizes = np.asarray([len(one) for one in norms], dtype=np.float64)
     mean_squares, variances = split_moments(total.numpy(), total_of_squares.numpy(), sizes)
     count = float(sizes.sum())
@@ -87,7 +98,7 @@ def measure_signal(
     every = torch.cat(norms).numpy()
     finite = every[np.isfinite(every)]
     if not len(finite):
-        raise ValueError("batches: no example has a finite gradient; look at the model and its loss")
+        raise ValueError("batches: no example has a finite gradient. Check the model and its loss.")
     clipped = float(np.minimum(finite, clip_norm).mean())
     length = math.sqrt(float(np.dot(squares, weights)) * len(mean_squares))
     low, middle, high = (float(q) for q in np.quantile(finite, (0.1, 0.5, 0.9)))
@@ -103,9 +114,9 @@ def measure_signal(
 
 
 def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tuple[Series, Series]:
-    """(μ², v) for each coordinate, without bias, from ΣS_k, ΣS_k² and the batches' sizes; single ones may be below 0.
+    """Unbiased (μ², v) per coordinate from ΣS_k, ΣS_k² and the batch sizes; single values may be below 0.
 
-    >>> sums = np.array([[1.0], [3.0]])  # two examples, one a batch: mean 2, variance 2
+    >>> sums = np.array([[1.0], [3.0]])  # two batches of one example: mean 2, variance 2
     >>> [float(x[0]) for x in split_moments(sums.sum(0), (sums**2).sum(0), np.array([1.0, 1.0]))]
     [3.0, 2.0]
     """
@@ -117,10 +128,9 @@ def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tup
 def spread(
     means: Series, mean_squares: Series, variances: Series, *, count: float, batch_size: float
 ) -> tuple[Series, Series]:
-    """E g² at `batch_size` in groups of coordinates, and the groups' weights: see the module for how.
+    """E g² at `batch_size` in groups of coordinates, and the weights of the groups; see the module.
 
-    Guarantee: Σ weights·squares is the unbiased total of μ² + v/B over the coordinates, per coordinate (unless the
-    total of μ² is below 0).
+    Σ weights·squares is the unbiased mean of μ² + v/B over the coordinates, unless the total of μ² is below 0.
     """
     chance = max(0.0, float(variances.mean())) / batch_size
     target = max(0.0, float(mean_squares.mean()))
@@ -146,7 +156,7 @@ def spread(
 
 
 def _grouped(squares: Series, weights: Series) -> tuple[Series, Series]:
-    """At most 64 groups, each at its mean: what is 0, and the rest by size, finer at the top, where most of it lies."""
+    """At most 64 groups, each at its mean: zeros, then the rest by size, finer at the top, which holds most of it."""
     order = np.argsort(squares, kind="stable")
     squares, weights = squares[order], weights[order]
     upto = np.cumsum(np.where(squares > 0, weights, 0.0))

@@ -1,4 +1,4 @@
-"""Which noise to use: every mechanism at one (ε, δ), side by side, and the one that we would take."""
+"""Which noise to use: every mechanism at one (ε, δ), side by side, and the one to choose."""
 
 from __future__ import annotations
 
@@ -25,23 +25,31 @@ from dpoptim.noise import (
 )
 from dpoptim.noise.series import Series
 from dpoptim.privacy import Adjacency, CyclicPoisson, Poisson, PrivacyPlan, Sampling, Shuffled
+from dpoptim.privacy.accounting import describe_accountant
 
-_MOST_NORMAL_ROWS = 16.0  # a mechanism that makes more rows of normals a step costs more time than a model's step
-_AS_GOOD = 1.005  # errors within half a percent are equal: time decides, then memory
+_MOST_NORMAL_ROWS = 16.0  # generating more rows of normals per step takes longer than a model's step
+_AS_GOOD = 1.005  # errors within 0.5 % count as equal: time decides, then memory
 _LEAST_BUDGET = 4 * 2**30
 _BUDGET_PER_PARAMETER = 16
-_MOST_STEPS = 100_000  # minutes; ten times as many take an hour
-_MOST_SAMPLED_EPSILON = 100.0  # half a minute; privacy loss distributions grow with ε
+_MOST_STEPS = 100_000  # takes minutes; ten times as many take an hour
+_MOST_SAMPLED_EPSILON = 100.0  # takes half a minute; privacy loss distributions grow with ε
+_LEAST_MULTIPLIER = 0.05  # below, ε is in the thousands and privacy loss distributions take minutes
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A calibrated plan, seen as a choice: how much noise remains, in what memory.
+    """A calibrated plan as one of several choices: how much noise remains, in how much memory.
 
-    Errors are root mean squares of the noise on the workload, by default prefix sums, of the AVERAGED gradient,
+    Errors are root mean squares of the noise on the workload, by default prefix sums, of the AVERAGED gradient
     for clip norm 1: noise_multiplier·column_norm·‖row of AC⁻¹‖/batch_size.
+
+    Attributes:
+        plan: The calibrated plan.
+        parameters: The number of trained parameters.
+        memory: How past noise is stored.
+        workload: What the errors are measured on.
     """
 
     plan: PrivacyPlan
@@ -51,7 +59,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As it is written in a plan, without the workload that all are compared on: BandedToeplitz(bands=128)."""
+        """As written in a plan, without the shared workload: BandedToeplitz(bands=128)."""
         noise: Any = self.plan.noise
         if getattr(noise, "workload", None) == self.workload:
             noise = dataclasses.replace(noise, workload=PrefixSums())
@@ -66,26 +74,34 @@ class Candidate:
 
     @property
     def rmse_mean(self) -> float:
+        """The root mean square error over all steps."""
         return float(np.sqrt(np.mean(self.errors**2)))
 
     @property
     def rmse_max(self) -> float:
+        """The error of the noisiest step."""
         return float(self.errors.max())
 
     @property
     def memory_bytes(self) -> int:
-        """Kept between steps for all parameters, for the gradient's noise."""
+        """What the gradient's noise keeps between steps, for all parameters."""
         return self.plan.strategy.memory_bytes(self.parameters, memory=self.memory)
 
     @property
     def normal_rows(self) -> float:
-        """Rows of normals made in a step, on average: the time that noise takes."""
+        """Rows of normals generated per step, on average. This determines the time that noise takes."""
         return self.plan.strategy.normal_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The chosen plan, why, and what it was chosen from."""
+    """The chosen candidate, the reason, and all candidates.
+
+    Attributes:
+        chosen: The recommended candidate.
+        reason: One line that explains the choice.
+        candidates: All candidates, including the chosen one.
+    """
 
     chosen: Candidate
     reason: str
@@ -93,12 +109,12 @@ class Choice:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan to train with, calibrated."""
+        """The calibrated plan to train with."""
         return self.chosen.plan
 
     @property
     def independent(self) -> Candidate:
-        """The candidate with independent noise, which is always there."""
+        """The candidate with independent noise, which is always present."""
         return next(c for c in self.candidates if isinstance(c.plan.noise, Independent))
 
 
@@ -114,18 +130,34 @@ def choose_noise(
     more: Iterable[StrategySpec] = (),
     progress: Progress | None = None,
 ) -> Choice:
-    """The mechanism of least error at (ε, δ) that fits into memory, for the plan's sampling; and the others.
+    """Choose the mechanism with the least error at (ε, δ) that fits into memory.
 
-    `Shuffled()` amplifies nothing, and every mechanism is tried, `more` included. Under `Poisson()` and
-    `CyclicPoisson()` the proof wants banded noise and cyclic sampling: the number of bands of least error is
-    searched, and the chosen plan's sampling is CyclicPoisson with as many (Poisson for one). `parameters` is the
-    number of trained parameters, or the model; `memory_budget` is in bytes, by default 16 a parameter but at least
-    4 GiB. Among errors within half a percent of the least, the fewest normals a step decide, then memory.
+    `Shuffled()` has no amplification, so every mechanism is compared. Under `Poisson()` and `CyclicPoisson()` the proof
+    needs banded noise and cyclic sampling. There the best number of bands is searched, and the chosen plan's sampling
+    is CyclicPoisson with that number (Poisson for one band). Among errors within 0.5 % of the least, the fewest normals
+    per step decide, then memory. Mechanisms with more than 16 rows of normals per step are listed but not chosen.
+    Independent noise needs no memory, so something always fits.
 
-    Guarantee: each candidate is a calibrated plan, whose own accountant stands for its ε.
-    Edge cases: independent noise needs no memory, so something always fits. Mechanisms that make more than 16 rows of
-    normals a step are shown and not chosen. Refused, as the search would take many minutes: more than 100,000 steps,
-    and ε above 100 under secret sampling, which protects nobody.
+    Args:
+        plan: The plan without a noise multiplier; its noise is ignored.
+        epsilon: The target ε.
+        delta: The target δ.
+        parameters: The number of trained parameters, or the model.
+        memory_budget: Bytes for past noise. None means 16 per parameter, but at least 4 GiB.
+        memory: How past noise is stored.
+        workload: What the errors are measured on.
+        more: Further mechanisms to compare under `Shuffled()`.
+        progress: Called with the name of each mechanism before it is calibrated.
+
+    Returns:
+        The choice, with all candidates.
+
+    Raises:
+        ValueError: If an argument is out of range. More than 100,000 steps, or ε above 100 with secret sampling, are
+            refused because the search would take many minutes.
+
+    Guarantee:
+        Each candidate is a calibrated plan, and its own accountant determines its ε.
 
     >>> plan = PrivacyPlan(num_examples=10_000, batch_size=100, steps=300)
     >>> choice = choose_noise(plan, epsilon=5.0, delta=1e-6, parameters=100_000_000)
@@ -142,18 +174,18 @@ def choose_noise(
         raise ValueError(f"memory_budget={memory_budget!r} must be a number of bytes, 0 or more")
     if plan.steps > _MOST_STEPS:
         raise ValueError(
-            f"steps={plan.steps}: mechanisms are compared for at most {_MOST_STEPS:,} steps; compare them for fewer, "
-            "and give that noise to a plan of the steps in question"
+            f"steps={plan.steps}: mechanisms are compared for at most {_MOST_STEPS:,} steps. Compare them for fewer "
+            "steps and use that noise in your plan."
         )
     if plan.sampling.is_random and _MOST_SAMPLED_EPSILON < epsilon < math.inf:
         raise ValueError(
-            f"epsilon={epsilon:g}: under secret sampling mechanisms are compared up to epsilon="
-            f"{_MOST_SAMPLED_EPSILON:g}, beyond which accounting takes minutes and nobody is protected; ask for less"
+            f"epsilon={epsilon:g} with secret sampling exceeds {_MOST_SAMPLED_EPSILON:g}, beyond which accounting "
+            "takes minutes and protects nobody. Use a smaller epsilon."
         )
-    tell = progress or (lambda text: None)
+    report = progress or (lambda text: None)
 
     def candidate(noise: StrategySpec, sampling: Sampling = plan.sampling) -> Candidate:
-        tell(repr(noise))
+        report(repr(noise))
         calibrated = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None).calibrate(
             epsilon=epsilon, delta=delta
         )
@@ -162,7 +194,7 @@ def choose_noise(
     if isinstance(plan.sampling, Shuffled):
         candidates = [candidate(noise) for noise in (*_unamplified(plan, workload), *more)]
     elif plan.adjacency is Adjacency.ADD_REMOVE or getattr(plan.sampling, "max_batch_size", None) is not None:
-        candidates = [candidate(Independent())]  # nothing else is proved there
+        candidates = [candidate(Independent())]  # nothing else has a proof there
     else:
         candidates = _amplified(plan, workload, candidate)
     return _best(candidates, memory_budget)
@@ -181,10 +213,10 @@ def _unamplified(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
 def _amplified(
     plan: PrivacyPlan, workload: Workload, candidate: Callable[[StrategySpec, Sampling], Candidate]
 ) -> list[Candidate]:
-    """Bands in powers of two, then halfway to either side of the best, while that helps.
+    """Try powers of two as the number of bands, then search around the best while that helps.
 
-    An example is sampled in ceil(steps/bands) rounds, so of all bands with as many rounds the fewest are tried: more
-    would only raise the chance of each.
+    An example is sampled in ceil(steps/bands) rounds. Of all numbers of bands with the same number of rounds only the
+    smallest is tried, because more bands would only raise the sampling probability of each round.
     """
     most = min(plan.steps, plan.num_examples // plan.batch_size)
     tried: dict[int, Candidate] = {}
@@ -199,7 +231,7 @@ def _amplified(
         rounds = -(-plan.steps // max(1, min(bands, most)))
         return -(-plan.steps // rounds)
 
-    # The error falls and then rises in the number of bands, by trial; three rises in a row end the search.
+    # In experiments the error falls and then rises with the number of bands. Three rises in a row end the search.
     rises, last = 0, np.inf
     for bands in sorted({fewest(2**i) for i in range(most.bit_length())} | {fewest(most)}):
         rises, last = (rises + 1 if error(bands) > last else 0), error(bands)
@@ -222,7 +254,7 @@ def _best(candidates: Sequence[Candidate], memory_budget: int) -> Choice:
 
 
 def _reason(choice: Choice, memory_budget: int) -> str:
-    """One line: what was chosen, what it gains, and what was better but too dear."""
+    """One line: what was chosen, what it gains, and what was better but too expensive."""
     chosen, candidates = choice.chosen, choice.candidates
     reason = f"{chosen.name}: RMSE {chosen.rmse_mean:.4g}"
     if chosen is not choice.independent:
@@ -234,19 +266,22 @@ def _reason(choice: Choice, memory_budget: int) -> str:
     better = [c for c in candidates if c.rmse_mean * _AS_GOOD < chosen.rmse_mean]
     if better:
         other = min(better, key=lambda c: c.rmse_mean)
-        dear = f"{other.normal_rows:.0f} rows of normals a step, above {_MOST_NORMAL_ROWS:.0f}"
+        price = f"{other.normal_rows:.0f} rows of normals per step, above {_MOST_NORMAL_ROWS:.0f}"
         if other.memory_bytes > memory_budget:
-            dear = f"{format_bytes(other.memory_bytes)}, above the {_in_bytes(memory_budget)} allowed"
-        reason += f"; {other.name} has RMSE {other.rmse_mean:.4g}, but would take {dear}"
+            budget = format_bytes(memory_budget) if memory_budget else "0 bytes"
+            price = f"{format_bytes(other.memory_bytes)}, above the {budget} allowed"
+        reason += f"; {other.name} has RMSE {other.rmse_mean:.4g}, but would take {price}"
     return reason
 
 
-def _in_bytes(budget: int) -> str:
-    return format_bytes(budget) if budget else "0 bytes"
-
-
 def format_bytes(count: int) -> str:
-    """Bytes in decimal units, for people.
+    """Format a number of bytes in decimal units.
+
+    Args:
+        count: The number of bytes.
+
+    Returns:
+        Three significant digits and a unit.
 
     >>> format_bytes(0), format_bytes(2_228_047_360)
     ('no memory', '2.23 GB')
@@ -259,3 +294,92 @@ def format_bytes(count: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A calibrated mechanism, and the ε at which its mean RMSE would equal the chosen one's.
+
+    Error is proportional to the noise multiplier. So `epsilon_at_chosen_error` is the accountant's ε of the same plan
+    at noise_multiplier·(RMSE of the chosen)/(RMSE of this one), at the same δ.
+
+    Attributes:
+        candidate: The mechanism.
+        chosen: Whether it is the recommended one.
+        epsilon_at_chosen_error: None if that multiplier is below .05 under secret sampling, where ε is meaninglessly
+            large.
+    """
+
+    candidate: Candidate
+    chosen: bool
+    epsilon_at_chosen_error: float | None
+
+    @property
+    def name(self) -> str:
+        """The mechanism, as written in a plan."""
+        return self.candidate.name
+
+    @property
+    def sampling(self) -> str:
+        """The sampling, as written in a plan."""
+        return repr(self.candidate.plan.sampling)
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The adjacency that its ε refers to."""
+        return self.candidate.plan.adjacency
+
+    @property
+    def accountant(self) -> str:
+        """Name and version of the accountant that computes its ε."""
+        return describe_accountant(self.candidate.plan.run)
+
+
+def alternatives(
+    choice: Choice,
+    *,
+    epsilon: float,
+    delta: float,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[tuple[Alternative, ...], str | None]:
+    """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
+
+    The other sampling is `Poisson()` (cyclic for correlated noise) for `Shuffled()` and the reverse, at the same
+    adjacency. The second result is why the other sampling is missing: it has no proof (`Shuffled()` under add/remove),
+    or no noise multiplier was found.
+    """
+    report = progress or (lambda name: None)
+    candidates, missing = list(choice.candidates), None
+    other = Poisson() if isinstance(choice.plan.sampling, Shuffled) else Shuffled()
+    try:
+        found = choose_noise(
+            choice.plan.replace(sampling=other, noise=Independent(), noise_multiplier=None),
+            epsilon=epsilon,
+            delta=delta,
+            parameters=choice.chosen.parameters,
+            memory_budget=memory_budget,
+            memory=choice.chosen.memory,
+            progress=lambda name: report(f"{name} under the other sampling"),
+        )
+        candidates += [c for c in found.candidates if c is found.chosen or c is found.independent]
+    except ValueError as refused:
+        missing = str(refused)
+    rows = []
+    for candidate in candidates:
+        report(f"{candidate.name}: epsilon at the same error")
+        at_error = _epsilon_at(candidate, choice.chosen.rmse_mean, delta)
+        rows.append(
+            Alternative(candidate=candidate, chosen=candidate is choice.chosen, epsilon_at_chosen_error=at_error)
+        )
+    return tuple(rows), missing
+
+
+def _epsilon_at(candidate: Candidate, error: float, delta: float) -> float | None:
+    plan = candidate.plan
+    if not plan.noise_multiplier or not candidate.rmse_mean:
+        return None
+    multiplier = plan.noise_multiplier * error / candidate.rmse_mean
+    if plan.sampling.is_random and multiplier < _LEAST_MULTIPLIER:
+        return None
+    return plan.replace(noise_multiplier=multiplier).epsilon(delta=delta)

@@ -1,20 +1,19 @@
-"""In how many dimensions, and from which batch size on, a private second moment still sees the gradient.
+"""Up to how many dimensions, and from which batch size on, a private second moment still sees the gradient.
 
-A gradient of norm ‖g‖ spread evenly over m coordinates has the squared signal ‖g‖²/m in each. Against it stand, with
-φ = ζ²σ²/B² and κ = (1−β₂)/(1+β₂), the variance of a long average of independent terms:
+A gradient of norm ‖g‖ spread evenly over m coordinates has the squared signal ‖g‖²/m in each. It competes with the
+following, where φ = ζ²σ²/B² and κ = (1−β₂)/(1+β₂) is the variance of a long average of independent terms:
 
     post-processing     the bias φ itself                      φ        ≤ ‖g‖²/m
-    bias correction     what is left of the noise on average   φ√κ      ≤ ‖g‖²/m
+    bias correction     what averaging leaves of the noise     φ√κ      ≤ ‖g‖²/m
     IME                 Gaussian noise on the square           s₂√κ     ≤ ‖g‖²/m,   s₂ = √2·σΔ₂, Δ₂ = 2ζ²/B
 
-`Signal.OPTIMISTIC` is ‖g‖ = ζ, as if all clipped gradients of a batch were equal; `Signal.PESSIMISTIC` is ‖g‖ = ζ/√B,
-as if they were orthogonal. For the first two methods that puts √B in the place of B; for IME the batch size cancels
-out. ζ cancels everywhere.
+`Signal.OPTIMISTIC` takes ‖g‖ = ζ, as if all clipped gradients of a batch were equal. `Signal.PESSIMISTIC` takes
+‖g‖ = ζ/√B, as if they were orthogonal. For the first two methods that replaces B by √B; for IME the batch size cancels.
+ζ always cancels.
 
-These are orders of magnitude: factors near 1 are left out (the standard deviation of ν̂ is √(2φ² + 4g²φ)·√κ, so √2·φ√κ
-in pure noise; `second_moment_variance` has it exactly). Correlated noise multiplies σ by `row_norm`, the norm of a row
-of C⁻¹ times the largest column norm of C. That counts the noise of each step alone: the covariances K_ij of different
-steps enter the variance of ν̂ squared, and so can only make bias correction's limit smaller.
+These are orders of magnitude, without factors near 1. (In pure noise the standard deviation of ν̂ is √2·φ√κ;
+`second_moment_variance` is exact.) Correlated noise multiplies σ by `row_norm`, the norm of a row of C⁻¹ times the
+largest column norm of C. Covariances between steps could only make bias correction's limit smaller.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from __future__ import annotations
 import enum
 import math
 
-from dpoptim.theory.second_moments import check_beta, squared_weight
+from dpoptim.theory.second_moments import check_beta, check_not_negative, check_positive, squared_weight
 
 
 class Signal(enum.Enum):
-    """How long the averaged gradient is taken to be."""
+    """How long the averaged gradient is assumed to be."""
 
     OPTIMISTIC = "optimistic"  # ζ
     PESSIMISTIC = "pessimistic"  # ζ/√B
@@ -35,25 +34,43 @@ class Signal(enum.Enum):
 def largest_dimension_post_processing(
     *, batch_size: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC, row_norm: float = 1.0
 ) -> float:
-    """m up to which the noise's bias φ is below the signal, so that there is little to correct: (B/σ)², or B/σ².
+    """Compute m up to which the bias φ is below the signal, so that there is little to correct: (B/σ)², or B/σ².
+
+    Args:
+        batch_size: B.
+        noise_multiplier: σ.
+        signal: The assumed gradient norm.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The largest dimension; ∞ without noise.
 
     >>> largest_dimension_post_processing(batch_size=2048, noise_multiplier=1.0)
     4194304.0
     """
-    noise = _noise(noise_multiplier, row_norm)
-    return _divide(_positive("batch_size", batch_size) ** _power(signal), noise**2)
+    check_positive(batch_size=batch_size)
+    return _divide(float(batch_size) ** _power(signal), _noise(noise_multiplier, row_norm) ** 2)
 
 
 def smallest_batch_post_processing(
     *, dimension: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC, row_norm: float = 1.0
 ) -> float:
-    """B from which on the noise's bias is below the signal in m dimensions: σ√m, or σ²m.
+    """Compute B from which the bias φ is below the signal in m dimensions: σ√m, or σ²m.
+
+    Args:
+        dimension: m.
+        noise_multiplier: σ.
+        signal: The assumed gradient norm.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The smallest batch size.
 
     >>> smallest_batch_post_processing(dimension=1e6, noise_multiplier=2.0)
     2000.0
     """
-    noise = _noise(noise_multiplier, row_norm)
-    return (_positive("dimension", dimension) * noise**2) ** (1 / _power(signal))
+    check_positive(dimension=dimension)
+    return float(dimension * _noise(noise_multiplier, row_norm) ** 2) ** (1 / _power(signal))
 
 
 def largest_dimension_bias_correction(
@@ -64,9 +81,19 @@ def largest_dimension_bias_correction(
     signal: Signal = Signal.OPTIMISTIC,
     row_norm: float = 1.0,
 ) -> float:
-    """m up to which ν̂ less its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
+    """Compute m up to which ν̂ minus its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
 
-    The same condition is B/σ ≥ ((1−β₂)²/(1−β₂²))^¼·√m. Averaging gains 1/√κ, 45 at β₂ = .999, over post-processing.
+    Equivalently B/σ ≥ ((1−β₂)²/(1−β₂²))^¼·√m. Averaging gains 1/√κ over post-processing, 45 at β₂ = .999.
+
+    Args:
+        batch_size: B.
+        noise_multiplier: σ.
+        beta2: Adam's second-moment decay.
+        signal: The assumed gradient norm.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The largest dimension; ∞ without noise.
 
     >>> setting = dict(batch_size=2048, noise_multiplier=1.0, beta2=0.999)
     >>> print(f"{largest_dimension_bias_correction(**setting):.4g}")
@@ -74,12 +101,10 @@ def largest_dimension_bias_correction(
     >>> print(f"{largest_dimension_bias_correction(**setting, signal=Signal.PESSIMISTIC):.4g}")
     9.157e+04
     """
-    return _divide(
-        largest_dimension_post_processing(
-            batch_size=batch_size, noise_multiplier=noise_multiplier, signal=signal, row_norm=row_norm
-        ),
-        _root_kappa(beta2),
+    plain = largest_dimension_post_processing(
+        batch_size=batch_size, noise_multiplier=noise_multiplier, signal=signal, row_norm=row_norm
     )
+    return _divide(plain, _root_kappa(beta2))
 
 
 def smallest_batch_bias_correction(
@@ -90,13 +115,24 @@ def smallest_batch_bias_correction(
     signal: Signal = Signal.OPTIMISTIC,
     row_norm: float = 1.0,
 ) -> float:
-    """B from which on ν̂ less its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
+    """Compute B from which ν̂ minus its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
+
+    Args:
+        dimension: m.
+        noise_multiplier: σ.
+        beta2: Adam's second-moment decay.
+        signal: The assumed gradient norm.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The smallest batch size.
 
     >>> round(smallest_batch_bias_correction(dimension=4.4e6, noise_multiplier=1.0), 1)
     313.7
     """
+    check_positive(dimension=dimension)
     return smallest_batch_post_processing(
-        dimension=_positive("dimension", dimension) * _root_kappa(beta2),
+        dimension=float(dimension) * _root_kappa(beta2),
         noise_multiplier=noise_multiplier,
         signal=signal,
         row_norm=row_norm,
@@ -111,15 +147,25 @@ def largest_dimension_ime(
     signal: Signal = Signal.OPTIMISTIC,
     row_norm: float = 1.0,
 ) -> float:
-    """m up to which the released square shows the signal: (B/σ)/(2√2·√κ), B/σ ≥ .0633·m at β₂ = .999.
+    """Compute m up to which the released square shows the signal: (B/σ)/(2√2·√κ), or (1/σ)/(2√2·√κ).
 
-    Linear in the batch size where bias correction is quadratic. Pessimistic: (1/σ)/(2√2·√κ), whatever the batch size.
+    Linear in the batch size where bias correction is quadratic: B/σ ≥ .0633·m at β₂ = .999.
+
+    Args:
+        batch_size: B.
+        noise_multiplier: σ.
+        beta2: Adam's second-moment decay.
+        signal: The assumed gradient norm. If pessimistic, the batch size does not matter.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The largest dimension; ∞ without noise.
 
     >>> round(largest_dimension_ime(batch_size=2048, noise_multiplier=1.0))
     32374
     """
-    noise = _noise(noise_multiplier, row_norm)
-    return _divide(_positive("batch_size", batch_size) ** (_power(signal) - 1), noise * _ime_factor(beta2))
+    check_positive(batch_size=batch_size)
+    return _divide(float(batch_size) ** (_power(signal) - 1), _noise(noise_multiplier, row_norm) * _ime_factor(beta2))
 
 
 def smallest_batch_ime(
@@ -130,14 +176,23 @@ def smallest_batch_ime(
     signal: Signal = Signal.OPTIMISTIC,
     row_norm: float = 1.0,
 ) -> float:
-    """B from which on the released square shows the signal in m dimensions: 2√2·√κ·σm.
+    """Compute B from which the released square shows the signal in m dimensions: 2√2·√κ·σm.
 
-    Edge cases: pessimistic, no batch size helps, and the answer is ∞ unless one example is enough (then 1).
+    Args:
+        dimension: m.
+        noise_multiplier: σ.
+        beta2: Adam's second-moment decay.
+        signal: The assumed gradient norm.
+        row_norm: Correlated noise multiplies σ by this.
+
+    Returns:
+        The smallest batch size. If the signal is pessimistic, no batch size helps: 1 if one example is enough, else ∞.
 
     >>> round(smallest_batch_ime(dimension=1e6, noise_multiplier=1.0))
     63261
     """
-    needed = _positive("dimension", dimension) * _noise(noise_multiplier, row_norm) * _ime_factor(beta2)
+    check_positive(dimension=dimension)
+    needed = float(dimension) * _noise(noise_multiplier, row_norm) * _ime_factor(beta2)
     if signal is Signal.OPTIMISTIC:
         return needed
     return 1.0 if needed <= 1 else math.inf
@@ -153,20 +208,14 @@ def _ime_factor(beta2: float) -> float:
 
 
 def _power(signal: Signal) -> int:
-    """Of B in (B/σ)²·(‖g‖/ζ)²."""
+    """The power of B in (B/σ)²·(‖g‖/ζ)²."""
     return 2 if signal is Signal.OPTIMISTIC else 1
 
 
 def _noise(noise_multiplier: float, row_norm: float) -> float:
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number of at least 0")
-    return noise_multiplier * _positive("row_norm", row_norm)
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be a positive finite number")
-    return float(value)
+    check_not_negative(noise_multiplier=noise_multiplier)
+    check_positive(row_norm=row_norm)
+    return noise_multiplier * row_norm
 
 
 def _divide(a: float, b: float) -> float:

@@ -1,50 +1,97 @@
-"""Law of Adam's debiased second moment under noise and a constant signal: mean, variance, chance to be negative.
+"""The distribution of Adam's debiased second moment under noise and a constant gradient.
 
-Noise on the averaged gradient is √φ·(C⁻¹z)_t with φ = ζ²σ²/B², one coordinate at a time, and the gradient g is the
-same at every step. ν̂_t = Σ_i w_i·g̃_i² with w_i = (1−β₂)β₂^{t−i}/(1−β₂ᵗ). K = C⁻¹C⁻ᵀ is the covariance of the
-noise over φ; it is the identity for independent noise, which is what `strategy=None` means. Everything here is exact;
-`step=None` is the limit t → ∞ and holds for independent noise. Results have the shape of `gradient`.
+The noise on the averaged gradient is √φ·(C⁻¹z)_t with φ = ζ²σ²/B², one coordinate at a time, and the gradient g is the
+same at every step. ν̂_t = Σ_i w_i·g̃_i² with w_i = (1−β₂)β₂^{t−i}/(1−β₂ᵗ). K = C⁻¹C⁻ᵀ is the covariance of the noise
+over φ. `strategy=None` means independent noise, where K is the identity. `step=None` means the limit t → ∞, which is
+defined for independent noise only. Results have the shape of `gradient`.
+
+The functions up to `ime_negative_probability` are exact. `MomentLaw` and what follows are the adviser's approximation
+from three cumulants, which is fast for many gradient sizes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
-from scipy.special import ndtr
 
-from dpoptim.noise import Strategy
+from dpoptim.noise import Strategy, ToeplitzStrategy
 from dpoptim.noise.series import Series
-from dpoptim.theory.bias import check_strategy, second_moment_bias
+from dpoptim.noise.workloads import Matrix
 
-_TAIL = 1e-7  # weight of the oldest steps, in the limit, that enter by their mean: their variance is below _TAIL²
+_TAIL = 1e-7  # in the limit, older steps with this total weight enter by their mean; their variance is below _TAIL²
 _NODES = np.linspace(0.0, 6.0, 121)
+_EXACT_UP_TO = 30  # steps
+_LONGEST_BLOCK = 2000  # steps whose covariances are computed; later steps hardly differ
+_LARGEST_MATRIX = 5000  # steps up to which a non-Toeplitz strategy is asked for its whole matrix
+
+
+def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
+    """Compute b_t/φ, the noise's share of Adam's debiased ν̂_t, for every step.
+
+        b_t/φ = Σ_i (1−β₂)β₂^{t−i}·‖row i of C⁻¹‖² / (1−β₂ᵗ)
+
+    φ is the noise variance of one coordinate of the averaged gradient where a row of C⁻¹ has norm 1. Bias correction
+    subtracts exactly this. With independent noise it is 1 at every step.
+
+    Args:
+        strategy: An optimized noise strategy.
+        beta2: Adam's second-moment decay.
+
+    Returns:
+        An array with one entry per step.
+
+    Raises:
+        ValueError: If the strategy has no matrix yet or `beta2` is outside [0, 1).
+
+    >>> from dpoptim.noise import Independent, ToeplitzStrategy
+    >>> second_moment_bias(Independent().optimize(steps=3), beta2=0.9).round(12).tolist()
+    [1.0, 1.0, 1.0]
+    >>> banded = ToeplitzStrategy(steps=20, strategy_coefs=(1.0, 0.5, 0.3))
+    >>> round(float(second_moment_bias(banded, beta2=0.9)[-1]), 7)
+    1.2836411
+    """
+    check_strategy(strategy)
+    check_beta("beta2", beta2)
+    total, biases = 0.0, []
+    for step, norm in enumerate(strategy.row_norms().tolist(), start=1):
+        total = beta2 * total + (1 - beta2) * norm**2
+        biases.append(total / (1 - beta2**step))
+    return np.asarray(biases)
 
 
 def moment_weights(*, beta: float, step: int) -> Series:
-    """w_i = (1−β)β^{t−i}/(1−βᵗ) for i = 1, ..., t, the oldest step first: the weights of a debiased average.
+    """Compute the weights of a debiased average, w_i = (1−β)β^{t−i}/(1−βᵗ), oldest step first.
+
+    Args:
+        beta: The decay of the average.
+        step: t, counted from 1.
+
+    Returns:
+        An array of length `step` that sums to 1.
 
     >>> moment_weights(beta=0.5, step=2).round(6).tolist()
     [0.333333, 0.666667]
     """
     check_beta("beta", beta)
-    _check(step=step)
+    check_step(step)
     powers = beta ** np.arange(step - 1, -1, -1, dtype=np.float64)
     return np.asarray((1 - beta) / (1 - beta**step) * powers)
 
 
 def squared_weight(*, beta: float, step: int | None = None, strategy: Strategy | None = None) -> float:
-    """wᵀKw: by how much a debiased average shrinks the variance of the noise of one step.
+    """wᵀKw: the factor by which a debiased average shrinks the noise variance of one step.
 
-        independent: Σ_i w_i² = (1−β)(1+βᵗ)/((1+β)(1−βᵗ)),    limit (1−β)/(1+β)
+        independent noise: Σ_i w_i² = (1−β)(1+βᵗ)/((1+β)(1−βᵗ)),    limit (1−β)/(1+β)
 
     >>> squared_weight(beta=0.9, step=1), round(squared_weight(beta=0.9), 6)
     (1.0, 0.052632)
     """
     check_beta("beta", beta)
-    _check(step=step, strategy=strategy)
+    check_step(step, strategy=strategy)
     if strategy is not None and step is not None:
         rows = strategy.noising_matrix()[:step, :step]
         return float(np.sum((moment_weights(beta=beta, step=step) @ rows) ** 2))
@@ -60,13 +107,22 @@ def second_moment_mean(
     beta2: float = 0.999,
     strategy: Strategy | None = None,
 ) -> Series:
-    """E ν̂_t = g² + φ·Σ_i w_i·K_ii: the squared signal plus the noise's bias b_t.
+    """Compute E ν̂_t = g² + φ·Σ_i w_i·K_ii: the squared signal plus the noise's bias b_t.
+
+    Args:
+        gradient: The constant gradient g of each coordinate.
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
+        step: t, or None for the limit.
+        beta2: Adam's second-moment decay.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The mean, with the shape of `gradient`.
 
     >>> float(second_moment_mean(3.0, noise_variance=0.5))
     9.5
     """
-    check_beta("beta2", beta2)
-    _check(step=step, strategy=strategy, noise_variance=noise_variance)
+    _check(beta2, step, strategy, noise_variance=noise_variance)
     return np.asarray(gradient, dtype=np.float64) ** 2 + noise_variance * _bias(step, beta2, strategy)
 
 
@@ -78,21 +134,28 @@ def second_moment_variance(
     beta2: float = 0.999,
     strategy: Strategy | None = None,
 ) -> Series:
-    """Var ν̂_t = Σ_ij w_i w_j·(2φ²K_ij² + 4g²φK_ij).
+    """Compute Var ν̂_t = Σ_ij w_i w_j·(2φ²K_ij² + 4g²φK_ij).
 
-    Independent noise: (2φ² + 4g²φ)·Σw_i², in the limit times (1−β₂)/(1+β₂). The covariance of two squares of normals
-    with mean g and covariance φK_ij is 2φ²K_ij² + 4g²φK_ij. With a strategy K is formed as a matrix, so the cost is
-    t³: seconds at a few thousand steps.
+    The summand is the covariance of two squared normals with mean g and covariance φK_ij. For independent noise the sum
+    is (2φ² + 4g²φ)·Σw_i². With a strategy the cost is t³: seconds at a few thousand steps.
+
+    Args:
+        gradient: The constant gradient g of each coordinate.
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
+        step: t, or None for the limit.
+        beta2: Adam's second-moment decay.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The variance, with the shape of `gradient`.
 
     >>> round(float(second_moment_variance(0.5, noise_variance=1.0, beta2=0.5)), 12)
     1.0
     """
-    check_beta("beta2", beta2)
-    _check(step=step, strategy=strategy, noise_variance=noise_variance)
+    _check(beta2, step, strategy, noise_variance=noise_variance)
     squares = np.asarray(gradient, dtype=np.float64) ** 2
     if strategy is None or step is None:
-        once = squared_weight(beta=beta2, step=step)
-        twice = once
+        once = twice = squared_weight(beta=beta2, step=step)
     else:
         rows = strategy.noising_matrix()[:step, :step]
         covariance = rows @ rows.T
@@ -109,36 +172,41 @@ def negative_probability(
     beta2: float = 0.999,
     strategy: Strategy | None = None,
 ) -> Series:
-    """P(ν̂_t − b_t < 0): how often bias correction overshoots to a negative second moment.
+    """Compute P(ν̂_t − b_t < 0): how often bias correction overshoots to a negative second moment.
 
-    ν̂_t/φ is Σ_i λ_i(z_i + δ_i)², with λ the eigenvalues of W^½KW^½ (the weights themselves for independent noise),
-    whose Laplace transform has only singularities on the negative axis, so that
+    ν̂_t/φ is Σ_i λ_i(z_i + δ_i)², with λ the eigenvalues of W^½KW^½ (the weights themselves for independent noise). Its
+    Laplace transform has singularities only on the negative axis, so
 
         P(Σ < x) = (1/2πi) ∫ exp(sx − Σ_i [½log(1+2sλ_i) + sλ_iδ_i²/(1+2sλ_i)]) ds/s,     x = b_t/φ
 
-    which is Imhof's integral. It is taken through the saddle point along a hyperbola that bends to the left, where the
-    integrand falls off doubly exponentially: exact to 1e-10 at every step, with no approximating law.
+    which is Imhof's integral. The path runs through the saddle point along a hyperbola that bends to the left, where
+    the integrand decays doubly exponentially. The result is exact to 1e-10 at every step.
 
-    In pure noise it is .68269 at the first step and falls to .5056 at β₂ = .999. (The rounder .504 is that of a plain
-    average of (1+β₂)/(1−β₂) = 1,999 squares, which has the same variance and less skew.)
+    In pure noise it is .68269 at the first step and falls to .5056 at β₂ = .999. In the limit, the oldest steps (1e-7
+    of the weight) enter by their mean. One value costs 121·t complex logarithms; a strategy adds t³ once.
 
-    Edge cases: in the limit the oldest steps, 1e-7 of the weight, enter by their mean; without noise nothing is
-    negative. One value costs 121·t complex logarithms, with a strategy t³ once.
+    Args:
+        gradient: The constant gradient g of each coordinate.
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹. With 0 the result is 0.
+        step: t, or None for the limit.
+        beta2: Adam's second-moment decay.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The probability, with the shape of `gradient`.
 
     >>> round(float(negative_probability(noise_variance=1.0, step=1)), 5)
     0.68269
     >>> round(float(negative_probability(noise_variance=1.0)), 4)
     0.5056
     """
-    check_beta("beta2", beta2)
-    _check(step=step, strategy=strategy, noise_variance=noise_variance)
+    _check(beta2, step, strategy, noise_variance=noise_variance)
     signal = np.asarray(gradient, dtype=np.float64) ** 2
     if noise_variance == 0:
         return np.zeros_like(signal)
     if strategy is None or step is None:
-        long = step is None
         count = step or (1 if beta2 == 0 else math.ceil(math.log(_TAIL) / math.log(beta2)))
-        rest = beta2**count if long else 0.0
+        rest = beta2**count if step is None else 0.0
         sizes = shares = moment_weights(beta=beta2, step=count) * (1 - rest)
     else:
         roots = np.sqrt(moment_weights(beta=beta2, step=step))
@@ -161,19 +229,24 @@ def ime_negative_probability(
     beta2: float = 0.999,
     strategy: Strategy | None = None,
 ) -> Series:
-    """P(ν̂_t < 0) where g² itself is released with Gaussian noise of standard deviation s₂ a step (IME, JME).
+    """Compute P(ν̂_t < 0) = Φ(−g² / (s₂·√(wᵀKw))) where g² itself is released with Gaussian noise (IME, JME).
 
-        P = Φ(−g² / (s₂·√(wᵀKw)))
+    Args:
+        gradient: The constant gradient g of each coordinate. At g = 0 the result is ½ at every step.
+        square_stddev: s₂, the standard deviation of one step's noise on g². With 0 the result is 0.
+        step: t, or None for the limit.
+        beta2: Adam's second-moment decay.
+        strategy: Correlated noise, or None for independent noise.
 
-    Edge cases: ½ at g = 0, at every step; without noise nothing is negative.
+    Returns:
+        The probability, with the shape of `gradient`.
 
     >>> ime_negative_probability([0.0, 1.0], square_stddev=1.0, step=1).round(5).tolist()
     [0.5, 0.15866]
     """
-    check_beta("beta2", beta2)
-    _check(step=step, strategy=strategy)
-    if not 0 <= square_stddev < math.inf:
-        raise ValueError(f"square_stddev={square_stddev} must be a finite number of at least 0")
+    from scipy.special import ndtr
+
+    _check(beta2, step, strategy, square_stddev=square_stddev)
     signal = np.asarray(gradient, dtype=np.float64) ** 2
     if square_stddev == 0:
         return np.zeros_like(signal)
@@ -183,6 +256,8 @@ def ime_negative_probability(
 
 def _below(level: float, sizes: Series, shifts: Series) -> float:
     """P(Σ_i λ_i(z_i + δ_i)² < level) for sizes λ_i and shifts λ_iδ_i²; see `negative_probability`."""
+    from scipy.optimize import brentq
+
     if level <= 0:
         return 0.0
 
@@ -200,7 +275,7 @@ def _below(level: float, sizes: Series, shifts: Series) -> float:
     spread = 1 + 2 * centre * sizes
     curvature = float(np.sum(2 * sizes**2 / spread**2 + 4 * sizes * shifts / spread**3)) + 1 / centre**2
     width = 1 / math.sqrt(curvature)
-    # s(v) = centre + width·(i·sinh v − ½(cosh v − 1)): upper half; the lower half is its mirror image.
+    # s(v) = centre + width·(i·sinh v − ½(cosh v − 1)) is the upper half; the lower half is its mirror image.
     points = centre + width * (1j * np.sinh(_NODES) - 0.5 * (np.cosh(_NODES) - 1))
     slopes = width * (1j * np.cosh(_NODES) - 0.5 * np.sinh(_NODES))
     exponents = np.empty_like(points)
@@ -217,6 +292,144 @@ def _bias(step: int | None, beta2: float, strategy: Strategy | None) -> float:
     return 1.0 if strategy is None or step is None else float(second_moment_bias(strategy, beta2=beta2)[step - 1])
 
 
+@dataclass(frozen=True, kw_only=True)
+class MomentLaw:
+    """The first three cumulants of ν̂_t at unit noise φ = 1, as functions of g²/φ.
+
+        κ₁ = φ·Σw_iK_ii + g²,   κ₂ = 2φ²·wᵀ(K∘K)w + 4φg²·wᵀKw,   κ₃ = 8φ³·tr((WK)³) + 24φ²g²·wᵀKWKw
+
+    A shifted gamma distribution with these cumulants is within .003 of `negative_probability` from step 30 on at
+    β₂ = .999, and within .008 at .9. `covariances` tells whether the covariances between steps were used.
+    """
+
+    step: int
+    bias: float  # Σw_iK_ii, which is b_t/φ
+    once: float  # wᵀKw
+    twice: float  # wᵀ(K∘K)w
+    cube: float  # tr((WK)³)
+    shifted_cube: float  # wᵀKWKw
+    covariances: bool = True
+
+    def below_bias(self, ratios: ArrayLike) -> Series:
+        """P(ν̂_t < b_t) for g²/φ = ratios, by the shifted gamma distribution."""
+        from scipy.special import gammainc
+
+        x = np.asarray(ratios, dtype=np.float64)
+        variance = 2 * self.twice + 4 * x * self.once
+        skew = (8 * self.cube + 24 * x * self.shifted_cube) / variance**1.5
+        return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
+
+
+def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.999) -> list[MomentLaw]:
+    """Compute the law of ν̂ at some steps, from the covariances of at most 2,000 steps.
+
+    After step 2,000 the quantities of step 2,000 are scaled by Σw² and Σw³; row norms have settled by then. Beyond
+    5,000 steps a strategy that is not Toeplitz counts as independent noise with its row norms.
+
+    >>> from dpoptim.noise import Independent
+    >>> (law,) = moment_laws(Independent().optimize(steps=50), [50], beta2=0.9)
+    >>> round(law.bias, 12), round(float(law.below_bias(0.0)), 4)
+    (1.0, 0.5575)
+    """
+    check_beta("beta2", beta2)
+    steps = list(steps)
+    for step in steps:
+        check_step(step, strategy=strategy)
+    squares = strategy.row_norms() ** 2
+    covariance = None
+    longest = min(max(steps), _LONGEST_BLOCK)
+    if strategy.bands > 1 and (leading := _leading_strategy(strategy, longest)) is not None:
+        rows = leading.noising_matrix()[:longest, :longest]
+        covariance = rows @ rows.T
+    blocks: dict[int, tuple[float, float, float, float]] = {}
+    laws = []
+    for step in steps:
+        block, weights = min(step, _LONGEST_BLOCK), moment_weights(beta=beta2, step=step)
+        shorter = moment_weights(beta=beta2, step=block)
+        if block not in blocks and covariance is not None:
+            blocks[block] = _correlated(covariance[:block, :block], shorter)
+        elif block not in blocks:
+            blocks[block] = _uncorrelated(squares[:block], shorter)
+        once, twice, cube, shifted = blocks[block]
+        second, third = (float(np.sum(weights**p) / np.sum(shorter**p)) for p in (2, 3))
+        laws.append(
+            MomentLaw(
+                step=step,
+                bias=float(weights @ squares[:step]),
+                once=once * second,
+                twice=twice * second,
+                cube=cube * third,
+                shifted_cube=shifted * third,
+                covariances=strategy.bands == 1 or covariance is not None,
+            )
+        )
+    return laws
+
+
+def _correlated(covariance: Matrix, weights: Series) -> tuple[float, float, float, float]:
+    """wᵀKw, wᵀ(K∘K)w, tr((WK)³), wᵀKWKw."""
+    weighted, along = covariance * weights, covariance @ weights  # KW, Kw
+    cube = float(np.sum((weighted @ weighted) * weighted.T))
+    return float(weights @ along), float(weights @ covariance**2 @ weights), cube, float(weights @ along**2)
+
+
+def _uncorrelated(variances: Series, weights: Series) -> tuple[float, float, float, float]:
+    """The same for a diagonal K."""
+    twice, cube = weights**2, weights**3
+    return float(twice @ variances), float(twice @ variances**2), float(cube @ variances**3), float(cube @ variances**2)
+
+
+def negative_fractions(strategy: Strategy, ratios: ArrayLike, *, law: MomentLaw, beta2: float = 0.999) -> Series:
+    """P(ν̂_t − b_t < 0) of bias correction for g²/φ = ratios; exact before step 30, by `law` from there on.
+
+    `law` is that of the strategy at the step in question, by `moment_laws` with the same beta2.
+
+    >>> from dpoptim.noise import Independent
+    >>> strategy = Independent().optimize(steps=100)
+    >>> negative_fractions(strategy, [0.0, 0.5], law=moment_laws(strategy, [100])[0]).round(3).tolist()
+    [0.519, 0.003]
+    """
+    small = _leading_strategy(strategy, law.step) if law.step < _EXACT_UP_TO else None
+    if small is not None:
+        roots = np.sqrt(np.asarray(ratios, dtype=np.float64))
+        return negative_probability(roots, noise_variance=1.0, step=law.step, beta2=beta2, strategy=small)
+    return law.below_bias(ratios)
+
+
+def momentum_weight(strategy: Strategy, *, step: int, beta1: float = 0.9) -> float:
+    """aᵀKa: what momentum leaves of the noise variance, in units of φ, from the last 2,000 steps' covariances.
+
+    >>> from dpoptim.noise import Independent
+    >>> round(momentum_weight(Independent().optimize(steps=500), step=500), 6)
+    0.052632
+    """
+    check_step(step, strategy=strategy)
+    block = min(step, _LONGEST_BLOCK)
+    small = _leading_strategy(strategy, block)
+    if small is not None:
+        return squared_weight(beta=beta1, step=block, strategy=small)
+    return float(moment_weights(beta=beta1, step=step) ** 2 @ strategy.row_norms()[:step] ** 2)
+
+
+def _leading_strategy(strategy: Strategy, steps: int) -> Strategy | None:
+    """A strategy with the same first rows, or None where only too large a matrix would have them."""
+    if isinstance(strategy, ToeplitzStrategy):
+        return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(strategy.strategy_coefs[:steps]))
+    return strategy if strategy.steps <= _LARGEST_MATRIX else None
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse a noise specification that has not been optimized yet.
+
+    >>> from dpoptim.noise import BufferedToeplitz
+    >>> check_strategy(BufferedToeplitz(buffers=2))
+    Traceback (most recent call last):
+    ValueError: strategy=BufferedToeplitz(buffers=2) has no matrix yet; call .optimize(steps=...) first
+    """
+    if not isinstance(strategy, Strategy):
+        raise ValueError(f"strategy={strategy!r} has no matrix yet; call .optimize(steps=...) first")
+
+
 def check_beta(name: str, value: float) -> None:
     """Refuse a decay outside [0, 1)."""
     if not 0 <= value < 1:
@@ -224,11 +437,11 @@ def check_beta(name: str, value: float) -> None:
 
 
 def check_step(step: int | None, *, strategy: Strategy | None = None, name: str = "step") -> None:
-    """Refuse what is no whole number from 1 to the strategy's steps; None, the limit, is for independent noise."""
+    """Refuse a step that is not a whole number from 1 to the strategy's steps, and None with a strategy."""
     if strategy is not None:
         check_strategy(strategy)
-    if step is None and strategy is not None:
-        raise ValueError(f"{name}=None is the limit for independent noise; with a strategy give one of 1 to its steps")
+        if step is None:
+            raise ValueError(f"{name}=None is the limit for independent noise; with a strategy, pass a step")
     if step is None:
         return
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
@@ -237,7 +450,21 @@ def check_step(step: int | None, *, strategy: Strategy | None = None, name: str 
         raise ValueError(f"{name}={step} must be at least 1 and at most the number of steps of the strategy")
 
 
-def _check(*, step: int | None, strategy: Strategy | None = None, noise_variance: float | None = None) -> None:
+def check_not_negative(**values: float) -> None:
+    """Refuse values that are negative or not finite."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be a finite number of at least 0")
+
+
+def check_positive(**values: float) -> None:
+    """Refuse values that are not positive and finite."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be a positive finite number")
+
+
+def _check(beta2: float, step: int | None, strategy: Strategy | None, **not_negative: float) -> None:
+    check_beta("beta2", beta2)
     check_step(step, strategy=strategy)
-    if noise_variance is not None and not 0 <= noise_variance < math.inf:
-        raise ValueError(f"noise_variance={noise_variance} must be a finite number of at least 0")
+    check_not_negative(**not_negative)

@@ -1,21 +1,41 @@
-"""How much noise an optimizer's update carries, and how far one example could move it.
+"""How much noise an optimizer's update carries, how far one example could move it, and which scale minimizes it.
 
-The update is μ̂_t over a root of the second moment, μ̂_t = Σ_i a_i·g̃_i with a_i = (1−β₁)β₁^{t−i}/(1−β₁ᵗ), one
-coordinate at a time. Noise on g̃ is √φ·(C⁻¹z)_t, φ = ζ²σ²/B²; K = C⁻¹C⁻ᵀ; `strategy=None` is independent noise and
-`step=None` the limit t → ∞ for it.
+The update is μ̂_t over a root of the second moment, with μ̂_t = Σ_i a_i·g̃_i and a_i = (1−β₁)β₁^{t−i}/(1−β₁ᵗ), one
+coordinate at a time. The noise on g̃ is √φ·(C⁻¹z)_t with φ = ζ²σ²/B², and K = C⁻¹C⁻ᵀ. `strategy=None` means independent
+noise. `step=None` means the limit t → ∞ for independent noise.
+
+`noise_cost` and its companions ask which exponent p of s = |g|^(−2p) minimizes the noise. That depends on what is
+summed. With σ/B = 1 and the clip norm ζ² = Σ s_i²g_i², which just clips nothing, coordinate i has noise of standard
+deviation ζ/s_i, and
+
+    the gradient's noise        Σ ζ²/s_i²          ≥ (Σ|g_i|)²     at s ∝ |g|^(−½),   p = ¼   (AdaClip)
+    a regret bound of AdaGrad   (Σ ζ/s_i)²         ≥ (Σ|g_i|^⅔)³   at s ∝ |g|^(−⅔),   p = ⅓   (PAGAN)
+    the noise of Adam's update  Σ ζ²/(s_i²·g_i²)   ≥ m²            at s ∝ |g|^(−1),   p = ½   (scale-then-privatize)
+
+Proof. The first and the last are Cauchy–Schwarz for (1/s_i)·(s_i|g_i|) and (1/(s_i|g_i|))·(s_i|g_i|). The second is
+Hölder with exponents 3/2 and 3 for s_i^(−⅔)·(s_i|g_i|)^⅔. Equality holds where the two factors are proportional. ∎
+The first sum is Σ|g|^(2−4p)·Σ|g|^(4p), the same at p and at ½ − p. So scale-then-privatize puts as much noise on the
+gradient as plain clipping does, but in different coordinates.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import math
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.integrate import quad
-from scipy.special import logsumexp
 
 from dpoptim.noise import Strategy
-from dpoptim.theory.second_moments import check_beta, check_step, moment_weights, squared_weight
+from dpoptim.theory.second_moments import (
+    check_beta,
+    check_not_negative,
+    check_positive,
+    check_step,
+    moment_weights,
+    squared_weight,
+)
 
 _NEGLIGIBLE = 1e-10  # weight of the oldest steps that a limit leaves out
 
@@ -23,37 +43,57 @@ _NEGLIGIBLE = 1e-10  # weight of the oldest steps that a limit leaves out
 def momentum_noise_variance(
     *, noise_variance: float, step: int | None = None, beta1: float = 0.9, strategy: Strategy | None = None
 ) -> float:
-    """φ·aᵀKa: the variance of the noise in μ̂_t, before it is divided by anything.
+    """Compute φ·aᵀKa, the exact variance of the noise in μ̂_t before it is divided by anything.
 
-    Independent noise: φ(1−β₁)(1+β₁ᵗ)/((1+β₁)(1−β₁ᵗ)), in the limit φ(1−β₁)/(1+β₁). Exact.
+    Independent noise: φ(1−β₁)(1+β₁ᵗ)/((1+β₁)(1−β₁ᵗ)), in the limit φ(1−β₁)/(1+β₁).
+
+    Args:
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
+        step: t, or None for the limit.
+        beta1: Adam's momentum.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The variance.
 
     >>> round(momentum_noise_variance(noise_variance=1.0), 6)
     0.052632
     """
     check_beta("beta1", beta1)
-    if not 0 <= noise_variance < math.inf:
-        raise ValueError(f"noise_variance={noise_variance} must be a finite number of at least 0")
+    check_not_negative(noise_variance=noise_variance)
     return noise_variance * squared_weight(beta=beta1, step=step, strategy=strategy)
 
 
 def post_processing_update_rms(
     *, step: int | None = None, beta1: float = 0.9, beta2: float = 0.999, strategy: Strategy | None = None
 ) -> float:
-    """√E[μ̂_t²/ν̂_t] in pure noise, ε_s = 0: the size of the steps that post-processing Adam takes where g = 0.
+    """Compute √E[μ̂_t²/ν̂_t] in pure noise at ε_s = 0: how far post-processing Adam moves where g = 0.
 
-    With λ_i the eigenvalues of C⁻ᵀWC⁻¹, W = diag(w), and p_i² the squares of C⁻ᵀa in its eigenbasis (the squares of a,
-    and w, for independent noise), odd moments vanish and 1/x = ∫exp(−sx)ds gives
+    With λ_i the eigenvalues of C⁻ᵀWC⁻¹, W = diag(w), and p_i² the squares of C⁻ᵀa in its eigenbasis (w and the squares
+    of a for independent noise), odd moments vanish and 1/x = ∫exp(−sx)ds gives
 
         E[μ̂²/ν̂] = Σ_i p_i² ∫_0^∞ (1+2sλ_i)⁻¹ Π_j (1+2sλ_j)^(−½) ds
 
-    Exact, by quadrature to 1e-8; φ cancels. As β₂ → 1 the limit over steps tends to √((1−β₁)/(1+β₁)), .22942 at
-    β₁ = .9 (.22930 at β₂ = .999). At t = 1 every update is ±1. A coordinate without gradient moves by this much a
-    step, whatever σ is.
-    Edge cases: β₂ = 0 with momentum has no finite mean and is refused. With a strategy the cost is t³.
+    Exact, by quadrature to 1e-8; φ cancels, so the result does not depend on σ. As β₂ → 1 the limit over steps tends to
+    √((1−β₁)/(1+β₁)), which is .22942 at β₁ = .9 (.22930 at β₂ = .999). At t = 1 every update is ±1.
+
+    Args:
+        step: t, or None for the limit. With a strategy the cost is t³.
+        beta1: Adam's momentum.
+        beta2: Adam's second-moment decay.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The root mean square of one coordinate of the update, over the learning rate.
+
+    Raises:
+        ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no finite mean exists.
 
     >>> round(post_processing_update_rms(), 4), round(post_processing_update_rms(step=1), 6)
     (0.2293, 1.0)
     """
+    from scipy.integrate import quad
+
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
     _check_momentum(beta1, beta2, step)
@@ -65,13 +105,15 @@ def post_processing_update_rms(
         sizes, axes = np.linalg.eigh(rows.T @ (sizes[:, None] * rows))
         sizes, shares = np.maximum(sizes, 0.0), (axes.T @ (rows.T @ np.sqrt(shares))) ** 2
 
-    def integrand(v: float) -> float:  # s = exp(v), which spreads the few scales of λ evenly
+    def integrand(v: float) -> float:  # s = exp(v) spreads the few scales of λ evenly
         spread = 2 * math.exp(v) * sizes
         return float(np.sum(shares / (1 + spread)) * np.exp(v - 0.5 * np.sum(np.log1p(spread))))
 
     centre = -math.log(float(sizes.sum()))  # ν̂ is about Σλ, so s is about its inverse
-    total = sum(quad(integrand, *ends, epsabs=1e-10, limit=200)[0] for ends in _pieces(centre))
-    return math.sqrt(total)
+    # Beyond these pieces the integrand is below exp(−30).
+    ends = [centre - 30, centre - 4, centre, centre + 4, centre + 60]
+    pieces = itertools.pairwise(ends)
+    return math.sqrt(sum(quad(integrand, *piece, epsabs=1e-10, limit=200)[0] for piece in pieces))
 
 
 def bias_correction_update_bound(
@@ -82,35 +124,51 @@ def bias_correction_update_bound(
     beta1: float = 0.9,
     strategy: Strategy | None = None,
 ) -> float:
-    """√(φ·aᵀKa)/ε_s ≤ √φ·max‖row of C⁻¹‖/ε_s: no less than the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
+    """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
 
-    The denominator is at least ε_s. About half of ν̂ − b is negative there (`negative_probability`), and at those
-    coordinates the denominator IS ε_s, so the bound is within a small factor of the truth where √φ ≫ ε_s.
+    The denominator is at least ε_s. About half of all ν̂ − b are negative there (`negative_probability`), and their
+    denominator equals ε_s. So the bound is within a small factor of the truth where √φ ≫ ε_s.
+
+    Args:
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
+        eps: ε_s, the floor of the denominator.
+        step: t, or None for the limit.
+        beta1: Adam's momentum.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The bound, over the learning rate.
 
     >>> round(bias_correction_update_bound(noise_variance=1e-6, eps=1e-4), 4)
     2.2942
     """
-    _check_positive(eps=eps)
-    return (
-        math.sqrt(momentum_noise_variance(noise_variance=noise_variance, step=step, beta1=beta1, strategy=strategy))
-        / eps
-    )
+    check_positive(eps=eps)
+    variance = momentum_noise_variance(noise_variance=noise_variance, step=step, beta1=beta1, strategy=strategy)
+    return math.sqrt(variance) / eps
 
 
 def scaled_noise_stddev(
     scale: ArrayLike, *, clip_norm: float, noise_multiplier: float, batch_size: float
 ) -> NDArray[np.float64]:
-    """ζσ/(B·s): the noise of scale-then-privatize on g̃, per coordinate and unit row of C⁻¹; small where s is LARGE.
+    """Compute ζσ/(B·s), the noise of scale-then-privatize on g̃ per coordinate: small where s is LARGE.
 
     In the update, s·√ν̂ ≈ 1 makes it ζσ/B times the root of `momentum_noise_variance(noise_variance=1)` in every
-    coordinate: the noise of the update does not depend on the gradient's size there.
+    coordinate. So the noise of the update does not depend on the gradient's size there.
+
+    Args:
+        scale: s, positive everywhere.
+        clip_norm: ζ, the bound on ‖s⊙g‖.
+        noise_multiplier: σ.
+        batch_size: B.
+
+    Returns:
+        The standard deviation for a unit row of C⁻¹, with the shape of `scale`.
 
     >>> scaled_noise_stddev([1.0, 4.0], clip_norm=8.0, noise_multiplier=1.0, batch_size=2).tolist()
     [4.0, 1.0]
     """
-    _check_positive(clip_norm=clip_norm, batch_size=batch_size)
-    if not 0 <= noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number of at least 0")
+    check_positive(clip_norm=clip_norm, batch_size=batch_size)
+    check_not_negative(noise_multiplier=noise_multiplier)
     s = np.asarray(scale, dtype=np.float64)
     if not np.all(s > 0):
         raise ValueError(f"scale={scale!r} must be positive everywhere")
@@ -127,32 +185,50 @@ def update_sensitivity(
     beta1: float = 0.9,
     beta2: float = 0.999,
 ) -> float:
-    """The most that one example at step i can change u_t = μ̂_t/(√ν̂_t + ε) without noise, in ℓ₂ norm: L·ζ/(B·ε).
+    """Bound how far one example at step i can change u_t = μ̂_t/(√ν̂_t + ε) without noise, in ℓ₂ norm: L·ζ/(B·ε).
 
         L = a_i                    if a_i ≥ k,      k = (ρ − a_i)/2,   ρ = √(w_i·Σ_j a_j²/w_j)
             (a_i + k)²/(4k)        otherwise
 
-    Guarantee: an upper bound for every history of gradients, the same but for step i; `participation` is i, by default
-    t. Zero-out or add/remove adjacency, so that one example moves the averaged gradient of step i by at most ζ/B; twice
-    that for replacement.
-    Proof. u is a function of each coordinate alone, so its Lipschitz constant is the largest slope. Put q = √ν̂ and
+    Guarantee:
+        An upper bound for every history of gradients that is the same except at step i. It holds for zero-out and
+        add/remove adjacency, where one example moves the averaged gradient of step i by at most ζ/B. Double it for
+        replacement.
+
+    Proof. u acts on each coordinate alone, so its Lipschitz constant is the largest slope. Put q = √ν̂ and
     e_j = √w_j·g_j/q, a unit vector; then μ̂ = q·(b·e) with b_j = a_j/√w_j, and
 
         ∂u/∂g_i = a_i/(q+ε) − (b·e)·e_i·√w_i·q/(q+ε)²
 
-    The form −(b·e)e_i has the eigenvalues (±‖b‖ − b_i)/2 and 0, so with τ = ε/(q+ε) in (0, 1] the slope times ε is
+    The form −(b·e)e_i has the eigenvalues (±‖b‖ − b_i)/2 and 0. So with τ = ε/(q+ε) in (0, 1] the slope times ε is
     at most a_iτ + k·τ(1−τ), and at least a_iτ − (k+a_i)τ(1−τ), since √w_i·b_i = a_i and √w_i·‖b‖ = ρ ≥ a_i. The first
-    has the maximum L, at τ = 1 (no gradient at all) or at τ = (a_i+k)/(2k); the second the minimum −k²/(4(k+a_i)),
-    which is smaller. Along a line u is continuously differentiable, also through ν̂ = 0. ∎
-    Every slope up to L/ε occurs. A change of norm ζ/B comes up to the bound when it is spread over so many coordinates
-    that each moves little; `first_update_sensitivity` has the exact value for t = 1. Without ε there is no bound but
-    that of the update itself.
+    has the maximum L, at τ = 1 (no gradient at all) or at τ = (a_i+k)/(2k). The second has the minimum
+    −k²/(4(k+a_i)), which is smaller. Along a line u is continuously differentiable, also through ν̂ = 0. ∎
+    Every slope up to L/ε occurs. A change of norm ζ/B approaches the bound if it is spread over so many coordinates
+    that each moves little; `first_update_sensitivity` is exact for t = 1.
+
+    Args:
+        clip_norm: ζ.
+        batch_size: B.
+        eps: ε, the constant in the denominator.
+        step: t.
+        participation: i; None means t.
+        beta1: Adam's momentum.
+        beta2: Adam's second-moment decay.
+
+    Returns:
+        The bound, over the learning rate.
+
+    Raises:
+        ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no bound exists.
 
     >>> given = dict(clip_norm=1.0, batch_size=100, eps=1e-3)
     >>> round(update_sensitivity(**given, step=1), 6), round(update_sensitivity(**given, step=10_000), 6)
     (10.0, 1.0)
     """
-    _check_positive(clip_norm=clip_norm, batch_size=batch_size, eps=eps)
+    from scipy.special import logsumexp
+
+    check_positive(clip_norm=clip_norm, batch_size=batch_size, eps=eps)
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
     check_step(step)
@@ -163,7 +239,7 @@ def update_sensitivity(
         raise ValueError(f"participation={participation} must lie between 1 and step={step}")
     age, scale = step - last, (1 - beta1) / (1 - beta1**step)
     own = rho = scale * beta1**age
-    if beta2 > 0:  # in logarithms, since the sum of (β₁²/β₂)^j may overflow where β₁² > β₂
+    if beta2 > 0:  # in logarithms, because the sum of (β₁²/β₂)^j may overflow where β₁² > β₂
         logs = np.arange(step) * (2 * math.log(beta1) - math.log(beta2)) if beta1 else np.zeros(1)
         log_rho = 0.5 * (age * math.log(beta2) + float(logsumexp(logs)))
         rho = scale * math.exp(log_rho) if log_rho < 700 else math.inf
@@ -173,34 +249,118 @@ def update_sensitivity(
 
 
 def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float, dimension: int) -> float:
-    """(ζ/B)/(ε + ζ/(2B√m)): exactly the most that one example can change g/(|g| + ε), Adam's first update.
+    """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε).
 
     Proof. For d = |x − y| in one coordinate, |x/(|x|+ε) − y/(|y|+ε)| is largest at x = −y = d/2, where it is
     d/(d/2+ε). Its square is concave in d², so over all changes with Σd² ≤ (ζ/B)² the sum is largest where all d are
-    equal. Attained by an example with equal coordinates, beside others that sum up to minus half of it. ∎
-    Edge cases: ε = 0 gives 2√m, every sign flipped, whatever the batch size. One batch needs two examples for it.
+    equal. It is attained by an example with equal coordinates, next to others that sum to minus half of it. ∎
+
+    Args:
+        clip_norm: ζ.
+        batch_size: B. Attaining the value needs two examples.
+        eps: ε, the constant in the denominator. With 0 the result is 2√m: every sign flips.
+        dimension: m, the number of coordinates.
+
+    Returns:
+        The largest change in ℓ₂ norm, over the learning rate.
 
     >>> round(first_update_sensitivity(clip_norm=1.0, batch_size=100, eps=0.0, dimension=400), 9)
     40.0
     """
-    _check_positive(clip_norm=clip_norm, batch_size=batch_size, dimension=dimension)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps} must be a finite number of at least 0")
+    check_positive(clip_norm=clip_norm, batch_size=batch_size, dimension=dimension)
+    check_not_negative(eps=eps)
     change = clip_norm / batch_size
     return change / (eps + change / (2 * math.sqrt(dimension)))
 
 
-def _pieces(centre: float) -> list[tuple[float, float]]:
-    """Four pieces of the line around a centre; beyond, the integrand is below exp(−30)."""
-    return [(centre - 30, centre - 4), (centre - 4, centre), (centre, centre + 4), (centre + 4, centre + 60)]
-
-
 def _check_momentum(beta1: float, beta2: float, step: int | None) -> None:
     if beta2 == 0 and beta1 > 0 and step != 1:
-        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ and not ν̂; use beta2 > 0 or beta1=0")
+        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂; use beta2 > 0 or beta1=0")
 
 
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be a positive finite number")
+class Cost(enum.Enum):
+    """What the noise is summed over."""
+
+    GRADIENT = "gradient"  # Σ of the variances on g̃
+    REGRET = "regret"  # (Σ of the standard deviations on g̃)²
+    UPDATE = "update"  # Σ of the variances on g̃/|g|
+
+
+def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIENT) -> float:
+    """Compute the size of the noise with s = |g|^(−2p), at σ/B = 1 and the smallest clip norm that clips nothing.
+
+    It assumes a constant gradient, the same for every example, and ν̂ = g². So it includes neither the bias of clipping
+    nor the noise in ν̂.
+
+    Args:
+        gradient: g, without zeros, where s would be infinite.
+        exponent: p.
+        cost: What the noise is summed over.
+
+    Returns:
+        The sum; see the module.
+
+    Raises:
+        ValueError: If the gradient has a zero or `exponent` is outside [0, 1].
+
+    >>> [round(noise_cost([1.0, 4.0], exponent=p), 6) for p in (0.0, 0.25, 0.5)]
+    [34.0, 25.0, 34.0]
+    >>> noise_cost([1.0, 4.0], exponent=0.5, cost=Cost.UPDATE)
+    4.0
+    """
+    sizes = _sizes(gradient)
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"exponent={exponent} must lie in [0, 1]")
+    s = sizes ** (-2 * exponent)
+    squared_clip_norm = float(np.sum((s * sizes) ** 2))
+    if cost is Cost.GRADIENT:
+        return squared_clip_norm * float(np.sum(s**-2.0))
+    if cost is Cost.REGRET:
+        return squared_clip_norm * float(np.sum(1 / s)) ** 2
+    return squared_clip_norm * float(np.sum((s * sizes) ** -2.0))
+
+
+def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> float:
+    """Compute the smallest possible `noise_cost` over all scales s, whether a power of |g| or not.
+
+    Args:
+        gradient: g, without zeros.
+        cost: What the noise is summed over.
+
+    Returns:
+        The right-hand side of the inequality in the module's docstring.
+
+    Raises:
+        ValueError: If the gradient has a zero.
+
+    >>> least_noise_cost([1.0, 4.0]), least_noise_cost([1.0, 4.0], cost=Cost.UPDATE)
+    (25.0, 4.0)
+    """
+    sizes = _sizes(gradient)
+    if cost is Cost.GRADIENT:
+        return float(np.sum(sizes)) ** 2
+    if cost is Cost.REGRET:
+        return float(np.sum(sizes ** (2 / 3))) ** 3
+    return float(sizes.size) ** 2
+
+
+def best_exponent(cost: Cost) -> float:
+    """Return the exponent p at which `noise_cost` equals `least_noise_cost`, for every gradient.
+
+    Args:
+        cost: What the noise is summed over.
+
+    Returns:
+        ¼, ⅓ or ½.
+
+    >>> best_exponent(Cost.GRADIENT), best_exponent(Cost.UPDATE)
+    (0.25, 0.5)
+    """
+    return {Cost.GRADIENT: 1 / 4, Cost.REGRET: 1 / 3, Cost.UPDATE: 1 / 2}[cost]
+
+
+def _sizes(gradient: ArrayLike) -> NDArray[np.float64]:
+    sizes = np.abs(np.asarray(gradient, dtype=np.float64))
+    if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes > 0)):
+        raise ValueError(f"gradient={gradient!r} must hold finite numbers, none of them 0, and at least one")
+    return sizes

@@ -13,7 +13,7 @@ from dpoptim import PrivacyPlan
 from dpoptim.app.audit.bounds import gaussian_bound, guessing_bound, guessing_chance
 from dpoptim.app.audit.chance import upper_limit
 from dpoptim.app.audit.tradeoff import TradeOff, errors_check, trade_off_of
-from dpoptim.privacy.gaussian import gaussian_epsilon
+from dpoptim.privacy.accounting import gaussian_epsilon
 
 
 def gaussian_scores(apart: float, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

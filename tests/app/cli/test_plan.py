@@ -117,8 +117,8 @@ def test_the_picture(capsys, tmp_path, suffix):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["--steps", "0"], "steps must be a whole number ≥ 1"),
-        (["--batch-size", "3000"], "batch_size=3000 exceeds num_examples=2000"),
+        (["--steps", "0"], "Expected steps to be a whole number >= 1, got 0"),
+        (["--batch-size", "3000"], "Expected batch_size <= num_examples, got 3000 > 2000"),
         (["--epsilon", "-1"], "epsilon=-1.0 must be a finite number above 0"),
         (["--epsilon", "inf"], "epsilon=inf must be a finite number above 0"),
         (["--epsilon", "nan"], "epsilon=nan must be a finite number above 0"),

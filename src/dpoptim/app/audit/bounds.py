@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.special import expit, ndtri
 
 from dpoptim.app.audit.chance import count_chance, upper_limit
-from dpoptim.privacy.gaussian import gaussian_epsilon
+from dpoptim.privacy.accounting import gaussian_epsilon
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -163,7 +163,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
             "eps_scale_likely_high": window.likely_high,
             "clip_norm_over_eps_scale": window.clip_norms,
             "default": window.default,
-            "default_is": window.fate(window.default).value,
+            "default_is": window.regime(window.default).value,
         },
         "try": {
             "eps_scale": window.to_try,

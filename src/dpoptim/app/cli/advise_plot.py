@@ -9,8 +9,8 @@ import numpy as np
 
 from dpoptim.app import plot_style as picture_style
 from dpoptim.theory import Advice, Alternative, ScaleWindow, SecondMomentRegime
-from dpoptim.theory.advice_rule import MANY_NEGATIVE
-from dpoptim.theory.advice_window import rounded
+from dpoptim.theory.adviser import MANY_NEGATIVE
+from dpoptim.theory.stability_window import rounded
 
 _BINS = 24
 _NARROW = 1.3  # high/low below which the window is also shown enlarged

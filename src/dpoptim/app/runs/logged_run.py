@@ -15,7 +15,7 @@ from typing import Any
 from dpoptim.app.runs.run_log import log_lines
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import describe_accountant
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""

@@ -19,7 +19,7 @@ from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, StepLedger
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 
 
 class Loop:

@@ -32,7 +32,7 @@ from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import one_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 from dpoptim.privacy.statement import headline
 from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__

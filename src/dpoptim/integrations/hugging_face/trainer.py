@@ -40,7 +40,7 @@ from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, StepLedger
-from dpoptim.privacy.epsilon_spent import EpsilonSpent
+from dpoptim.privacy.composition import EpsilonSpent
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 

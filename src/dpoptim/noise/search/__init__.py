@@ -1,1 +1,1 @@
-"""Searches for good strategies. A search cannot affect ε: each strategy checks itself and states its sensitivity."""
+"""Searches for good strategies. They cannot affect ε: each strategy checks itself and computes its sensitivity."""

@@ -1,4 +1,4 @@
-"""The best banded strategy for a workload: BandMF, with every entry of the band free."""
+"""The best banded strategy for a workload (BandMF): every entry of the band is free."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dpoptim.arguments import check_at_most, check_whole
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.dense import optimal_dense
-from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import SearchObjective
-from dpoptim.noise.strategies.base import check_bands, check_participation
+from dpoptim.noise.search.disk_cache import Array, cached_on_disk
+from dpoptim.noise.search.objective import SearchObjective, check_workload
+from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
-from dpoptim.noise.strategies.short_repr import ShortRepr
-from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
+from dpoptim.noise.workloads import PrefixSums, Workload
 
 _MAX_EVALUATIONS = 300
-_ONE_THREAD_WIDTH = 512  # products of narrower blocks gain nothing from a second core
+_ONE_THREAD_WIDTH = 512  # a second core does not speed up products of narrower blocks
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Banded(ShortRepr):
-    """The banded C of least mean error of the workload among those with unit columns (BandMF).
+    """Banded noise (BandMF): the banded C with unit columns and the least mean error of the workload.
 
         minimise  ‖AC⁻¹‖_F  over lower triangular C with `bands` diagonals and  ‖column of C‖ = 1
 
-    With separation ≥ bands the participations do not overlap: the sensitivity is √max_participations
-    exactly, and amplification by cyclic sampling applies. A stream keeps bands-1 past rows.
+    If participations are at least `bands` steps apart, they do not overlap: the sensitivity is exactly
+    √max_participations, and cyclic sampling amplifies. A stream stores bands-1 past rows.
 
-    Edge cases: bands = 1 is independent noise; bands = steps is `Dense` for one participation.
+    Args:
+        bands: The number of diagonals of C; 1 is independent noise, and `steps` is `Dense`.
+        workload: What the optimizer makes of the gradients.
 
     >>> strategy = Banded(bands=8).optimize(steps=64)
     >>> round(strategy.mean_error(), 6), round(strategy.column_norm, 12)
@@ -45,26 +48,26 @@ class Banded(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_bands(self.bands)
+        check_whole("bands", self.bands, hint="bands=1 is independent noise.")
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> MatrixStrategy:
-        """The optimum for this many steps, by L-BFGS; a second call is answered from memory.
+        """Return the optimum for this many steps; results are cached.
 
-        The participations change nothing: they are taken to lie at least `bands` steps apart.
+        The pattern does not matter: the search assumes participations at least `bands` steps apart.
         """
         check_participation(steps, max_participations, min_separation)
-        check_bands(self.bands, steps)
+        check_at_most("bands", self.bands, "steps", steps, hint="Use fewer bands.")
         return MatrixStrategy(diagonals=optimal_banded(steps, self.bands, self.workload))
 
 
-@remembered("banded", version=1)
+@cached_on_disk("banded", version=1)
 def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
-    """The diagonals [bands, steps] that minimise ln ‖AC⁻¹‖_F², columns normalised, from the best Toeplitz C on.
+    """Return the diagonals [bands, steps] that minimise ln ‖AC⁻¹‖_F² with normalized columns.
 
-    In X = CᵀC, which is banded where C is, the problem is convex, so that a stationary point is the optimum.
-    The search runs in C, where it needs far fewer evaluations, and ends when an iteration gains less than
-    1e-9, or after 300 evaluations: a C with unit columns and within the band either way.
+    The problem is convex in X = CᵀC, so a stationary point is the optimum. L-BFGS runs in C, which needs far fewer
+    evaluations, and starts from the best Toeplitz C. It ends when an iteration gains less than 1e-9 or after 300
+    evaluations. Either way C has unit columns and stays within the band.
 
     >>> optimal_banded(5, 1, PrefixSums()).tolist()
     [[1.0, 1.0, 1.0, 1.0, 1.0]]
@@ -76,7 +79,7 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
     inverse = torch.from_numpy(workload.inverse_diagonals(steps))
     coefs = torch.tensor(optimized_bands(SearchObjective(steps=steps, workload=workload), bands), dtype=torch.float64)
     inside = torch.arange(bands)[:, None] + torch.arange(steps) < steps
-    band = normalised(torch.where(inside, coefs[:, None], 0.0)).requires_grad_()
+    band = normalize_columns(torch.where(inside, coefs[:, None], 0.0)).requires_grad_()
     search = torch.optim.LBFGS(
         [band],
         max_iter=_MAX_EVALUATIONS,
@@ -94,26 +97,26 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
 
     with torch.no_grad(), _one_thread(width=bands):
         search.step(closure)
-    return np.asarray(normalised(band.detach()).numpy(), dtype=np.float64)
+    return np.asarray(normalize_columns(band.detach()).numpy(), dtype=np.float64)
 
 
-def normalised(diagonals: torch.Tensor) -> torch.Tensor:
-    """The same matrix with unit columns."""
+def normalize_columns(diagonals: torch.Tensor) -> torch.Tensor:
+    """Return the same matrix with unit columns."""
     return diagonals / diagonals.norm(dim=0)
 
 
 def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """ln ‖AC⁻¹‖_F² of the column-normalised C, and its gradient in the diagonals before normalising.
+    """Return ln ‖AC⁻¹‖_F² of the column-normalized C, and its gradient in the diagonals before normalizing.
 
-    `inverse` holds the diagonals of A⁻¹. AC⁻¹ is the inverse of L = CA⁻¹, which has a band or two more than C.
-    In blocks as wide as that band, L_k on the diagonal and M_k on its left, with R_k = (L⁻¹L⁻ᵀ)_{k,k},
+    `inverse` holds the diagonals of A⁻¹. AC⁻¹ is the inverse of L = CA⁻¹, which has one or two bands more than C.
+    In blocks as wide as that band, L_k on the diagonal and M_k to its left, with R_k = (L⁻¹L⁻ᵀ)_{k,k} and
     f = Σ_k tr R_k:
 
         Q_k = 1 + M_k R_{k-1} M_kᵀ      R_k = L_k⁻¹ Q_k L_k⁻ᵀ                       forward
         U_k = L_k⁻ᵀ Γ_k L_k⁻¹           Γ_{k-1} = 1 + M_kᵀ U_k M_k                  backward
         ∂f/∂L_k = -2 U_k Q_k L_k⁻ᵀ      ∂f/∂M_k = 2 U_k M_k R_{k-1}
 
-    O(steps·bands²) work, O(steps·bands) memory; everything is a sum of squares, so nothing cancels.
+    This takes O(steps·bands²) time and O(steps·bands) memory. All terms are sums of squares, so nothing cancels.
     """
     bands, steps = diagonals.shape
     norms = diagonals.norm(dim=0)
@@ -125,7 +128,7 @@ def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Ten
     inverses = torch.linalg.solve_triangular(panels[:, :width], identity.expand(blocks, width, width), upper=False)
     below = panels[:, width:]  # below[k] is M_{k+1}
 
-    error = -float(blocks * width - steps)  # the identity beyond the end
+    error = -float(blocks * width - steps)  # removes the identity that pads the last block
     inner, inners, carried = identity, [], []
     for block in range(blocks):
         half = inner @ inverses[block].mT
@@ -146,14 +149,14 @@ def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Ten
 
     of_product = _diagonals_of(slope, lags=len(product), steps=steps) / error
     of_unit = torch.zeros_like(unit)
-    for lag in range(min(len(inverse), steps)):  # times_banded, backwards
+    for lag in range(min(len(inverse), steps)):  # the backward pass of times_banded
         of_unit[:, lag:] += of_product[lag : lag + bands, : steps - lag] * inverse[lag, : steps - lag]
     of_unit -= unit * (of_unit * unit).sum(dim=0)
     return torch.tensor(error, dtype=torch.float64).log(), of_unit / norms
 
 
 def _diagonals_of(panels: torch.Tensor, *, lags: int, steps: int) -> torch.Tensor:
-    """What `column_panels` was made of."""
+    """Undo `column_panels`."""
     blocks, _, width = panels.shape
     columns = torch.arange(width)
     found = panels[:, columns + torch.arange(lags)[:, None], columns]
@@ -162,7 +165,7 @@ def _diagonals_of(panels: torch.Tensor, *, lags: int, steps: int) -> torch.Tenso
 
 @contextmanager
 def _one_thread(*, width: int) -> Iterator[None]:
-    """Keep small products on one core: handing them out costs more than they do."""
+    """Keep small products on one core: distributing them costs more than computing them."""
     threads = torch.get_num_threads()
     if width < _ONE_THREAD_WIDTH:
         torch.set_num_threads(1)

@@ -6,27 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize
 
-from dpoptim.noise.search.disk_cache import Array, remembered
-from dpoptim.noise.search.objective import SearchObjective
+from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.noise.search.disk_cache import Array, cached_on_disk
+from dpoptim.noise.search.objective import SearchObjective, check_workload
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
-from dpoptim.noise.strategies.base import check_bands, check_participation
-from dpoptim.noise.strategies.short_repr import ShortRepr
+from dpoptim.noise.short_repr import ShortRepr
+from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.toeplitz import ToeplitzStrategy
-from dpoptim.noise.workloads import PrefixSums, Workload, check_workload
+from dpoptim.noise.workloads import PrefixSums, Workload
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BandedToeplitz(ShortRepr):
-    """The banded Toeplitz C of least mean error of the workload, for participations at separation ≥ bands.
+    """Banded Toeplitz noise: the best coefficients for participations at least `bands` steps apart.
 
         minimise  mean_error·column_norm  over  (1, c_1, ..., c_{bands-1})
 
-    With separation ≥ bands the participations do not overlap, which is also what amplification by
-    sampling needs.
+    Such participations do not overlap, which amplification by cyclic sampling needs too. A stream stores bands-1
+    past rows.
 
-    Edge cases: bands = 1 is independent noise.
+    Args:
+        bands: The number of diagonals of C; 1 is independent noise.
+        workload: What the optimizer makes of the gradients.
 
     >>> strategy = BandedToeplitz(bands=16).optimize(steps=256)
     >>> round(strategy.mean_error() * strategy.column_norm, 6)
@@ -37,38 +39,38 @@ class BandedToeplitz(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_bands(self.bands)
+        check_whole("bands", self.bands, hint="bands=1 is independent noise.")
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
-        """The best coefficients for this many steps, by L-BFGS; a second call is answered from memory.
+        """Return the best coefficients for this many steps; results are cached.
 
-        The participations change nothing: they are taken to lie at least `bands` steps apart.
+        The pattern does not matter: the search assumes participations at least `bands` steps apart.
         """
         check_participation(steps, max_participations, min_separation)
-        check_bands(self.bands, steps)
+        check_at_most("bands", self.bands, "steps", steps, hint="Use fewer bands.")
         found = optimized_bands(SearchObjective(steps=steps, workload=self.workload), self.bands)
         return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(found.tolist()))
 
 
-@remembered("banded-toeplitz", version=1)
-def optimized_bands(goal: SearchObjective, bands: int) -> Array:
-    """The coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS in float64.
+@cached_on_disk("banded-toeplitz", version=1)
+def optimized_bands(search: SearchObjective, bands: int) -> Array:
+    """Return the coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS.
 
-    The search starts from the square root's coefficients. What it ends with is verified to be stationary,
-    non-negative and non-increasing, so that `sensitivity` is exact. Where the best coefficients increase, as they
-    may for an erratic learning rate, those that may not are searched instead.
+    The search starts from the square root's coefficients and must end at a stationary point. If the best coefficients
+    increase, as they may for an erratic learning rate, it repeats among non-increasing ones, so that the sensitivity
+    is exact.
 
     >>> optimized_bands(SearchObjective(steps=2), 2)[1] < 0.5  # below the square root's
     np.True_
     """
     if bands == 1:
         return np.ones(1)
-    coefs, slope = _minimum(goal, lambda tail: (tail, lambda pull: pull), sqrt_series(bands)[1:])
+    coefs, slope = _minimum(search, lambda tail: (tail, lambda pull: pull), sqrt_series(bands)[1:])
     if not slope < 1e-6 or (np.diff(coefs) > 0).any():
-        coefs, slope = _minimum(goal, _falling, np.minimum(sqrt_series(bands)[1:] / sqrt_series(bands)[:-1], 0.999))
+        coefs, slope = _minimum(search, _falling, np.minimum(sqrt_series(bands)[1:] / sqrt_series(bands)[:-1], 0.999))
     if not slope < 1e-6:
-        raise RuntimeError(f"the search for bands={bands}, {goal} ended with slope {slope:.1e}; use fewer bands")
+        raise RuntimeError(f"The search for bands={bands}, {search} ended with slope {slope:.1e}. Use fewer bands.")
     return coefs
 
 
@@ -76,18 +78,19 @@ _Pull = Callable[[Series], Series]
 
 
 def _minimum(
-    goal: SearchObjective, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series
+    search: SearchObjective, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series
 ) -> tuple[Series, float]:
-    """The best (1, *tail_of(x)) for x within [0, 1], and how far from stationary it is.
+    """Return the best (1, *tail_of(x)) for x in [0, 1], and its distance from a stationary point.
 
     Beyond 1 the inverse of the series grows without bound.
     """
+    from scipy import optimize
 
     def value_and_slope(x: Series) -> tuple[float, Series]:
         tail, back = tail_of(x)
         coefs = np.concatenate([[1.0], tail])
-        padded = np.concatenate([coefs, np.zeros(goal.steps - len(coefs))])
-        value, pull = goal.by_strategy(padded, inverse_series(coefs, goal.steps))
+        padded = np.concatenate([coefs, np.zeros(search.steps - len(coefs))])
+        value, pull = search.by_strategy(padded, inverse_series(coefs, search.steps))
         return value, back(pull[1 : len(coefs)])
 
     found = optimize.minimize(
@@ -105,12 +108,12 @@ def _minimum(
 
 
 def _falling(ratios: Series) -> tuple[Series, _Pull]:
-    """c_i = ratios_1 ··· ratios_i, which never increases, and how a gradient in c becomes one in the ratios."""
+    """Return c_i = ratios_1 ··· ratios_i, which never increases, and the map of gradients in c to the ratios."""
     tail = np.asarray(np.cumprod(ratios), dtype=np.float64)
 
     def back(pull: Series) -> Series:
         before = np.concatenate([[1.0], tail[:-1]])
-        onward = np.zeros(len(pull))  # Σ_{j ≥ i} pull_j·c_j/c_i, from the last one on
+        onward = np.zeros(len(pull))  # Σ_{j ≥ i} pull_j·c_j/c_i, from the last to the first
         total = 0.0
         for at in reversed(range(len(pull))):
             total = pull[at] + (ratios[at + 1] * total if at + 1 < len(pull) else 0.0)

@@ -1,4 +1,4 @@
-"""The best strategy of all for a workload: a full lower triangular matrix, with a bound that proves it."""
+"""The best strategy for a workload: a full lower triangular matrix, with a bound that proves it."""
 
 from __future__ import annotations
 
@@ -8,41 +8,40 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import linalg, optimize
 
-from dpoptim.noise.search.disk_cache import Array, remembered
+from dpoptim.noise.search.banded_inverse import BandedInverse
+from dpoptim.noise.search.disk_cache import Array, cached_on_disk
+from dpoptim.noise.search.objective import check_workload
 from dpoptim.noise.series import Series
-from dpoptim.noise.strategies.banded_inverse import BandedInverse
+from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import Strategy, check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy
-from dpoptim.noise.strategies.short_repr import ShortRepr
-from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, check_workload
+from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
-_GAP = 1e-5  # how far the squared error may be above the bound of the dual, relatively
+_GAP = 1e-5  # the relative gap allowed between the squared error and the dual bound
 _GAP_OF_SEVERAL = 5e-3  # the same with several participations
-_GOOD_GAP_OF_SEVERAL = 2e-5  # where the search ends before its time
-_SHARPNESS = (1e2, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)  # of the maximum over patterns, which is 1 in the end
-_ITERATIONS = 1000  # at each sharpness, fewer where one gains less than _GAIN/sharpness
+_GOOD_GAP_OF_SEVERAL = 2e-5  # at this gap the search ends early
+_SHARPNESS = (1e2, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)  # of the maximum over patterns, which ends up at 1
+_ITERATIONS = 1000  # at each sharpness, fewer once an iteration gains less than _GAIN/sharpness
 _GAIN = 1e-5
-_NEVER = -1e30  # the logarithm of nothing, but with a gradient
+_NEVER = -1e30  # stands for ln 0, but has a gradient
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Dense(ShortRepr):
-    """The lower triangular C of least mean error of the workload times sensitivity.
+    """Dense noise: the lower triangular C with the least mean error times sensitivity.
 
         minimise  ‖AC⁻¹‖_F·sensitivity  over lower triangular C
 
-    Its rows need no memory, but row t costs t + 1 rows of normals: it is for few steps, and as the mark to
-    measure others by. The columns are scaled so that the largest norm is 1; with one participation all are 1.
+    It needs no memory, but row t costs t + 1 rows of normals. Use it for few steps and as a benchmark. The largest
+    column norm is 1; with one participation all are 1. If an example may take part in every step, C is diagonal.
 
-    Guarantee: a dual bound proves the squared product to be within 1e-5 (relative) of the least there is for one
-    participation, and within 5e-3 for several (1e-4 for most, up to five); `RuntimeError` otherwise. The sensitivity
-    is the one that `MatrixStrategy` gives: exact for one and two participations, a bound for more, and it is the
-    bound that C is optimal for. What is best by the exact value was found, for few steps, half a percent better, but
-    several percent worse by the bound, which is what ε is computed from.
+    A dual bound proves that the squared product is within 1e-5 (relative) of the optimum for one participation, and
+    within 5e-3 for several (1e-4 for most, up to five). The sensitivity is `MatrixStrategy`'s: exact for one and two
+    participations, an upper bound for more. C is optimal for that bound, because ε is computed from it.
 
-    Edge cases: an example that may be present in every step leaves nothing to correlate: C is diagonal.
+    Args:
+        workload: What the optimizer makes of the gradients.
 
     >>> strategy = Dense().optimize(steps=16)
     >>> round(strategy.mean_error(), 6), round(strategy.column_norm, 12)
@@ -61,16 +60,19 @@ class Dense(ShortRepr):
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> MatrixStrategy:
-        """The optimum for this many steps and that participation; a second call is answered from memory.
+        """Return the optimum for this many steps and this pattern; results are cached.
 
-        Several participations take O(steps³ + max_participations·steps²) for each of 1000 to 5000 evaluations: on one
-        core seconds for 50 steps, a minute or two for 200.
+        Several participations take 1,000 to 5,000 evaluations of O(steps³ + max_participations·steps²): on one core
+        seconds for 50 steps, a minute or two for 200.
+
+        Raises:
+            RuntimeError: If the result is not proved to be near the optimum.
         """
         check_participation(steps, max_participations, min_separation)
         if (seconds := dense_seconds(steps, max_participations)) > 20:
             warnings.warn(
-                f"Dense() for {max_participations} participations in {steps} steps takes about {seconds:.0f} s to find "
-                "the first time; BufferedToeplitz(buffers=4) is nearly as good and takes less than one",
+                f"The first search of Dense() for {max_participations} participations in {steps} steps takes about "
+                f"{seconds:.0f} s. BufferedToeplitz(buffers=4) is nearly as good and takes less than one.",
                 stacklevel=2,
             )
         if max_participations == 1:
@@ -79,28 +81,30 @@ class Dense(ShortRepr):
 
 
 def dense_seconds(steps: int, max_participations: int) -> float:
-    """Roughly how long the search takes, from a few measurements on one core."""
+    """Estimate how long the search takes on one core."""
     return steps**2 * max_participations / 1500 if max_participations > 1 else (steps / 700) ** 3
 
 
-@remembered("dense", version=1)
+@cached_on_disk("dense", version=1)
 def optimal_dense(steps: int, workload: Workload) -> Array:
-    """The diagonals [steps, steps] for one participation, by the dual, a concave function of weights v_t > 0.
+    """Return the diagonals [steps, steps] for one participation, by the dual, a concave function of v_t > 0.
 
         min_X tr(AᵀA X⁻¹) + Σ v_t (X_tt - 1)  =  2·tr(R) - Σ v_t,   R = (V^½ AᵀA V^½)^½,
         reached at  X = CᵀC = V^-½ R V^-½,  whose diagonal is that of R over v
 
-    L-BFGS in ln v. Where A⁻¹ has two diagonals the inverse of V^½AᵀAV^½ is tridiagonal, so that a step costs its
-    eigenvectors, O(steps²); with momentum or a schedule it is O(steps³).
+    L-BFGS runs in ln v. If A⁻¹ has two diagonals, the inverse of V^½AᵀAV^½ is tridiagonal and an iteration costs its
+    eigenvectors, O(steps²). With momentum or a schedule it costs O(steps³).
 
     >>> optimal_dense(1, PrefixSums()).tolist()
     [[1.0]]
     """
+    from scipy import optimize
+
     square_root = _square_root(workload, steps)
     log_weights = np.zeros(steps)
-    for _ in range(5):  # the fixed point v ← diag R, which gives the weights their size
+    for _ in range(5):  # the fixed point v ← diag R gives the weights their size
         log_weights = np.log(_diagonal(*square_root(log_weights)))
-    sizes = np.exp(0.5 * log_weights)  # bring the variables to like effect
+    sizes = np.exp(0.5 * log_weights)  # gives all variables a similar effect
     sizes /= np.linalg.norm(sizes)
     total = float(np.exp(log_weights).sum())
 
@@ -125,18 +129,20 @@ def optimal_dense(steps: int, workload: Workload) -> Array:
     strategy = MatrixStrategy.from_matrix(matrix / np.linalg.norm(matrix, axis=0))
     gap = steps * strategy.mean_error(workload) ** 2 / bound - 1
     if not gap < _GAP:
-        raise RuntimeError(f"the search for steps={steps} ended {gap:.1e} above its bound; use another number of steps")
+        raise RuntimeError(f"The search for steps={steps} ended {gap:.1e} above its bound. Use Banded or fewer steps.")
     return strategy.diagonals
 
 
 def _square_root(workload: Workload, steps: int) -> Callable[[Series], tuple[Series, Matrix]]:
-    """The function ln v → (roots, Q) with (V^½AᵀAV^½)^½ = Q·diag(roots)·Qᵀ."""
+    """Return the function ln v → (roots, Q) with (V^½AᵀAV^½)^½ = Q·diag(roots)·Qᵀ."""
+    from scipy import linalg
+
     inverse = workload.inverse_diagonals(steps)
     if len(inverse) > 2 or not workload.is_toeplitz:
         matrix = workload.matrix(steps)
 
         def by_matrix(log_weights: Series) -> tuple[Series, Matrix]:
-            # Not by AᵀA, whose rounding drowns the small ones: a schedule spreads them over many sizes.
+            # The rounding of AᵀA would hide the small roots, and a schedule spreads roots over many sizes.
             _, roots, transposed = linalg.svd(matrix * np.exp(0.5 * log_weights), check_finite=False)
             return roots, transposed.T
 
@@ -154,22 +160,20 @@ def _square_root(workload: Workload, steps: int) -> Callable[[Series], tuple[Ser
     return by_inverse
 
 
-@remembered("dense-overlap", version=1)
+@cached_on_disk("dense-overlap", version=1)
 def optimal_overlap(steps: int, workload: Workload, max_participations: int, min_separation: int) -> Array:
-    """The diagonals [steps, steps] for several participations, by descent on a smoothed sensitivity.
+    """Return the diagonals [steps, steps] for several participations, by descent on a smoothed sensitivity.
 
         minimise  ln tr(AᵀA X⁻¹) + U(X),   X = CᵀC,   U(X) = max over Q of  Σ_su Q_su·|X_su|  = sensitivity²
 
-    over the patterns Q that `MatrixStrategy.sensitivity` goes through: at the optimum U = 1. The maximum is
-    replaced by ever sharper soft ones, whose gradient is the average W of patterns Q, and |x| by √(x² + δ²).
-    L-BFGS in C. With Y = W·X/√(X² + δ²), every other X' has U(X') ≥ Σ W_su·|X'_su| ≥ Σ Y_su·X'_su, and so
+    Q runs over the patterns of `MatrixStrategy.sensitivity`, and U = 1 at the optimum. Increasingly sharp soft maxima
+    replace the maximum; their gradient is an average W of patterns Q. √(x² + δ²) replaces |x|. L-BFGS runs in C. With
+    Y = W·X/√(X² + δ²), every other X' has U(X') ≥ Σ W_su·|X'_su| ≥ Σ Y_su·X'_su, and therefore
 
         tr(AᵀA X'⁻¹)·U(X')  ≥  (tr (AYAᵀ)^½)²
 
-    which the squared product of what was found is held against.
-
-    Edge cases: with a participation in every step, X = diag ‖column of A‖ is the optimum: there W is 1 everywhere,
-    and X⁻¹AᵀAX⁻¹ holds the cosines between columns of A.
+    which bounds the squared product from below. With a participation in every step, X = diag ‖column of A‖ is the
+    optimum: W is 1 everywhere, and X⁻¹AᵀAX⁻¹ holds the cosines between columns of A.
 
     >>> optimal_overlap(3, PrefixSums(), 3, 1)[1:].any()
     np.False_
@@ -187,36 +191,38 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
     matrix = start.strategy_matrix() / start.sensitivity(**pattern)
     best, least, bound, gap = MatrixStrategy.from_matrix(matrix), np.inf, 0.0, np.inf
     for sharpness in _SHARPNESS:
-        goal = _Overlap(sums=torch.from_numpy(sums), sharpness=sharpness, **pattern)
-        matrix = _descended(goal, matrix)
+        overlap = _Overlap(sums=torch.from_numpy(sums), sharpness=sharpness, **pattern)
+        matrix = _descended(overlap, matrix)
         strategy = MatrixStrategy.from_matrix(matrix)
         product = steps * (strategy.mean_error(workload) * strategy.sensitivity(**pattern)) ** 2
         if product < least:
             best, least = strategy, product
-        bound = max(bound, goal.bound(matrix))
+        bound = max(bound, overlap.bound(matrix))
         gap = least / bound - 1
         if gap < _GOOD_GAP_OF_SEVERAL:
             break
     if not gap < _GAP_OF_SEVERAL:
         raise RuntimeError(
-            f"the search for steps={steps}, max_participations={max_participations}, min_separation={min_separation} "
-            f"ended {gap:.1e} above its bound; use fewer steps, or Banded(bands={min_separation})"
+            f"The search for steps={steps}, max_participations={max_participations}, min_separation={min_separation} "
+            f"ended {gap:.1e} above its bound. Use fewer steps, or Banded(bands={min_separation})."
         )
     return best.diagonals / best.column_norm
 
 
-def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
-    """The C that L-BFGS comes to from this one, with a positive diagonal.
+def _descended(overlap: _Overlap, matrix: Matrix) -> Matrix:
+    """Run L-BFGS from this C and return the result with a positive diagonal.
 
-    Entries of column s are divided by a size, (X⁻¹AᵀAX⁻¹)_ss^-½, which brings columns to like effect.
+    Entries of column s are divided by (X⁻¹AᵀAX⁻¹)_ss^-½, which gives all columns a similar effect.
     """
+    from scipy import optimize
+
     steps, free = len(matrix), np.tril_indices(len(matrix))
     inverse = np.linalg.inv(matrix)
-    sizes = np.linalg.norm(goal.sums.numpy() @ inverse @ inverse.T, axis=0)[free[1]] ** -1.0
+    sizes = np.linalg.norm(overlap.sums.numpy() @ inverse @ inverse.T, axis=0)[free[1]] ** -1.0
     sizes *= np.abs(matrix[free]).max() / sizes.max()
 
     def value_and_slope(entries: Series) -> tuple[float, Series]:
-        value, slope, _ = goal.value(_filled(entries * sizes, steps))
+        value, slope, _ = overlap.value(_filled(entries * sizes, steps))
         return value, slope[free] * sizes
 
     found = optimize.minimize(
@@ -228,7 +234,7 @@ def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
             "maxcor": 30,
             "maxiter": _ITERATIONS,
             "maxfun": _ITERATIONS,
-            "ftol": _GAIN / goal.sharpness,
+            "ftol": _GAIN / overlap.sharpness,
             "gtol": 1e-9,
         },
     )
@@ -238,7 +244,7 @@ def _descended(goal: _Overlap, matrix: Matrix) -> Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class _Overlap:
-    """ln ‖AC⁻¹‖_F² + soft sensitivity², with the gradient and the dual matrix that comes with it."""
+    """ln ‖AC⁻¹‖_F² + soft sensitivity², with its gradient and dual matrix."""
 
     sums: torch.Tensor  # A, float64 [steps, steps]
     max_participations: int
@@ -246,7 +252,7 @@ class _Overlap:
     sharpness: float
 
     def value(self, matrix: Matrix) -> tuple[float, Matrix, torch.Tensor]:
-        """The value, its gradient in C, and Y of the bound."""
+        """Return the value, its gradient in C, and Y of the bound."""
         lower = torch.from_numpy(matrix)
         noise = torch.linalg.solve_triangular(lower, self.sums, upper=False, left=False)
         error = noise.square().sum()
@@ -263,9 +269,9 @@ class _Overlap:
         return float(error.log()) + float(energy.detach()), slope.numpy(), dual
 
     def bound(self, matrix: Matrix) -> float:
-        """The least ‖AC⁻¹‖_F²·sensitivity² of all C, as Y of this one proves it.
+        """Return the lower bound on ‖AC⁻¹‖_F²·sensitivity² of all C that Y proves.
 
-        Where Y is not positive definite it is moved towards its diagonal, which keeps it below W.
+        If Y is not positive definite, it is moved towards its diagonal, which keeps it below W.
         """
         _, _, dual = self.value(matrix)
         alone, bound = torch.diag(dual.diagonal()), 0.0
@@ -279,12 +285,10 @@ class _Overlap:
 def soft_worst_pattern(
     products: torch.Tensor, max_participations: int, min_separation: int, sharpness: float
 ) -> torch.Tensor:
-    """What `MatrixStrategy.sensitivity` squares to, with each maximum a soft one: ln Σ exp(sharpness·x) / sharpness.
+    """Return the square of `MatrixStrategy.sensitivity` with soft maxima ln Σ exp(sharpness·x) / sharpness.
 
-    `products` is |column_s · column_u| as [steps, steps], of which only u ≥ s is read. Its gradient there is an
-    average of the patterns that the hard maximum is over, a pair s < u counted 2.
-
-    Guarantee: never below the hard maximum.
+    `products` is |column_s · column_u| as [steps, steps]; only u ≥ s is read. The gradient there is an average of the
+    patterns of the hard maximum, in which a pair s < u counts twice. The result is never below the hard maximum.
 
     >>> products = torch.tensor([[1.0, 0.5, 0.25], [0.5, 4.0, 0.5], [0.25, 0.5, 1.0]], dtype=torch.float64)
     >>> round(float(soft_worst_pattern(products, 2, 1, 1e4)), 3)  # 1 + 4 + 2·0.5, from either side
@@ -294,7 +298,7 @@ def soft_worst_pattern(
     scaled, at = sharpness * products, torch.arange(steps)
     later = at - at[:, None] >= min_separation
     alone, none = scaled.diagonal(), scaled.new_zeros(steps, 1)
-    # best[s]: for patterns that begin at s; onward[s, u]: products of s with columns from u + min_separation on.
+    # best[s] is for patterns that start at s; onward[s, u] sums products of s with columns from u + min_separation on.
     best, onward = alone, torch.zeros_like(scaled)
     for count in range(1, max_participations):
         sums = torch.where(later, scaled + onward, _NEVER)
@@ -306,12 +310,12 @@ def soft_worst_pattern(
 
 
 def _diagonal(roots: Series, vectors: Matrix) -> Series:
-    """The diagonal of Q·diag(roots)·Qᵀ; no BLAS, whose threads would fight with those of LAPACK."""
+    """Return the diagonal of Q·diag(roots)·Qᵀ without BLAS, whose threads would compete with LAPACK's."""
     return np.asarray(np.einsum("ij,ij,j->i", vectors, vectors, roots))
 
 
 def _lower_factor(half: Matrix) -> Matrix:
-    """The lower triangular C with CᵀC = halfᵀhalf; by QR, as a product would be rounded before it is factored."""
+    """Return the lower triangular C with CᵀC = halfᵀhalf, by QR, which avoids rounding the product first."""
     upper = np.asarray(np.linalg.qr(half[:, ::-1], mode="r"))
     lower = np.tril(upper[::-1, ::-1])
     return np.asarray(lower * np.sign(np.diag(lower))[:, None], dtype=np.float64)

@@ -1,8 +1,7 @@
-"""Results of long searches, kept in memory and on disk by their inputs.
+"""Cache the results of long searches in memory and on disk.
 
-An entry holds numbers that follow from its inputs alone, nothing that depends on data. A cache that cannot be
-read, parsed or written is the same as no cache. What is read is never trusted further than numbers typed in by a
-user would be: sensitivity and error are computed from it, and ε from them.
+An entry depends only on its inputs, never on data. A cache that cannot be read or written is ignored. Cached numbers
+are trusted no more than numbers that a user types in: sensitivity, error and ε are computed from them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Inputs = ParamSpec("_Inputs")
 
 
 def cache_dir() -> Path:
-    """`$DPOPTIM_CACHE_DIR`, else `$XDG_CACHE_HOME/dpoptim`, else `~/.cache/dpoptim`."""
+    """Return `$DPOPTIM_CACHE_DIR`, else `$XDG_CACHE_HOME/dpoptim`, else `~/.cache/dpoptim`."""
     if chosen := os.environ.get("DPOPTIM_CACHE_DIR"):
         return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -34,22 +33,19 @@ def cache_dir() -> Path:
 
 
 def load(kind: str, inputs: Mapping[str, object]) -> Array | None:
-    """The finite float64 array stored for these inputs, or None.
-
-    Guarantee: never raises; an entry whose stored inputs differ from the ones asked for is ignored.
-    """
+    """Return the finite float64 array stored for these inputs, or None. Never raises."""
     try:
         with np.load(_path(kind, inputs), allow_pickle=False) as entry:
             if str(entry["inputs"]) != _text(inputs):
                 return None
             values = entry["values"]
-    except Exception:  # whatever a broken file makes numpy raise
+    except Exception:  # a broken file can make numpy raise anything
         return None
     return values if values.dtype == np.float64 and np.isfinite(values).all() else None
 
 
 def store(kind: str, inputs: Mapping[str, object], values: Array) -> None:
-    """Keep an array for these inputs; the file appears whole or not at all, and failure is not an error."""
+    """Store an array for these inputs. The file appears complete or not at all; failures are ignored."""
     path = _path(kind, inputs)
     temporary = None
     try:
@@ -64,12 +60,13 @@ def store(kind: str, inputs: Mapping[str, object], values: Array) -> None:
                 os.unlink(temporary)
 
 
-def remembered(kind: str, *, version: int) -> Callable[[Callable[_Inputs, Array]], Callable[_Inputs, Array]]:
-    """A search whose results are kept: in memory while the program runs, on disk for the next.
+def cached_on_disk(kind: str, *, version: int) -> Callable[[Callable[_Inputs, Array]], Callable[_Inputs, Array]]:
+    """Decorate a search so that its results are cached in memory and on disk.
 
-    Arguments must be hashable and say all in their `repr`. `version` is raised when the search changes.
+    Arguments must be hashable, and their `repr` must describe them completely. Increase `version` when the search
+    changes.
 
-    >>> @remembered("squares", version=1)
+    >>> @cached_on_disk("squares", version=1)
     ... def squares(count: int) -> Array:
     ...     return np.arange(count, dtype=np.float64) ** 2
     >>> squares(3).tolist()
@@ -78,7 +75,7 @@ def remembered(kind: str, *, version: int) -> Callable[[Callable[_Inputs, Array]
 
     def decorate(search: Callable[_Inputs, Array]) -> Callable[_Inputs, Array]:
         @functools.lru_cache(maxsize=256)
-        def kept(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> Array:
+        def cached(*args: _Inputs.args, **kwargs: _Inputs.kwargs) -> Array:
             inputs = {"version": version, "args": [repr(arg) for arg in args], "kwargs": repr(sorted(kwargs.items()))}
             values = load(kind, inputs)
             if values is None:
@@ -87,7 +84,7 @@ def remembered(kind: str, *, version: int) -> Callable[[Callable[_Inputs, Array]
             values.flags.writeable = False
             return values
 
-        return cast(Callable[_Inputs, Array], functools.wraps(search)(kept))
+        return cast(Callable[_Inputs, Array], functools.wraps(search)(cached))
 
     return decorate
 

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from dpoptim.noise.series import Series, correlate, multiply
+from dpoptim.arguments import check_choice
+from dpoptim.noise.series import Series, multiply
 from dpoptim.noise.strategies.base import check_participation
-from dpoptim.noise.workloads import PrefixSums, Workload, mean_square
+from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, apply_toeplitz
 
 Objective = Literal["mean", "max"]
+
+_MAX_SCHEDULE_STEPS = 4096  # a schedule's quadratic form has steps² entries: 128 MiB here
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchObjective:
-    """ln(error²·sensitivity²) for a workload, a number of steps and a pattern of participations.
+    """ln(error²·sensitivity²) for a workload, a number of steps and a participation pattern.
 
-    `error` is the mean or the max error of the workload, as `objective` says. Both gradients are for
-    non-negative, non-increasing coefficients of C, whose sensitivity is that of participations from the first step
-    on, as close as they may be.
+    The gradients assume non-negative, non-increasing coefficients of C. Their worst participations start at the
+    first step and are as close as allowed. The disk cache uses the `repr` as a key.
 
-    >>> goal = SearchObjective(steps=4)
-    >>> round(goal.by_strategy(np.array([1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0]))[0], 6)  # ln(2.5)
+    Args:
+        steps: The number of steps.
+        max_participations: How often an example may take part.
+        min_separation: The least number of steps between two participations.
+        workload: What the optimizer makes of the gradients.
+        objective: Whether to minimise the mean or the max error of the workload.
+
+    >>> search = SearchObjective(steps=4)
+    >>> round(search.by_strategy(np.array([1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0]))[0], 6)  # ln(2.5)
     0.916291
     """
 
@@ -35,13 +45,12 @@ class SearchObjective:
 
     def __post_init__(self) -> None:
         check_participation(self.steps, self.max_participations, self.min_separation)
-        if self.objective not in ("mean", "max"):
-            raise ValueError(f"objective={self.objective!r} must be 'mean' or 'max'")
+        check_choice("objective", self.objective, ("mean", "max"))
 
     def by_strategy(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """The value, and its gradient in the coefficients of C, both given as float64 [steps].
+        """Return the value and its gradient in the coefficients of C, both as float64 [steps].
 
-        A change of c moves d = 1/c by -d²·δc, so that with g the gradient of the error in d, that in c is the
+        A change of c moves d = 1/c by -d²·δc. If g is the gradient of the error in d, its gradient in c is the
         correlation -Σ_i g_i (d²)_{i-j}.
         """
         error, slope = self._error(noising_coefs)
@@ -50,7 +59,7 @@ class SearchObjective:
         return float(np.log(error) + np.log(energy)), by_error / error + pull / energy
 
     def by_noising(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """The value, and its gradient in the coefficients of C⁻¹, both given as float64 [steps]."""
+        """Return the value and its gradient in the coefficients of C⁻¹, both as float64 [steps]."""
         error, slope = self._error(noising_coefs)
         energy, pull = self._energy(strategy_coefs)
         by_energy = -correlate(pull, multiply(strategy_coefs, strategy_coefs, self.steps))
@@ -63,13 +72,61 @@ class SearchObjective:
         return participation_energy(strategy_coefs, self.max_participations, self.min_separation)
 
 
+def check_workload(workload: object) -> None:
+    if not isinstance(workload, Workload):
+        raise ValueError(f"Expected a workload such as PrefixSums() or DecayedSums(beta=0.999), got {workload!r}.")
+
+
+def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = False) -> tuple[float, Series]:
+    """Return ‖AC⁻¹‖_F²/steps for a Toeplitz C⁻¹, or ‖last row‖², and the gradient in `noising_coefs`.
+
+    Without rescaled rows the last row is the largest. The value is a quadratic form of the coefficients, computed by
+    series for Toeplitz workloads and by its matrix for schedules of at most 4096 steps.
+
+    >>> mean_square(PrefixSums(), np.array([1.0, 0.0]))[0]
+    1.5
+    """
+    steps = len(noising_coefs)
+    scales = workload.row_scales(steps) ** 2
+    if last_row and not (workload.is_toeplitz and (scales == 1).all()):
+        raise ValueError(f"objective='max' is not available for workload={workload}. Use objective='mean'.")
+    if not workload.is_toeplitz:
+        form = _quadratic_form(workload, steps)
+        slope = form @ noising_coefs
+        return float(noising_coefs @ slope), 2 * slope
+    weights = np.ones(steps) if last_row else np.cumsum(scales[::-1])[::-1] / steps
+    summed = apply_toeplitz(workload, noising_coefs)
+    pull = 2 * weights * summed
+    return float(weights @ summed**2), apply_toeplitz(workload, pull[::-1])[::-1]
+
+
+@lru_cache(maxsize=1)
+def _quadratic_form(workload: Workload, steps: int) -> Matrix:
+    """Return Q with ‖AC⁻¹‖_F²/steps = dᵀQd for the first column d of a Toeplitz C⁻¹.
+
+    Q[i, j] = Σ_s (AᵀA)[s + i, s + j] / steps
+    """
+    if steps > _MAX_SCHEDULE_STEPS:
+        raise ValueError(
+            f"The search with one learning rate per step needs too much memory for {steps} > {_MAX_SCHEDULE_STEPS} "
+            "steps. Optimize for a constant learning rate."
+        )
+    matrix = workload.matrix(steps)
+    gram, form = matrix.T @ matrix, np.empty((steps, steps))
+    for lag in range(steps):
+        sums = np.cumsum(np.diagonal(gram, lag)[::-1])[::-1] / steps
+        at = np.arange(steps - lag)
+        form[at, at + lag] = form[at + lag, at] = sums
+    return form
+
+
 def participation_energy(coefs: Series, max_participations: int, min_separation: int) -> tuple[float, Series]:
-    """The sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient in each of them.
+    """Return sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient.
 
         Σ_t total_t²,   total_t = Σ_{i < max_participations} c_{t - i·min_separation}
 
-    The sums over participations are differences of running sums along every min_separation-th coefficient,
-    so that many participations cost no more than one.
+    The sums are differences of running sums along every min_separation-th coefficient, so many participations cost
+    no more than one.
 
     >>> participation_energy(np.array([1.0, 0.5, 0.0, 0.0]), 2, 1)[0]  # totals 1, 1.5, 0.5, 0
     3.5
@@ -80,9 +137,21 @@ def participation_energy(coefs: Series, max_participations: int, min_separation:
 
 
 def _comb(series: Series, count: int, lag: int) -> Series:
-    """Σ_{i < count} series_{t - i·lag} for each t."""
+    """Return Σ_{i < count} series_{t - i·lag} for each t."""
     padded = np.zeros(-(-len(series) // lag) * lag)
     padded[: len(series)] = series
     running = np.cumsum(padded.reshape(-1, lag), axis=0)
     running[count:] -= running[:-count].copy()
     return running.reshape(-1)[: len(series)]
+
+
+def correlate(a: Series, b: Series) -> Series:
+    """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a)), by FFT.
+
+    >>> correlate(np.array([1.0, 2.0]), np.array([3.0, 4.0])).round(12).tolist()
+    [11.0, 6.0]
+    """
+    from scipy import fft
+
+    size = fft.next_fast_len(2 * len(a), real=True)
+    return np.asarray(fft.irfft(fft.rfft(a, size) * np.conj(fft.rfft(b, size)), size)[: len(a)], dtype=np.float64)

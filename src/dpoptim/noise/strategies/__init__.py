@@ -1,1 +1,1 @@
-"""Noise strategies: lower-triangular matrices C, their sensitivity, errors and streams of C⁻¹z."""
+"""Strategies: lower triangular matrices C with their sensitivity, errors and streams of C⁻¹z."""

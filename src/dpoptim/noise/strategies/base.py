@@ -1,27 +1,30 @@
-"""What every strategy gives once the number of steps is known: sensitivity, errors, rows of noise."""
+"""The interface of every strategy, the pattern of participations, and strategies as checkpoint values."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from dpoptim.arguments import check_whole
 from dpoptim.noise.key import NoiseKey
-from dpoptim.noise.memory import NoiseMemory
+from dpoptim.noise.normals import NormalSource, TensorPart
 from dpoptim.noise.series import Series
-from dpoptim.noise.source import NormalSource, TensorPart
-from dpoptim.noise.streams import HostStream, NoiseStream
+from dpoptim.noise.streams import HostStream, NoiseMemory, NoiseStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
 
 class Strategy(ABC):
     """A strategy matrix C for `steps` steps: the mechanism adds row t of C⁻¹z to the sum of step t.
 
-    With A the workload, the noise on what the optimizer makes of the sums is AC⁻¹z times sensitivity and noise
-    multiplier.
+    With workload A, the noise on the optimizer's result is AC⁻¹z times sensitivity and noise multiplier.
+
+    Guarantee: a strategy validates its own coefficients and computes its own sensitivity, so ε does not depend on
+    how the coefficients were found.
     """
 
     steps: int
@@ -29,12 +32,12 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def bands(self) -> int:
-        """The number of diagonals of C, up to the last that is not zero."""
+        """The number of diagonals of C up to the last non-zero one."""
 
     @property
     @abstractmethod
     def sensitivity_is_exact(self) -> bool:
-        """Whether `sensitivity` is the exact value, and not an upper bound, whatever the pattern."""
+        """Whether `sensitivity` is exact, not only an upper bound, for every participation pattern."""
 
     @property
     @abstractmethod
@@ -43,56 +46,55 @@ class Strategy(ABC):
 
     @abstractmethod
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
-        """How far Cx moves when one example, present in that pattern with unit norm, is taken out.
+        """Return how far Cx moves when the unit-norm contributions of one example are removed.
 
-        max_participations is "at most": of more than fit into the steps, as many as fit.
+        Args:
+            max_participations: At most how often the example takes part. More than fit into the steps count as many
+                as fit.
+            min_separation: The least number of steps between two participations (1: consecutive steps).
         """
 
     def is_exact_for(self, *, max_participations: int, min_separation: int) -> bool:
-        """Whether `sensitivity` of this pattern is the exact value, and not an upper bound."""
+        """Return whether `sensitivity` is exact for this participation pattern."""
         return self.sensitivity_is_exact
 
     @abstractmethod
     def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
-        """‖row t of AC⁻¹‖² for each step, float64 [steps]; before sensitivity."""
+        """Return ‖row t of AC⁻¹‖² for each step, before multiplying by the sensitivity."""
 
     def mean_error(self, workload: Workload = PrefixSums()) -> float:  # noqa: B008
-        """‖AC⁻¹‖_F/√steps, root mean square error of the workload, by default prefix sums; before sensitivity."""
+        """Return ‖AC⁻¹‖_F/√steps: the root mean square error of the workload, before sensitivity."""
         return float(np.sqrt(self.squared_errors(workload).mean()))
 
     def max_error(self, workload: Workload = PrefixSums()) -> float:  # noqa: B008
-        """max_t ‖row t of AC⁻¹‖, the largest root mean square error; before sensitivity."""
+        """Return max_t ‖row t of AC⁻¹‖: the largest root mean square error of a step, before sensitivity."""
         return float(np.sqrt(self.squared_errors(workload).max()))
 
     @abstractmethod
     def strategy_matrix(self) -> Matrix:
-        """C as float64 [steps, steps]."""
+        """Return C as float64 [steps, steps]."""
 
     @abstractmethod
     def noising_matrix(self) -> Matrix:
-        """C⁻¹ as float64 [steps, steps]."""
+        """Return C⁻¹ as float64 [steps, steps]."""
 
     @abstractmethod
     def row_norms(self) -> Series:
-        """‖row t of C⁻¹‖ for each step, float64 [steps]."""
+        """Return ‖row t of C⁻¹‖ for each step, float64 [steps]."""
 
     @property
     def kept_rows(self) -> int:
-        """How many numbers a stream keeps between steps for each element of a tensor.
-
-        The bands - 1 past rows; none where C is full, as its old normals are made again.
-        """
+        """How many rows a stream stores between steps: bands - 1, or none if C is full."""
         return 0 if self.bands == self.steps else self.bands - 1
 
     @property
     def normal_rows(self) -> float:
-        """How many rows of normals a streamed row is made of, on average over the steps."""
+        """How many rows of normals a streamed row needs, averaged over the steps."""
         return (self.steps + 1) / 2 if self.bands == self.steps else 1.0
 
     def memory_bytes(self, parameters: int, *, memory: NoiseMemory = NoiseMemory()) -> int:  # noqa: B008
-        """What the streams of that many float32 parameters keep between steps, in bytes."""
-        if parameters < 0:
-            raise ValueError(f"parameters={parameters} is negative; give the number of trained parameters")
+        """Return how many bytes the streams of `parameters` float32 parameters store between steps."""
+        check_whole("parameters", parameters, low=0)
         return self.kept_rows * parameters * memory.bytes_per_number
 
     def stream(
@@ -107,10 +109,7 @@ class Strategy(ABC):
         device: str | torch.device = "cpu",
         memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> NoiseStream:
-        """Rows of C⁻¹z for elements [start, start + numel) of the tensor `name`, in noise `stream`.
-
-        `memory` says in how many bits the past is kept and where; the rows come on `device`.
-        """
+        """Return the rows of C⁻¹z for elements [start, start + numel) of the tensor `name`; see `stream_of`."""
         part = TensorPart(name=name, numel=numel, start=start)
         return self.stream_of(key, [part], stream=stream, dtype=dtype, device=device, memory=memory)
 
@@ -124,55 +123,98 @@ class Strategy(ABC):
         device: str | torch.device = "cpu",
         memory: NoiseMemory = NoiseMemory(),  # noqa: B008
     ) -> NoiseStream:
-        """The same for many tensors, their rows end to end: what each gets is what it would get alone."""
+        """Return the rows of C⁻¹z for several tensors, concatenated. Each tensor gets the same noise as alone.
+
+        Args:
+            key: The secret of the run.
+            parts: The tensors or shards, in the order of the row.
+            stream: Which noise of the run, such as "gradient" or "square".
+            dtype: float32 or float64.
+            device: Where the rows are returned.
+            memory: In how many bits, and where, past rows are stored.
+        """
         where = "cpu" if memory.on_host else device
         source = NormalSource(key=key, stream=stream, parts=tuple(parts), dtype=dtype, device=where)
-        made = self._rows(source, memory)
+        made = self._stream_from(source, memory)
         return HostStream(made, device) if memory.on_host and torch.device(device).type != "cpu" else made
 
     @abstractmethod
-    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream: ...
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream: ...
 
 
 class StrategySpec(Protocol):
-    """A kind of noise, before the number of steps and the pattern of participations are known."""
+    """A kind of noise, before the number of steps and the participation pattern are known."""
 
-    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> Strategy: ...
-
-
-def check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
-
-
-def check_bands(bands: int, steps: int | None = None) -> None:
-    if isinstance(bands, bool) or not isinstance(bands, int) or bands < 1:
-        raise ValueError(f"bands={bands!r} must be a whole number, at least 1; bands=1 is independent noise")
-    if steps is not None and bands > steps:
-        raise ValueError(f"bands={bands} exceeds steps={steps}; use at most {steps} bands")
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> Strategy:
+        """Return the strategy for this many steps and this participation pattern."""
+        ...
 
 
 def fitting_participations(steps: int, max_participations: int, min_separation: int) -> int:
-    """max_participations, or as many as fit into the steps at that separation, if those are fewer.
-
-    An example cannot take part more often than that, so "at most max_participations" means no other patterns.
+    """Return max_participations, or the number that fits into the steps at that separation if it is smaller.
 
     >>> [fitting_participations(16, count, 8) for count in (1, 2, 3, 100)]
     [1, 2, 2, 2]
     """
-    check_steps(steps)
-    if max_participations < 1:
-        raise ValueError(f"max_participations={max_participations} must be at least 1")
-    if min_separation < 1:
-        raise ValueError(f"min_separation={min_separation} must be at least 1")
+    check_whole("steps", steps)
+    check_whole("max_participations", max_participations)
+    check_whole("min_separation", min_separation)
     return min(max_participations, (steps - 1) // min_separation + 1)
 
 
 def check_participation(steps: int, max_participations: int, min_separation: int) -> None:
-    """For those who state a pattern to make a strategy for: one that does not fit is a mistake in it."""
+    """Check that a pattern to optimize for fits into the steps."""
     most = fitting_participations(steps, max_participations, min_separation)
     if max_participations > most:
         raise ValueError(
-            f"max_participations={max_participations} at min_separation={min_separation} do not fit into "
-            f"steps={steps}; use max_participations={most} or fewer"
+            f"{max_participations} participations at min_separation={min_separation} do not fit into {steps} steps. "
+            f"Use max_participations={most} or fewer."
         )
+
+
+def strategy_state(strategy: Strategy) -> dict[str, Any]:
+    """Return the strategy as numbers and float64 tensors, for a checkpoint.
+
+    A resumed run needs exactly the same C, and a search may end in different last bits on a different machine.
+
+    >>> from dpoptim.noise import ToeplitzStrategy
+    >>> strategy_state(ToeplitzStrategy(steps=3, strategy_coefs=(1.0, 0.5)))
+    {'kind': 'ToeplitzStrategy', 'steps': 3, 'strategy_coefs': tensor([1.0000, 0.5000], dtype=torch.float64)}
+    """
+    state: dict[str, Any] = {"kind": type(strategy).__name__}
+    for part in fields(strategy):  # type: ignore[arg-type]
+        if part.init:
+            value = getattr(strategy, part.name)
+            state[part.name] = value if isinstance(value, int) else torch.tensor(value, dtype=torch.float64)
+    return state
+
+
+def saved_strategy(state: Mapping[str, Any], *, like: Strategy) -> Strategy:
+    """Return the strategy of a checkpoint.
+
+    Args:
+        state: What `strategy_state` returned.
+        like: The plan's strategy.
+
+    Raises:
+        ValueError: If the two differ by more than rounding.
+
+    >>> from dpoptim.noise import ToeplitzStrategy
+    >>> strategy = ToeplitzStrategy(steps=3, strategy_coefs=(1.0, 0.5))
+    >>> saved_strategy(strategy_state(strategy), like=strategy) == strategy
+    True
+    """
+    expected = strategy_state(like)
+    if state.keys() != expected.keys() or not all(_is_close(state[name], value) for name, value in expected.items()):
+        raise ValueError(
+            f"The checkpoint's strategy ({state.get('kind')}) differs from the plan's ({type(like).__name__}). "
+            "Resume the run with the version of dpoptim that started it."
+        )
+    values = {name: value for name, value in state.items() if name != "kind"}
+    return type(like)(**{name: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for name, v in values.items()})
+
+
+def _is_close(saved: Any, now: Any) -> bool:
+    if not isinstance(now, torch.Tensor):
+        return bool(saved == now)
+    return saved.shape == now.shape and bool(torch.allclose(saved.cpu(), now, rtol=1e-3, atol=1e-5))

@@ -1,4 +1,4 @@
-"""Strategies given entry by entry: any lower triangular C, kept by its diagonals."""
+"""Strategies given entry by entry: any lower triangular C, stored by its diagonals."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike
 
-from dpoptim.noise.memory import NoiseMemory
+from dpoptim.noise.normals import NormalSource
 from dpoptim.noise.series import Series
-from dpoptim.noise.source import NormalSource
 from dpoptim.noise.strategies.base import Strategy, fitting_participations
-from dpoptim.noise.streams import ConvolvedStream, NoiseStream, RecurrentStream
+from dpoptim.noise.streams import ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
-_ROUNDING = 1e-12  # column products that differ by no more than this are taken for equal
+_ROUNDING = 1e-12  # smaller differences of column products are rounding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MatrixStrategy(Strategy):
     """A lower triangular strategy with `bands` diagonals, C[s + lag, s] = diagonals[lag, s].
 
-    `diagonals` is float64 [bands, steps], read-only; what lies outside of the matrix (s + lag ≥ steps) is
-    ignored, and trailing diagonals of zeros are dropped, so that equal matrices are equal values. The
-    main diagonal must be positive.
+    Args:
+        diagonals: float64 [bands, steps] with a positive main diagonal. Entries outside of the matrix
+            (s + lag ≥ steps) are ignored and trailing diagonals of zeros are dropped, so equal matrices are equal
+            values.
+
+    Guarantee: `sensitivity` is never below the exact value.
 
     >>> strategy = MatrixStrategy.from_matrix([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.0, 0.25, 1.0]])
     >>> strategy
@@ -46,12 +48,12 @@ class MatrixStrategy(Strategy):
     def __post_init__(self) -> None:
         diagonals = np.array(self.diagonals, dtype=np.float64)
         if diagonals.ndim != 2 or 0 in diagonals.shape or len(diagonals) > diagonals.shape[1]:
-            raise ValueError(f"diagonals has shape {diagonals.shape}; give [bands, steps], with 1 ≤ bands ≤ steps")
+            raise ValueError(f"Expected diagonals [bands, steps] with 1 <= bands <= steps, got {diagonals.shape}.")
         bands, steps = diagonals.shape
         inside = np.arange(bands)[:, None] + np.arange(steps) < steps
-        diagonals = np.where(inside, diagonals, 0.0) + 0.0  # no -0.0, which is equal but has other bits
+        diagonals = np.where(inside, diagonals, 0.0) + 0.0  # removes -0.0, which equals 0.0 but has different bits
         if not np.isfinite(diagonals).all() or not (diagonals[0] > 0).all():
-            raise ValueError("diagonals must be finite, with diagonals[0], the main diagonal, positive everywhere")
+            raise ValueError("Expected finite diagonals with a positive main diagonal, diagonals[0].")
         used = int(np.flatnonzero(diagonals.any(axis=1))[-1]) + 1
         diagonals = np.ascontiguousarray(diagonals[:used])
         diagonals.flags.writeable = False
@@ -60,30 +62,28 @@ class MatrixStrategy(Strategy):
 
     @classmethod
     def from_matrix(cls, matrix: ArrayLike) -> MatrixStrategy:
-        """The strategy whose C is this lower triangular [steps, steps] matrix."""
+        """Return the strategy whose C is this lower triangular [steps, steps] matrix."""
         full = np.asarray(matrix, dtype=np.float64)
         if full.ndim != 2 or full.shape[0] != full.shape[1] or 0 in full.shape:
-            raise ValueError(f"matrix has shape {full.shape}; give a square one, [steps, steps]")
+            raise ValueError(f"Expected a square matrix, got shape {full.shape}.")
         if np.triu(full, 1).any():
-            raise ValueError("matrix has entries above its diagonal; give a lower triangular one")
+            raise ValueError("Expected a lower triangular matrix, got entries above the diagonal.")
         return cls(diagonals=_by_lag(full.T))
 
     @property
     def bands(self) -> int:
-        """The number of diagonals of C, up to the last that is not zero."""
         return len(self.diagonals)
 
     @cached_property
     def column_norm(self) -> float:
-        """The largest ‖column of C‖: the sensitivity to one participation."""
         return float(np.sqrt(self._column_products[:, 0].max()))
 
     @cached_property
     def _column_products(self) -> Matrix:
-        """column_s · column_{s + lag} as float64 [steps, bands]; zero outside of the matrix."""
+        """column_s · column_{s + lag} as float64 [steps, bands], zero outside of the matrix."""
         bands, steps = self.diagonals.shape
         products = np.zeros((steps, bands))
-        # In pieces as wide as the band: products of columns further apart are zero.
+        # Work in pieces as wide as the band: products of columns further apart are zero.
         for first in range(0, steps, bands):
             stop, reach = min(first + bands, steps), min(first + 2 * bands - 1, steps)
             columns = self._dense(first, reach, rows=min(stop + bands - 1, steps))
@@ -93,23 +93,22 @@ class MatrixStrategy(Strategy):
 
     @cached_property
     def _earlier_and_closer_is_worse(self) -> bool:
-        """Whether column products are ≥ 0 and never grow when both columns move on a step, or the later one does."""
+        """Whether column products are ≥ 0 and do not grow when both columns, or only the later one, move one step."""
         products, slack = self._column_products, _ROUNDING * self.column_norm**2
         falls = (np.diff(products, axis=0) <= slack).all() and (np.diff(products, axis=1) <= slack).all()
         return bool(falls and (products >= -slack).all())
 
     @property
     def sensitivity_is_exact(self) -> bool:
-        """True where `sensitivity` is exact whatever the pattern; `is_exact_for` answers for one pattern."""
+        """Whether `sensitivity` is exact for every pattern; `is_exact_for` answers for one pattern."""
         return self.bands <= 2 or self._earlier_and_closer_is_worse
 
     def is_exact_for(self, *, max_participations: int, min_separation: int) -> bool:
-        """Whether `sensitivity` of this pattern is the exact value, and not an upper bound.
+        """Return whether `sensitivity` is exact for this pattern, up to rounding. There are two cases.
 
-        It is where consecutive participations alone can overlap (two at most, or 2·min_separation ≥ bands):
-        their contributions can be turned so that each adds to the next. And it is for any overlap where the
-        products of columns are non-negative and never grow from a pattern to one that is later or wider,
-        as those of a Toeplitz matrix with non-negative, non-increasing coefficients. Both to rounding.
+        Only consecutive participations overlap (at most two, or 2·min_separation ≥ bands): contributions can be
+        rotated so that each adds to the next. Or the products of columns are non-negative and do not grow for later
+        or wider patterns, as for a Toeplitz matrix with non-negative, non-increasing coefficients.
 
         >>> strategy = MatrixStrategy.from_matrix([[1, 0, 0, 0], [0.5, 1, 0, 0], [0.2, 0.5, 1, 0], [0, 0.2, 0.5, 2]])
         >>> strategy.is_exact_for(max_participations=2, min_separation=1), strategy.sensitivity_is_exact
@@ -119,40 +118,34 @@ class MatrixStrategy(Strategy):
         return max_participations <= 2 or 2 * min_separation >= self.bands or self.sensitivity_is_exact
 
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
-        """How far Cx moves at most when one example's unit-norm contributions are taken out.
+        """Return an upper bound on how far Cx moves when one example's unit-norm contributions are removed.
 
             sup ‖C(x - x')‖²  ≤  max over patterns P of  Σ_{s, u in P} |column_s · column_u|
 
-        over x, x' that differ in one example, which takes part at most `max_participations` times, with at
-        least `min_separation` steps from one time to the next. The maximum is found by dynamic programming
-        over the first participation, from the last step to the first: products of consecutive columns are
-        exact there; those of columns further apart in the pattern are the largest that the first of the two
-        can have with any later columns, each one on its own. O(steps·bands·max_participations).
+        The supremum is over x, x' that differ in one example, which takes part at most `max_participations` times,
+        at least `min_separation` steps apart. Dynamic programming over the first participation, from the last step to
+        the first, bounds the maximum in O(steps·bands·max_participations). Products of consecutive columns of the
+        pattern are exact. Columns further apart count with the largest product that the earlier one can have.
 
-        Guarantee: never below the exact value, and exact where `is_exact_for` says so; among others for
-        min_separation ≥ bands, where it is √max_participations for unit columns.
-
-        Edge cases: of more participations than fit into the steps, as many count as fit.
+        Guarantee: never below the exact value, and exact where `is_exact_for` is true. For unit columns and
+        min_separation ≥ bands it is √max_participations.
         """
         max_participations = fitting_participations(self.steps, max_participations, min_separation)
         squared = _worst_pattern(np.abs(self._column_products), max_participations, min_separation)
         return float(np.sqrt(squared))
 
     def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
-        """‖row t of AC⁻¹‖² for each step: AC⁻¹ is the inverse of CA⁻¹, which has a band or two more than C."""
+        # AC⁻¹ is the inverse of CA⁻¹, which has one or two bands more than C.
         inverse = torch.from_numpy(workload.inverse_diagonals(self.steps))
         return squared_inverse_rows(times_banded(torch.from_numpy(self.diagonals.copy()), inverse))
 
     def row_norms(self) -> Series:
-        """‖row t of C⁻¹‖ for each step, float64 [steps]."""
         return np.sqrt(squared_inverse_rows(torch.from_numpy(self.diagonals.copy())))
 
     def strategy_matrix(self) -> Matrix:
-        """C as float64 [steps, steps]."""
         return self._dense(0, self.steps, rows=self.steps)
 
     def noising_matrix(self) -> Matrix:
-        """C⁻¹ as float64 [steps, steps]."""
         return self._noising_matrix.copy()
 
     @cached_property
@@ -162,7 +155,7 @@ class MatrixStrategy(Strategy):
         return np.ascontiguousarray(torch.linalg.solve_triangular(full, identity, upper=False).numpy())
 
     def _dense(self, first: int, stop: int, *, rows: int) -> Matrix:
-        """Rows [first, rows) of columns [first, stop) of C."""
+        """Return rows [first, rows) of columns [first, stop) of C."""
         dense = np.zeros((rows - first, stop - first))
         for lag, diagonal in enumerate(self.diagonals):
             count = min(stop, rows - lag) - first
@@ -172,15 +165,7 @@ class MatrixStrategy(Strategy):
             dense[at + lag, at] = diagonal[first : first + count]
         return dense
 
-    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
-        """
-        >>> from dpoptim.noise import NoiseKey
-        >>> strategy = MatrixStrategy.from_matrix([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.0, 0.25, 1.0]])
-        >>> key = NoiseKey.from_bytes(bytes(32))
-        >>> rows = strategy.stream(key, stream="gradient", name="weight", numel=5)
-        >>> rows.row(2).shape, rows.memory_bytes == strategy.memory_bytes(5) == 20
-        (torch.Size([5]), True)
-        """
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         if self.bands == 1:
             return ConvolvedStream(source, noising_row=self._inverse_diagonal, steps=self.steps)
         if self.bands == self.steps:
@@ -198,12 +183,12 @@ class MatrixStrategy(Strategy):
         return [1.0 / float(self.diagonals[0, step])]
 
     def _noising_row(self, step: int) -> list[float]:
-        """Row `step` of C⁻¹ from its diagonal backwards."""
+        """Return row `step` of C⁻¹ from its diagonal backwards."""
         row: list[float] = self._noising_matrix[step, step::-1].tolist()
         return row
 
     def _strategy_row(self, step: int) -> list[float]:
-        """C[step, step - lag] for each lag; zero before the first column."""
+        """Return C[step, step - lag] for each lag, zero before the first column."""
         lags = np.arange(self.bands)
         row: list[float] = np.where(lags <= step, self.diagonals[lags, step - lags], 0.0).tolist()
         return row
@@ -225,7 +210,7 @@ class MatrixStrategy(Strategy):
 
 
 def times_banded(diagonals: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """The diagonals of CA⁻¹, float64 [bands + lags - 1, steps], from those of C and of A⁻¹.
+    """Return the diagonals of CA⁻¹, float64 [bands + lags - 1, steps], from those of C and of A⁻¹.
 
         (CA⁻¹)[s + lag, s] = Σ_i C[s + lag, s + i]·A⁻¹[s + i, s]
 
@@ -240,10 +225,10 @@ def times_banded(diagonals: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor
 
 
 def column_panels(diagonals: torch.Tensor, *, width: int) -> torch.Tensor:
-    """The lower triangular matrix with these diagonals, cut into block columns: [blocks, 2·width, width].
+    """Cut the lower triangular matrix with these diagonals into block columns: [blocks, 2·width, width].
 
-    Panel k holds rows [k·width, (k + 2)·width) of columns [k·width, (k + 1)·width), which is all that is
-    not zero for width ≥ lags - 1. The matrix goes on with the identity up to a whole number of blocks.
+    Panel k holds rows [k·width, (k + 2)·width) of columns [k·width, (k + 1)·width): all non-zero entries if
+    width ≥ lags - 1. The matrix is extended by the identity to a whole number of blocks.
 
     >>> column_panels(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]), width=2)[1]
     tensor([[3., 0.],
@@ -262,11 +247,11 @@ def column_panels(diagonals: torch.Tensor, *, width: int) -> torch.Tensor:
 
 
 def squared_inverse_rows(diagonals: torch.Tensor) -> Series:
-    """‖row t of L⁻¹‖² for the lower triangular L with these diagonals, in O(steps·lags²).
+    """Return ‖row t of L⁻¹‖² for the lower triangular L with these diagonals, in O(steps·lags²).
 
         (L⁻¹L⁻ᵀ)_{k,k} = L_k⁻¹ (1 + M_k (L⁻¹L⁻ᵀ)_{k-1,k-1} M_kᵀ) L_k⁻ᵀ
 
-    by blocks, L_k on the diagonal and M_k on its left.
+    with blocks L_k on the diagonal and M_k to their left.
 
     >>> squared_inverse_rows(torch.tensor([[1.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)).tolist()
     [1.0, 2.0]
@@ -285,7 +270,7 @@ def squared_inverse_rows(diagonals: torch.Tensor) -> Series:
 
 
 def _by_lag(gram: Matrix, lags: int | None = None) -> Matrix:
-    """Entries [s, s + lag] of a matrix as [lags, rows], zero outside of it."""
+    """Return entries [s, s + lag] of a matrix as [lags, rows], zero outside of it."""
     rows, columns = gram.shape
     found = np.zeros((columns if lags is None else lags, rows))
     for lag in range(min(len(found), columns)):
@@ -295,10 +280,10 @@ def _by_lag(gram: Matrix, lags: int | None = None) -> Matrix:
 
 
 def _worst_pattern(products: Matrix, max_participations: int, min_separation: int) -> float:
-    """An upper bound on Σ_{s, u in P} products over patterns P, from products [steps, bands] by lag."""
+    """Bound Σ_{s, u in P} products over all patterns P, from products [steps, bands] by lag."""
     steps, bands = products.shape
-    # best[s]: the bound for patterns that begin at s; rest[s, lag]: the largest sum of products of s with
-    # later columns from s + lag on.
+    # best[s] bounds the patterns that start at s. rest[s, lag] is the largest sum of products of column s with
+    # later columns of the pattern, from s + lag on.
     best, rest = products[:, 0].copy(), np.zeros((steps, bands + min_separation))
     for _ in range(1, max_participations):
         padded = np.concatenate([best, np.zeros(max(bands, min_separation))])

@@ -1,28 +1,33 @@
-"""Lower triangular Toeplitz strategies: their error, their sensitivity and their rows."""
+"""Lower triangular Toeplitz strategies: given by C, by buffers, or by a banded inverse; and two closed forms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from scipy import linalg
+from numpy.typing import ArrayLike
 
-from dpoptim.noise.memory import NoiseMemory
-from dpoptim.noise.series import Series, inverse_series
-from dpoptim.noise.source import NormalSource
-from dpoptim.noise.strategies.base import Strategy, check_steps, fitting_participations
-from dpoptim.noise.streams import ConvolvedStream, NoiseStream, RecurrentStream
+from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.noise.normals import NormalSource
+from dpoptim.noise.series import Series, divide, inverse_series, noising_series, powers, sqrt_series
+from dpoptim.noise.strategies.base import Strategy, check_participation, fitting_participations
+from dpoptim.noise.streams import BufferedStream, ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
+
+_ROUNDING = 1e-13  # smaller increases of C's coefficients, relative to the first, are rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToeplitzStrategy(Strategy):
     """A lower triangular Toeplitz strategy, C[t, s] = strategy_coefs[t - s].
 
-    `strategy_coefs` is the first column; trailing zeros are dropped, so that its length is the number of
-    bands and equal matrices are equal values. Any coefficients with a positive first one make a
-    mechanism; a sensitivity is given for non-negative, non-increasing ones alone.
+    Args:
+        steps: The number of steps.
+        strategy_coefs: The first column of C, with a positive first entry. Trailing zeros are dropped, so the length
+            is the number of bands and equal matrices are equal values.
+
+    Guarantee: `sensitivity` is defined only for non-negative, non-increasing coefficients, where it is exact.
 
     >>> strategy = ToeplitzStrategy(steps=4, strategy_coefs=(1.0, 0.5, 0.0))
     >>> strategy.bands, strategy.noising_coefs.tolist()
@@ -37,58 +42,48 @@ class ToeplitzStrategy(Strategy):
     strategy_coefs: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        coefs = tuple(np.trim_zeros(np.asarray(self.strategy_coefs, dtype=np.float64), "b").tolist())
-        if not coefs or not np.isfinite(coefs).all() or coefs[0] <= 0:
-            raise ValueError(f"strategy_coefs={coefs[:4]}... must be finite, with a positive first one")
-        if len(coefs) > self.steps:
-            raise ValueError(f"strategy_coefs has {len(coefs)} bands for steps={self.steps}; give at most steps")
-        object.__setattr__(self, "strategy_coefs", coefs)
+        object.__setattr__(self, "strategy_coefs", _trimmed("strategy_coefs", self.strategy_coefs, self.steps))
 
     @property
     def bands(self) -> int:
-        """The number of non-zero diagonals of C."""
         return len(self.strategy_coefs)
 
     @cached_property
     def noising_coefs(self) -> Series:
         """The first column of C⁻¹, float64 [steps], read-only."""
-        coefs = inverse_series(self.strategy_coefs, self.steps)
-        coefs.flags.writeable = False
-        return coefs
+        return _read_only(inverse_series(self.strategy_coefs, self.steps))
 
     @property
     def column_norm(self) -> float:
-        """‖first column of C‖, the largest of the columns: the sensitivity to one participation."""
+        """‖first column of C‖, the largest column norm: the sensitivity to one participation."""
         return float(np.linalg.norm(self.strategy_coefs))
 
     @property
     def sensitivity_is_exact(self) -> bool:
-        """True where `sensitivity` gives a value at all: for non-negative, non-increasing coefficients."""
+        """Whether the coefficients are non-negative and non-increasing; otherwise `sensitivity` raises."""
         coefs = np.asarray(self.strategy_coefs)
         return bool(coefs[-1] >= 0 and (np.diff(coefs) <= 0).all())
 
     def sensitivity(self, *, max_participations: int, min_separation: int) -> float:
-        """The norm of the sum of max_participations columns of C, min_separation apart, from the first on.
+        """Return the norm of the sum of max_participations columns of C, min_separation apart, starting at the first.
 
             sup ‖C(x - x')‖  =  ‖ Σ_{i < max_participations} column_{i·min_separation}(C) ‖
 
-        over x, x' that differ in the unit-norm contributions of one example, which takes part at most
-        `max_participations` times, with at least `min_separation` steps from one time to the next.
+        The supremum is over x, x' that differ in the unit-norm contributions of one example, which takes part at
+        most `max_participations` times, at least `min_separation` steps apart.
 
-        Guarantee: exact. All products of columns are non-negative, so contributions that point the same
-        way are the worst; and as the coefficients do not increase, columns that are earlier and closer
-        overlap more and are cut off less. With min_separation ≥ bands it is
-        √max_participations·column_norm, up to the cut at the end.
+        Raises:
+            ValueError: If the coefficients are negative or increase.
 
-        Edge cases: other coefficients are refused. Of more participations than fit into the steps, as many count
-        as fit.
+        Guarantee: exact. All products of columns are non-negative, so contributions in the same direction are the
+        worst. Because the coefficients do not increase, columns that are earlier and closer overlap more. With
+        min_separation ≥ bands the result is √max_participations·column_norm, up to the cut at the last step.
         """
         max_participations = fitting_participations(self.steps, max_participations, min_separation)
         if not self.sensitivity_is_exact:
             raise ValueError(
-                f"strategy_coefs={self.strategy_coefs[:4]}... are not non-negative and non-increasing, so "
-                "the worst participation pattern is not known; use coefficients that are"
+                f"strategy_coefs={self.strategy_coefs[:4]}... are negative or increase, so the worst participation "
+                "pattern is not known. Use non-negative, non-increasing coefficients."
             )
         total = np.zeros(self.steps)
         coefs = np.asarray(self.strategy_coefs)
@@ -98,38 +93,21 @@ class ToeplitzStrategy(Strategy):
         return float(np.linalg.norm(total))
 
     def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
-        """‖row t of AC⁻¹‖² for each step, float64 [steps]; before times sensitivity.
-
-        For prefix sums Σ_{i ≤ t} p_i², with p the prefix sums of noising_coefs.
-        """
         return toeplitz_errors(workload, self.noising_coefs)
 
     def row_norms(self) -> Series:
-        """‖row t of C⁻¹‖ = sqrt(Σ_{i≤t} noising_coefs[i]²) for each step, float64 [steps]."""
         return np.sqrt(np.cumsum(self.noising_coefs**2))
 
     def strategy_matrix(self) -> Matrix:
-        """C as float64 [steps, steps]."""
-        column = np.zeros(self.steps)
-        column[: self.bands] = self.strategy_coefs
-        return _lower_toeplitz(column)
+        return _lower_toeplitz(np.pad(self.strategy_coefs, (0, self.steps - self.bands)))
 
     def noising_matrix(self) -> Matrix:
-        """C⁻¹ as float64 [steps, steps]."""
         return _lower_toeplitz(self.noising_coefs)
 
-    def _rows(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
-        """
-        >>> from dpoptim.noise import NoiseKey
-        >>> key = NoiseKey.from_bytes(bytes(32))
-        >>> strategy = ToeplitzStrategy(steps=10, strategy_coefs=(1.0, 0.5, 0.4, 0.3))
-        >>> stream = strategy.stream(key, stream="gradient", name="weight", numel=5)
-        >>> stream.row(0).shape, stream.memory_bytes == strategy.memory_bytes(5) == 60
-        (torch.Size([5]), True)
-        """
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
         if self.kept_rows == 0:
             count = 1 if self.bands == 1 else self.steps
-            return convolved(source, self.noising_coefs[:count].tolist(), steps=self.steps)
+            return _convolved(source, self.noising_coefs[:count].tolist(), steps=self.steps)
         return RecurrentStream(
             source,
             strategy_row=lambda step: self.strategy_coefs,
@@ -140,10 +118,179 @@ class ToeplitzStrategy(Strategy):
         )
 
 
-def convolved(source: NormalSource, noising_coefs: list[float], *, steps: int) -> ConvolvedStream:
-    """The stream of a Toeplitz C⁻¹ with this first column, trailing zeros left out."""
+@dataclass(frozen=True, kw_only=True)
+class Independent:
+    """Fresh noise at each step, as in DP-SGD: the matrix mechanism with C = I.
+
+    >>> round(Independent().optimize(steps=3).mean_error() ** 2, 12)  # the mean of 1, 2, 3
+    2.0
+    """
+
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
+        """Return C = I for this many steps; the participation pattern does not matter."""
+        check_participation(steps, max_participations, min_separation)
+        return ToeplitzStrategy(steps=steps, strategy_coefs=(1.0,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquareRoot:
+    """C = A^(1/2), the square root of the prefix sums: a closed form near the optimum for one participation.
+
+        strategy_coefs = 1, 1/2, 3/8, 5/16, ...
+
+    It needs no memory, but row t costs t + 1 rows of normals.
+
+    >>> SquareRoot().optimize(steps=4).strategy_coefs
+    (1.0, 0.5, 0.375, 0.3125)
+    """
+
+    def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:
+        """Return the square root for this many steps; the participation pattern does not matter."""
+        check_participation(steps, max_participations, min_separation)
+        return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(sqrt_series(steps).tolist()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferedToeplitzStrategy(ToeplitzStrategy):
+    """The Toeplitz strategy of some buffers, each with a decay and a weight.
+
+        c_0 = 1,   c_i = Σ_j weights[j]·decays[j]^(i-1)
+
+    Args:
+        steps: The number of steps.
+        decays: In [0, 1).
+        weights: Positive, one per decay, with a sum of at most 1.
+
+    Guarantee: with these limits the coefficients are non-negative and non-increasing, so `sensitivity` is exact.
+
+    >>> strategy = BufferedToeplitzStrategy(steps=4, decays=(0.5,), weights=(0.25,))
+    >>> strategy.strategy_coefs, strategy.noising_coefs.round(12).tolist()
+    ((1.0, 0.25, 0.125, 0.0625), [1.0, -0.25, -0.0625, -0.015625])
+    """
+
+    strategy_coefs: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    decays: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_whole("steps", self.steps)
+        decays, weights = np.asarray(self.decays, dtype=np.float64), np.asarray(self.weights, dtype=np.float64)
+        if decays.shape != weights.shape or decays.ndim != 1:
+            raise ValueError(f"Expected one weight per decay, got weights={self.weights}, decays={self.decays}.")
+        if not ((decays >= 0) & (decays < 1)).all():
+            raise ValueError(f"Expected decays in [0, 1), got {self.decays}.")
+        if not (weights > 0).all() or not weights.sum() <= 1:
+            raise ValueError(
+                f"Expected positive weights with a sum of at most 1, got {self.weights}. Otherwise the coefficients "
+                "of C increase, and their sensitivity is not known."
+            )
+        order = np.argsort(-decays, kind="stable")
+        object.__setattr__(self, "decays", tuple(decays[order].tolist()))
+        object.__setattr__(self, "weights", tuple(weights[order].tolist()))
+        tail = weights[order] @ powers(decays[order], self.steps - 1)
+        # Decays close to 1 give equal coefficients; rounding must not make them increase by an ulp.
+        coefs = np.minimum.accumulate(np.concatenate([[1.0], tail]))
+        object.__setattr__(self, "strategy_coefs", tuple(coefs.tolist()))
+        super().__post_init__()
+
+    @property
+    def buffers(self) -> int:
+        """The number of rows a stream stores."""
+        return len(self.decays)
+
+    @cached_property
+    def noising_coefs(self) -> Series:
+        return _read_only(noising_series(self.decays, self.weights, self.steps))
+
+    @property
+    def kept_rows(self) -> int:
+        return self.buffers
+
+    @property
+    def normal_rows(self) -> float:
+        return 1.0
+
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        if not self.decays:
+            return _convolved(source, [1.0], steps=self.steps)
+        # The largest standard deviation of each buffer Σ_i decay^i·y_{t-i} over the steps.
+        norms = [float(np.linalg.norm(divide(self.noising_coefs, [1.0, -decay], self.steps))) for decay in self.decays]
+        return BufferedStream(
+            source, decays=self.decays, weights=self.weights, buffer_norms=norms, steps=self.steps, memory=memory
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BandedInverseStrategy(ToeplitzStrategy):
+    """The Toeplitz strategy with C⁻¹[t, s] = inverse_coefs[t - s].
+
+    It stores nothing: a row of noise needs only the last few rows of normals, which are recomputed.
+
+    Args:
+        steps: The number of steps.
+        inverse_coefs: The first column of C⁻¹, with a positive first entry. Trailing zeros are dropped.
+
+    Guarantee: if the coefficients of C are negative or increase, `sensitivity` raises. Increases below 1e-13 are
+    rounding and are removed.
+
+    >>> strategy = BandedInverseStrategy(steps=4, inverse_coefs=(1.0, -0.5))
+    >>> strategy.strategy_coefs, strategy.inverse_bands
+    ((1.0, 0.5, 0.25, 0.125), 2)
+    """
+
+    strategy_coefs: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    inverse_coefs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inverse_coefs", _trimmed("inverse_coefs", self.inverse_coefs, self.steps))
+        coefs = inverse_series(self.inverse_coefs, self.steps)
+        level = np.maximum(np.minimum.accumulate(coefs), 0.0)
+        if np.abs(level - coefs).max() <= _ROUNDING * coefs[0]:
+            coefs = level
+        object.__setattr__(self, "strategy_coefs", tuple(coefs.tolist()))
+        super().__post_init__()
+
+    @property
+    def inverse_bands(self) -> int:
+        """The number of diagonals of C⁻¹, which is the number of rows of normals per streamed row."""
+        return len(self.inverse_coefs)
+
+    @cached_property
+    def noising_coefs(self) -> Series:
+        return _read_only(np.pad(self.inverse_coefs, (0, self.steps - self.inverse_bands)))
+
+    @property
+    def kept_rows(self) -> int:
+        return 0
+
+    @property
+    def normal_rows(self) -> float:
+        return float(np.minimum(np.arange(1, self.steps + 1), self.inverse_bands).mean())
+
+    def _stream_from(self, source: NormalSource, memory: NoiseMemory) -> NoiseStream:
+        return _convolved(source, list(self.inverse_coefs), steps=self.steps)
+
+
+def _trimmed(name: str, coefs: ArrayLike, steps: int) -> tuple[float, ...]:
+    """Drop trailing zeros; check that the rest is finite, starts with a positive number and fits into the steps."""
+    check_whole("steps", steps)
+    series = np.trim_zeros(np.asarray(coefs, dtype=np.float64), "b")
+    if not len(series) or not np.isfinite(series).all() or series[0] <= 0:
+        raise ValueError(f"Expected finite {name} with a positive first one, got {series[:4].tolist()}...")
+    check_at_most(f"the length of {name}", len(series), "steps", steps)
+    return tuple(series.tolist())
+
+
+def _convolved(source: NormalSource, noising_coefs: list[float], *, steps: int) -> ConvolvedStream:
+    """Return the stream of a Toeplitz C⁻¹ with this first column, without trailing zeros."""
     return ConvolvedStream(source, noising_row=lambda step: noising_coefs[: step + 1], steps=steps)
 
 
 def _lower_toeplitz(column: Series) -> Matrix:
-    return np.asarray(linalg.toeplitz(column, np.zeros(len(column))), dtype=np.float64)
+    lag = np.arange(len(column))[:, None] - np.arange(len(column))
+    return np.where(lag >= 0, column[lag], 0.0)
+
+
+def _read_only(series: Series) -> Series:
+    series.flags.writeable = False
+    return series

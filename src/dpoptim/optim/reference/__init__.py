@@ -1,4 +1,4 @@
-"""Slow twins of the optimizers: the paper's algorithms line by line, to test the fast path against."""
+"""Slow reference implementations: the paper's algorithms line by line, to test the fast path against."""
 
 from dpoptim.optim.reference.informed import noiseless_preconditioner, noiseless_scale_then_privatize, side_information
 from dpoptim.optim.reference.released import (

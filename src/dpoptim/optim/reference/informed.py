@@ -1,8 +1,8 @@
-"""Twins whose second moment comes from elsewhere: public data, or (NOT private) the un-noised gradient.
+"""Reference optimizers whose second moment comes from public data, or (NOT private) from the gradient without noise.
 
-The noiseless ones are baselines that show what a perfect preconditioner would be worth; they carry no
-privacy guarantee whatever the noise on the gradient. `noise_stddev` is on the clipped SUM, `noise` holds
-the rows of C⁻¹z, and each twin returns θ_1, ..., θ_T stacked.
+The noiseless ones are baselines that show what a perfect preconditioner would be worth. They have no privacy guarantee,
+whatever the noise on the gradient. `noise_stddev` is on the clipped SUM, `noise` holds the rows of C⁻¹z, and each
+function returns θ_1, ..., θ_T stacked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def side_information(
     noise_stddev: float,
     batch_size: float,
 ) -> Tensor:
-    """Side information: the private gradient as in post-processing, ν = EMA (or sum) of g_pub².
+    """Side information: the noisy gradient as in post-processing, ν = EMA (or sum) of g_pub².
 
     >>> from dpoptim.optim.reference import AdaGrad
     >>> side_information(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(1, 1),
@@ -65,7 +65,7 @@ def noiseless_preconditioner(
     noise_stddev: float,
     batch_size: float,
 ) -> Tensor:
-    """NOT private. ν = EMA (or sum) of the square of the un-noised clipped average; the step takes g̃.
+    """NOT private. ν = EMA (or sum) of the squared clipped average without noise; the step uses g̃.
 
     >>> from dpoptim.optim.reference import AdaGrad
     >>> noiseless_preconditioner(torch.zeros(1), lambda theta, t: torch.full((4, 1), 2.0), torch.ones(1, 1),
@@ -101,9 +101,7 @@ def noiseless_scale_then_privatize(
     debias: bool = True,
     start: float = 0.0,
 ) -> Tensor:
-    """NOT private. Scale-then-privatize, with s_t and the step from the second moment of the un-noised g.
-
-    ν = EMA (or sum) of (Σ clip(s_t⊙g_j)/B/s_t)²; all else is as in `scale_then_privatize`.
+    """NOT private. Scale-then-privatize with ν = EMA (or sum) of (Σ clip(s_t⊙g_j)/B/s_t)², without noise.
 
     >>> from dpoptim.optim.reference import AdaGrad
     >>> twos = lambda theta, t: torch.full((4, 1), 2.0)

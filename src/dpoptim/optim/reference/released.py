@@ -1,8 +1,7 @@
-"""Twins that clip the plain gradient: DP-SGD, post-processing, bias correction, IME and JME.
+"""Reference optimizers that clip the plain gradient: DP-SGD, post-processing, bias correction, IME and JME.
 
-Units: `noise_stddev` is on the clipped SUM, and every sum is divided by the expected `batch_size`. `noise`
-holds the rows of C⁻¹z with unit z, already correlated, one row a step. Each twin returns θ_1, ..., θ_T
-stacked.
+`noise_stddev` is on the clipped SUM, and every sum is divided by the expected `batch_size`. `noise` holds the rows of
+C⁻¹z with unit z, already correlated, one row per step. Each function returns θ_1, ..., θ_T stacked.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def post_processing(
     noise_stddev: float,
     batch_size: float,
 ) -> Tensor:
-    """Post-processing: run the rule on the noisy gradient, ν = EMA (or sum) of g̃², step by √ν̂ + ε.
+    """Post-processing: the rule on the noisy gradient, ν = EMA (or sum) of g̃², divided by √ν̂ + ε.
 
     >>> from dpoptim.optim.reference import Adam
     >>> post_processing(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
@@ -94,10 +93,10 @@ def bias_correction(
     row_norms_squared: Tensor,  # [steps], ‖row t of C⁻¹‖²
     noise_variance: float | None = None,
 ) -> Tensor:
-    """Bias correction: subtract from ν̂ what the noise alone adds, and step by √max(ν̂ − b_t, ε²).
+    """Bias correction: subtract from ν̂ what the noise alone adds, and divide by √max(ν̂ − b_t, ε²).
 
-    b_t is the same average of the noise variances ‖row t‖²·φ as ν̂ is of the squares (`noise_bias`).
-    `noise_variance` is φ, (noise_stddev/batch_size)² unless told. With φ = 0 the denominator is max(√ν̂, ε).
+    b_t averages the noise variances ‖row t‖²·φ as ν̂ averages the squares (`noise_bias`). `noise_variance` is φ; it
+    defaults to (noise_stddev/batch_size)². With φ = 0 the denominator is max(√ν̂, ε).
 
     >>> from dpoptim.optim.reference import Adam
     >>> bias_correction(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(1, 1),
@@ -122,7 +121,7 @@ def bias_correction(
 
 
 def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]:
-    """b_1, ..., b_T: what noise of variance ‖row t of C⁻¹‖²·φ adds to the rule's ν̂_t in the mean.
+    """b_1, ..., b_T: what noise of variance ‖row t of C⁻¹‖²·φ adds to the mean of the rule's ν̂_t.
 
     Adam: b_t = ((β₂−β₂ᵗ)/(1−β₂ᵗ))·b_{t−1} + ((1−β₂)/(1−β₂ᵗ))·‖row t‖²·φ. RMSProp: the same EMA without
     debiasing. AdaGrad: the sum. The paper's recursion has one β₂ too many (docs/errata.md).
@@ -159,13 +158,12 @@ def independent_moments(
     average_of_squares: bool = False,
     project: bool = True,
 ) -> Tensor:
-    """Independent moment estimation: release the gradient and its square with noise of their own.
+    """Independent moment estimation: release the gradient and its square with separate noise.
 
-    ν = EMA (or sum) of the released square, and the step is by √max(ν̂, 0) + ε. The square is that of the
-    averaged gradient, or with `average_of_squares` (1/B)Σ clip(g_j)². `square_noise_stddev` is on the
-    square as released (after the division by B). With `project`, the averaged gradient is brought to norm ≤
-    clip_norm before it is squared: a Poisson batch larger than B breaks the sensitivity bound otherwise,
-    and the release is not private.
+    ν = EMA (or sum) of the released square, and the step divides by √max(ν̂, 0) + ε. The square is that of the averaged
+    gradient, or with `average_of_squares` (1/B)Σ clip(g_j)². `square_noise_stddev` is on the square as released (after
+    the division by B). With `project`, the averaged gradient is projected to norm ≤ clip_norm before it is squared.
+    Without it, a Poisson batch larger than B breaks the sensitivity bound and the release is not private.
 
     >>> from dpoptim.optim.reference import AdaGrad
     >>> ones = lambda theta, t: torch.ones(4, 1)
@@ -209,9 +207,9 @@ def joint_moments(
 ) -> Tensor:
     """Joint moment estimation: release Σ_j (v_j, √λ·v_j²), v_j = clip(g_j), as ONE vector with one noise.
 
-    λ is `square_weight`; the released square is divided by √λ afterwards, so its noise is
-    noise_stddev/(√λ·B). For λ ≤ 1/(2ζ²) the joint sensitivity to a replacement is that of the gradient
-    alone, 2ζ. Each square is taken before the average: the square of the average has no such bound.
+    λ is `square_weight`. The released square is divided by √λ afterwards, so its noise is noise_stddev/(√λ·B). For
+    λ ≤ 1/(2ζ²) the joint sensitivity to a replacement is that of the gradient alone, 2ζ. Each example is squared before
+    averaging; the square of the average has no such bound.
 
     >>> from dpoptim.optim.reference import AdaGrad
     >>> joint_moments(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(1, 1), torch.ones(1, 1),

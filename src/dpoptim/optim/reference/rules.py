@@ -1,9 +1,8 @@
-"""The lines every twin shares: clip, keep a second moment, debias it, and take the step of an update rule.
+"""What all reference optimizers share: clip, accumulate a second moment, debias it, and step by an update rule.
 
-A twin is a loop that reads like the paper's algorithm, on one flat parameter vector. What differs between
-Adam, AdamW, AdaGrad and RMSProp is three lines (how ν grows, whether it is debiased, how the step is
-taken), and they stand here, chosen by a small frozen rule. Twins are a reference for tests: they hold every
-per-example gradient in memory and see un-noised values, so they are no way to train.
+A reference optimizer is a loop that reads like the paper's algorithm, on one flat parameter vector. Adam, AdamW,
+AdaGrad and RMSProp differ in three lines, which are here: how ν grows, whether it is debiased, how the step is taken.
+These functions are for tests only: they hold every per-example gradient in memory and see values without noise.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ PublicGradients = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam with debiased moments, ε outside the root, and L2 decay added to the noisy gradient.
-
-    >>> Adam(lr=0.1).beta2
-    0.999
-    """
+    """Adam with debiased moments, ε outside the root, and L2 decay added to the noisy gradient."""
 
     lr: float
     beta1: float = 0.9
@@ -38,11 +33,7 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled decay: θ ← (1 − lr·weight_decay)·θ before the step; the moments never see it.
-
-    >>> AdamW(lr=0.1).weight_decay
-    0.01
-    """
+    """Adam with decoupled decay: θ ← (1 − lr·weight_decay)·θ before the step; the moments never see it."""
 
     lr: float
     beta1: float = 0.9
@@ -53,11 +44,7 @@ class AdamW:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGrad:
-    """AdaGrad: ν = Σ squares, never debiased, ε outside the root, no first moment.
-
-    >>> AdaGrad(lr=0.1).eps
-    1e-10
-    """
+    """AdaGrad: ν = Σ squares, not debiased, ε outside the root, no first moment."""
 
     lr: float
     eps: float = 1e-10
@@ -66,11 +53,7 @@ class AdaGrad:
 
 @dataclass(frozen=True, kw_only=True)
 class RMSProp:
-    """RMSProp: ν = EMA of squares, never debiased; momentum gathers the already divided gradient.
-
-    >>> RMSProp(lr=0.1).beta2
-    0.99
-    """
+    """RMSProp: ν = EMA of squares, not debiased; momentum accumulates the divided gradient."""
 
     lr: float
     beta2: float = 0.99
@@ -81,11 +64,7 @@ class RMSProp:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """SGD with heavy-ball momentum, buffer ← momentum·buffer + g; it has no second moment.
-
-    >>> SGD(lr=0.1).momentum
-    0.0
-    """
+    """SGD with heavy-ball momentum, buffer ← momentum·buffer + g; it has no second moment."""
 
     lr: float
     momentum: float = 0.0
@@ -99,8 +78,7 @@ Rule = Adam | AdamW | AdaGrad | RMSProp
 def clip(vectors: Tensor, clip_norm: float) -> Tensor:
     """Scale each row v to v·min(1, clip_norm/‖v‖).
 
-    Every returned row has norm at most `clip_norm`. A zero row stays zero, no rows give no rows, and
-    `clip_norm = inf` changes nothing.
+    A zero row stays zero, and `clip_norm = inf` changes nothing.
 
     >>> clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
     tensor([[0.6000, 0.8000],
@@ -111,10 +89,10 @@ def clip(vectors: Tensor, clip_norm: float) -> Tensor:
 
 
 def add_decay(rule: Rule | SGD, noisy_grad: Tensor, theta: Tensor) -> Tensor:
-    """L2 decay: g̃ + weight_decay·θ, added after the noise, hence free of privacy cost.
+    """L2 decay: g̃ + weight_decay·θ. It is added after the noise, so it costs no privacy.
 
-    AdamW decays in the step instead. A second moment made of g̃ sees the decay, as in torch.optim; one that
-    is released, public or noiseless does not.
+    AdamW decays in the step instead. A second moment of g̃ includes the decay, as in torch.optim; one that is released,
+    public or noiseless does not.
 
     >>> add_decay(Adam(lr=0.1, weight_decay=0.5), torch.zeros(1), torch.ones(1))
     tensor([0.5000])
@@ -158,7 +136,7 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 def next_theta(
     rule: Rule, theta: Tensor, mu: Tensor, noisy_grad: Tensor, denominator: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
-    """(θ_t, μ_t) after step t = 1, 2, ... of the rule, for whatever denominator the variant made.
+    """(θ_t, μ_t) after step t = 1, 2, ... of the rule, for the variant's denominator.
 
     Adam, AdamW: μ = β₁μ + (1−β₁)g̃, θ −= lr·μ/(1−β₁ᵗ)/denominator. AdaGrad: θ −= lr·g̃/denominator.
     RMSProp: μ = momentum·μ + g̃/denominator, θ −= lr·μ.

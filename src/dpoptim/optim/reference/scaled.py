@@ -1,7 +1,7 @@
-"""Twins that clip a scaled gradient: scale-then-privatize, delayed preconditioners (DP²) and AdaDPS.
+"""Reference optimizers that clip a scaled gradient: scale-then-privatize, delayed preconditioners (DP²) and AdaDPS.
 
-Scale-then-privatize divides the scale out again after the noise; DP² and AdaDPS do not. `noise_stddev` is
-on the clipped SUM, `noise` holds the rows of C⁻¹z, and each twin returns θ_1, ..., θ_T stacked.
+Scale-then-privatize divides by the scale again after the noise; DP² and AdaDPS do not. `noise_stddev` is on the clipped
+SUM, `noise` holds the rows of C⁻¹z, and each function returns θ_1, ..., θ_T stacked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dpoptim.optim.reference.rules import (
 def scale_of(nu_hat: Tensor, *, exponent: float, eps_scale: float, normalised: bool) -> Tensor:
     """s = 1/(ν̂^p + ε_s1), or normalised s = ε_s1/(ν̂^p + ε_s1), which lies in (0, 1].
 
-    The two are one algorithm when the clip norm is multiplied by ε_s1 too. Exponent 0 gives a constant,
-    even at ν̂ = 0 (0⁰ = 1).
+    Both are the same algorithm if the clip norm is also multiplied by ε_s1. Exponent 0 gives a constant, even at ν̂ = 0
+    (0⁰ = 1).
 
     >>> scale_of(torch.tensor([0.0, 9.0]), exponent=0.5, eps_scale=1.0, normalised=True)
     tensor([1.0000, 0.2500])
@@ -51,10 +51,9 @@ def scale_then_privatize(
 ) -> Tensor:
     """Scale-then-privatize: s_t from ν̂_{t−1}; g̃ = (Σ clip(s_t⊙g_j) + noise)/B/s_t; ν = EMA of g̃².
 
-    `clip_norm` bounds ‖s_t⊙g_j‖, so it is in the units of the scaled gradient. s_1 comes from ν̂_0 =
-    `start`, and `start` is used nowhere else: ν itself begins at 0, as debiasing wants. `debias=False`
-    makes s_t from ν_{t−1} itself and leaves the step's ν̂ as it is. The step divides by √ν̂_t + ε of the
-    rule.
+    `clip_norm` bounds ‖s_t⊙g_j‖, so it is in the units of the scaled gradient. s_1 comes from ν̂_0 = `start`, which is
+    used nowhere else: ν starts at 0, as debiasing requires. `debias=False` computes s_t from ν_{t−1} and leaves the
+    step's ν̂ unchanged. The step divides by √ν̂_t + ε.
 
     >>> from dpoptim.optim.reference import Adam
     >>> scale_then_privatize(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
@@ -94,10 +93,10 @@ def delayed_preconditioner(
     eps: float,
     decay: float | None,
 ) -> Tensor:
-    """DP² (Li et al. 2023): `plain_steps` of DP-SGD that also add up G, then `scaled_steps` that use it.
+    """DP² (Li et al. 2023): `plain_steps` of DP-SGD that also sum up G, then `scaled_steps` that use it.
 
-    Where t mod (s₁+s₂) = s₁: A ← γA + (1−γ)(G/s₁)² with γ = `decay`, or A ← A + (G/s₁)² for `decay=None`;
-    then G ← 0. A scaled step is θ ← θ − lr·(Σ clip(g_j/(√A+ε), ζ₂) + σζ₂·row)/B: no unscaling, no momentum.
+    Where t mod (s₁+s₂) = s₁: A ← γA + (1−γ)(G/s₁)² with γ = `decay`, or A ← A + (G/s₁)² for `decay=None`; then G ← 0.
+    A scaled step is θ ← θ − lr·(Σ clip(g_j/(√A+ε), ζ₂) + σζ₂·row)/B, without unscaling or momentum.
     `scaled_noise_stddev` is σζ₂, with the same σ as noise_stddev = σζ: each step spends the same.
 
     >>> twos = lambda theta, t: torch.full((4, 1), 2.0)
@@ -106,11 +105,6 @@ def delayed_preconditioner(
     ...                        batch_size=4, plain_steps=1, scaled_steps=1, eps=0.0, decay=0.75).tolist()
     [[-2.0], [-4.0]]
     """
-    if plain_steps < 1 or scaled_steps < 1:
-        raise ValueError(
-            f"plain_steps={plain_steps} and scaled_steps={scaled_steps} must both be at least 1: "
-            "A is made from the plain steps and used in the scaled ones"
-        )
     gathered, second_moment = torch.zeros_like(theta), torch.zeros_like(theta)
     path = []
     for t in range(len(noise)):
@@ -147,8 +141,8 @@ def adadps(
 ) -> Tensor:
     """AdaDPS (Li et al. 2022): s = 1/√(A+ε) from public gradients, θ ← θ − lr·(Σ clip(s⊙g_j) + noise)/B.
 
-    A ← γA + (1−γ)g_pub² every `renew_every` steps, the first among them, with γ = `decay` (0: replaced). A
-    starts at 0. The scale is not divided out again.
+    A ← γA + (1−γ)g_pub² every `renew_every` steps, starting with the first, with γ = `decay` (0 replaces A). A starts
+    at 0. The result is not divided by the scale again.
 
     >>> adadps(torch.zeros(1), lambda theta, t: torch.full((4, 1), 2.0), torch.zeros(2, 1),
     ...        lambda theta, t: torch.full((1,), 4.0), lr=1.0, clip_norm=9.0, noise_stddev=0.0, batch_size=4,

@@ -1,0 +1,77 @@
+"""Argument checks that the rooms share. Each raises a `ValueError` that names the argument and its value."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection
+
+
+def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> None:
+    """Check that `value` is an int of at least `low`; a bool is not a number.
+
+    >>> check_whole("steps", 0)
+    Traceback (most recent call last):
+    ValueError: Expected steps to be a whole number >= 1, got 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(_joined(f"Expected {name} to be a whole number >= {low}, got {value!r}.", hint))
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    infinity: bool = False,
+    hint: str = "",
+) -> None:
+    """Check that `value` is a finite real number with low <= value <= high and above < value < below.
+
+    >>> check_number("momentum", 1.0, low=0, below=1)
+    Traceback (most recent call last):
+    ValueError: Expected momentum >= 0 and < 1, got 1.0.
+    """
+    limits = [(">=", low), (">", above), ("<=", high), ("<", below)]
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    fits = (math.isfinite(number) or (infinity and number == math.inf)) and all(
+        limit is None or {">=": number >= limit, ">": number > limit, "<=": number <= limit, "<": number < limit}[sign]
+        for sign, limit in limits
+    )
+    if not fits:
+        wanted = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None) or "to be finite"
+        raise ValueError(_joined(f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {value!r}.", hint))
+
+
+def check_at_most(name: str, value: int, limit_name: str, limit: int, *, hint: str = "") -> None:
+    """Check that one argument does not exceed another.
+
+    >>> check_at_most("batch_size", 512, "num_examples", 100, hint="Use a smaller batch_size.")
+    Traceback (most recent call last):
+    ValueError: Expected batch_size <= num_examples, got 512 > 100. Use a smaller batch_size.
+    """
+    if value > limit:
+        raise ValueError(_joined(f"Expected {name} <= {limit_name}, got {value} > {limit}.", hint))
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Check that `value` is one of `choices`.
+
+    >>> check_choice("objective", "min", ("mean", "max"))
+    Traceback (most recent call last):
+    ValueError: Expected objective to be one of 'mean', 'max', got 'min'.
+    """
+    if value not in choices:
+        raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_delta(delta: object) -> None:
+    """Check that δ lies strictly between 0 and 1."""
+    check_number("delta", delta, above=0.0, below=1.0, hint="Use 1/num_examples or less.")
+
+
+def _joined(message: str, hint: str) -> str:
+    return f"{message} {hint}" if hint else message
