@@ -18,7 +18,7 @@ class ShowDoctests(griffe.Extension):
         if obj.docstring is None:
             return
         text = DOCTEST.sub(_fence, obj.docstring.value)
-        obj.docstring.value = re.sub(r"^Guarantee: ", "**Guarantee.** ", text, flags=re.MULTILINE)
+        obj.docstring.value = re.sub(r"^Guarantee: ", "**Guarantee:** ", text, flags=re.MULTILINE)
 
 
 def _fence(match: re.Match[str]) -> str:
