@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
-API = {page: re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.M) for page in DOCS.glob("api/*.md")}
+API = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("api/*.md"))
 ROOMS = ["privacy", "noise", "data", "clipping", "optim", "theory", "app"]
 INTEGRATIONS = [f"integrations.{name}" for name in ("hugging_face", "accelerate", "opacus")]
 LONGEST_PARAGRAPH = 620  # characters: about five lines
@@ -47,7 +47,7 @@ def public_names(module: str) -> list[str]:
 @pytest.mark.parametrize("name", [*ROOMS, *INTEGRATIONS])
 def test_public_names_are_documented(name):
     """An API page renders everything in `__all__` that has a docstring."""
-    assert f"dpoptim.{name}" in sum(API.values(), []), "no API page"
+    assert f"::: dpoptim.{name}\n" in API, "no API page"
     assert ast.get_docstring(parse(f"dpoptim.{name}"))
     assert not [public for public in public_names(f"dpoptim.{name}") if not docstring(f"dpoptim.{name}", public)]
 
