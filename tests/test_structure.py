@@ -97,7 +97,7 @@ FOR_USERS = {  # losses, checks and public data
 }
 EXCEPTIONS = {  # each with the reason why it sees nothing private
     "dpoptim.theory.gradient_probe": {"dpoptim.clipping.clipped_sum"},  # public examples only
-    "dpoptim.integrations.losses.token_losses": {  # asks which rule a layer has
+    "dpoptim.integrations.token_losses": {  # asks which rule a layer has
         "dpoptim.clipping.layers",
         "dpoptim.clipping.layers.choose_rules",
         "dpoptim.clipping.layers.generic",

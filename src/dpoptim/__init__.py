@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dpoptim.version import __version__
 
 if TYPE_CHECKING:
-    from dpoptim import clipping, data, noise, optim, privacy, theory
+    from dpoptim import clipping, data, noise, optim, privacy, theory, validation
     from dpoptim.clipping import PublicGradients, check_example_independence, linear_cross_entropy, public_data
     from dpoptim.data import PrivateLoader, pad_to_bucket, private_loader
     from dpoptim.data.secret_randomness import secret_randomness
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         Shuffled,
     )
     from dpoptim.theory import choose_noise
+    from dpoptim.validation import ExampleMixingError
 
 __all__ = [
     "__version__",
@@ -72,6 +73,7 @@ __all__ = [
     "CyclicPoisson",
     "DecayedSums",
     "Dense",
+    "ExampleMixingError",
     "Gradient",
     "Independent",
     "IndependentMoments",
@@ -112,8 +114,10 @@ __all__ = [
     "secret_randomness",
     "side_information",
     "theory",
+    "validation",
 ]
-_ROOMS = ("noise", "privacy", "data", "clipping", "optim", "theory")  # each imports only from those before it
+# Lowest floor first: each imports only from those before it.
+_ROOMS = ("noise", "privacy", "data", "validation", "clipping", "optim", "theory")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from dpoptim.app.models.finite import not_finite
 from dpoptim.app.runs import loop
 from dpoptim.app.runs.progress import Lines, ProgressDisplay
 from dpoptim.app.runs.run_result import Diverged, is_finished
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from tests.app import cases, comparisons
 from tests.app.runs import StopAfter, log_of, parameters_at, rows_recipe, write_bert, write_texts
 

@@ -20,7 +20,7 @@ def test_an_architecture_without_a_mask_is_refused():
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, intermediate_size=48, max_position_embeddings=64
     )
     model = transformers.FNetForMaskedLM(config).train()
-    with pytest.raises(ValueError, match="padding, or at the batch's width"):
+    with pytest.raises(ValueError, match="the loss of an example changes with its padding"):
         prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64, bucket=8)
     assert model.training
     prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64)  # of one width

@@ -11,8 +11,9 @@ import torch
 
 from dpoptim.app import Recipe, read_recipe
 from dpoptim.app.recipes.defaults import notes_on, with_defaults
+from dpoptim.app.recipes.plans import learning_rate_at, plan_of
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.named_settings import learning_rate_at, name_of_noise, noise_of, plan_of, sampling_of
+from dpoptim.integrations.named_settings import name_of_noise, noise_of, sampling_of
 from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent
 from dpoptim.privacy import CyclicPoisson, Poisson, Shuffled
 

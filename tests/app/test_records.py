@@ -49,7 +49,7 @@ def write(folder: Path, kind: str, columns: dict[str, list[Any]], name: str = "d
     return write_csv(path, columns, "\t" if kind == "tsv" else ",")
 
 
-def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
+def first_line(error: pytest.ExceptionInfo[ValueError]) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -98,7 +98,7 @@ def test_a_column_that_is_not_there(kind, tmp_path):
     path = write(tmp_path, kind, {"a": TEXTS, "b": LABELS})
     with pytest.raises(ValueError, match="text_column='body' is not a column; there are a, b") as error:
         read_records(path, text_column="body")
-    one_line(error)
+    first_line(error)
     with pytest.raises(ValueError, match="label_column='kind' is not a column; there are a, b"):
         read_records(path, text_column="a", label_column="kind")
     with pytest.raises(ValueError, match=r"2 columns of strings; set text_column \(--text-column\) to one of a, b"):
@@ -135,7 +135,7 @@ def test_texts_that_are_missing_are_refused_in_one_line(kind, tmp_path):
     where = rf"'.*data\.{kind}', {first[kind]}" if kind in first else "record 3"
     with pytest.raises(ValueError, match=rf"2 of 5 records .* have no 'body' \(first: {where}\); remove them") as error:
         records.refuse_empty()
-    one_line(error)
+    first_line(error)
     records.take([0, 1, 3]).refuse_empty()
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_this_user_may_not_read(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=rf"data '.*{name}' cannot be read by this user") as error:
         read_records(tmp_path / name)
-    one_line(error)
+    first_line(error)
 
 
 def test_a_long_field_and_the_limit_of_csv(tmp_path):
@@ -322,7 +322,7 @@ def test_broken_files(name, content, line, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(line.replace("FOLDER", str(tmp_path)))) as error:
         read_records(tmp_path / name)
-    one_line(error)
+    first_line(error)
     assert "secret" not in str(error.value)
 
 
@@ -354,7 +354,7 @@ def test_files_that_are_not_utf8(tmp_path):
 def test_an_empty_folder(tmp_path):
     with pytest.raises(ValueError, match="is a folder without tables") as error:
         read_records(tmp_path)
-    one_line(error)
+    first_line(error)
 
 
 def test_a_dataset_that_the_hub_does_not_give(monkeypatch):
@@ -364,7 +364,7 @@ def test_a_dataset_that_the_hub_does_not_give(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(ValueError, match="the Hugging Face hub does not give it") as error:
         read_records("nobody/nothing")
-    assert "(cannot reach the hub); give a local file or folder" in one_line(error)
+    assert "(cannot reach the hub); give a local file or folder" in first_line(error)
 
 
 def test_a_dataset_of_the_hub(monkeypatch):
@@ -393,7 +393,7 @@ def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkey
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(ValueError, match="needs the package") as error:
         read_records(tmp_path / source if source.endswith("parquet") else source)
-    assert line in one_line(error)
+    assert line in first_line(error)
 
 
 def test_labels_must_be_one_a_record():

@@ -22,7 +22,7 @@ from dpoptim.app import (
     train,
 )
 from dpoptim.app.models.task_of_model import task_of_model
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from tests.app import tiny
 from tests.app.runs import log_of, rows_recipe, write_bert, write_texts
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import UserDict
 from typing import Any
 
@@ -13,18 +12,11 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.clipping import check_example_independence, clipped_sum
+from dpoptim.clipping.calls import BatchAxisError
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.probe import BatchAxisError
 from tests.clipping.one_at_a_time import assert_exact
 
 B = 6
-
-
-@pytest.fixture(autouse=True)
-def every_warning_is_seen():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        yield
 
 
 class Positions(nn.Module):
@@ -87,33 +79,14 @@ def test_a_row_that_all_share_beside_the_batch_is_refused(trained, extra_memory,
     model = nn.Linear(4, 4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == trained)
+    check_example_independence(model, lambda m, x: (m(x) * m(x)).sum(1), torch.randn(B, 4))
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.extra_memory = extra_memory
     sums.engine.attach()
-    warnings.simplefilter("ignore")  # of two calls
     inputs = [torch.ones(1, 4), torch.randn(B, 4)]
     one, other = (model(x) for x in (inputs if anchor_first else inputs[::-1]))
     with pytest.raises(ValueError, match=r"has \d examples where other uses have \d in the same backward"):
         (one * other).sum().backward()
-
-
-def test_two_calls_in_one_backward_are_warned_of_unless_checked():
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x[:, 0]) * model(x[:, 1])).sum(1)
-
-    def against_prototypes(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x) @ model(torch.ones(B, 4)).mT).sum(1)
-
-    model, pairs = nn.Linear(4, 4), torch.randn(B, 2, 4)
-    with pytest.raises(UserWarning, match="two calls of Linear meet in one backward: row j of each"):
-        clipped_sum(model, losses, pairs)
-    check_example_independence(model, losses, pairs)
-    assert_exact(model.double(), losses, pairs.double(), B)
-    model.float()
-    with pytest.raises(ValueError, match="examples mix"):
-        check_example_independence(model, against_prototypes, torch.randn(B, 4))
-    with pytest.raises(UserWarning, match="two calls"):  # what no longer satisfies is warned of again
-        clipped_sum(model, against_prototypes, torch.randn(B, 4))
 
 
 def test_a_backward_through_a_call_that_was_counted_is_refused():
@@ -142,23 +115,35 @@ def test_two_backwards_of_one_call_are_one_batch():
 # -- what is called ------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_is_called_by_itself_is_tried():
+def test_a_part_that_is_called_by_itself_is_checked():
     model = Inside(Positions())
     attached(model)
     with pytest.raises(BatchAxisError, match=r"layer 'net.table' got an input of shape \(6,\)"):
         model.net(torch.randn(B, B, 4), torch.arange(B))
 
 
-def test_parts_one_after_the_other_are_one_batch():
+def test_a_part_alone_is_a_call():
+    model = Inside(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    sums = attached(model)
+    for part in torch.randn(B + 3, 4).split(B):  # micro-batches of other sizes
+        model.net(part).sum().backward()
+    sums.engine.flush()
+    assert [len(norms) for norms in sums.norms] == [B, 3]
+
+
+def test_parts_one_after_the_other_need_a_checked_loss():
     def losses(model: Any, x: Tensor) -> Tensor:
         return model.head(model.net(x))[:, 0]
 
     model = Inside(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    assert_exact(model.double(), losses, torch.randn(B, 4).double(), B)
+    assert_exact(model.double(), losses, torch.randn(B, 4).double(), B)  # which has the loss, and checks it
     model.float()
     sums = attached(model)
-    for part in torch.randn(B + 3, 4).split(B):  # micro-batches of other sizes
-        model.head(model.net(part)).sum().backward()
+    with pytest.raises(ValueError, match=r"layer 'head' ran outside a call of Inside.*check_example_independence"):
+        losses(model, torch.randn(B, 4))
+    check_example_independence(model, losses, torch.randn(B, 4))
+    for part in torch.randn(B + 3, 4).split(B):
+        losses(model, part).sum().backward()
     sums.engine.flush()
     assert [len(norms) for norms in sums.norms] == [B, 3]
 
@@ -170,17 +155,19 @@ def test_a_loss_of_a_part_is_refused_as_the_models_would_be():
         model.net(torch.randn(B, 4))
 
 
-def test_layers_that_no_call_shows_are_warned_of():
-    model = Positions()
-    with pytest.raises(UserWarning, match="layer 'table' runs outside a call of Positions"):
-        clipped_sum(model, Positions.losses, torch.randn(B, B, 4))  # type: ignore[arg-type]
+def test_layers_outside_a_call_are_refused():
+    attached(model := Positions())
+    with pytest.raises(ValueError, match="layer 'table' ran outside a call of Positions"):
+        model.losses(torch.randn(B, B, 4))
 
 
-def test_forward_is_not_called_by_itself():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_is_not_called_by_itself(compiled):
     model = Inside(nn.Sequential(nn.Linear(4, 4)))
     attached(model)
-    with pytest.raises(ValueError, match=r"Inside.forward was called by itself.*call the model"):
-        model.forward(torch.randn(B, 4))
+    forward = torch.compile(model.forward, backend="eager") if compiled else model.forward
+    with pytest.raises(ValueError, match=r"ran outside a call of Inside.* Call the model itself, model\(\.\.\.\)"):
+        forward(torch.randn(B, 4))
     assert model(torch.randn(B, 4)).shape == (B,)
 
 
@@ -198,8 +185,9 @@ def test_a_loop_that_was_interrupted_is_begun_again(by_parts):
         return model.head(model.net(x))[:, 0] if by_parts else model(x)
 
     model = Inside(nn.Sequential(nn.Linear(4, 4), Stops()))
-    sums = attached(model)
     Stops.stops = False
+    check_example_independence(model, losses, torch.randn(B, 4))
+    sums = attached(model)
     losses(model, torch.randn(B, 4)).sum().backward()
     Stops.stops = True
     with pytest.raises(KeyboardInterrupt):
@@ -223,7 +211,7 @@ def test_a_copy_tells_nobody():
 
 
 @pytest.mark.parametrize("before", [(), (torch.zeros(2, 3, dtype=torch.long),), (torch.arange(3)[None],)])
-def test_arguments_of_another_kind_are_tried_when_they_come(before):
+def test_arguments_of_another_kind_are_checked_when_they_come(before):
     model = Positions()
     attached(model)
     model(torch.randn(2, 3, 4), *before).sum().backward()
@@ -231,70 +219,7 @@ def test_arguments_of_another_kind_are_tried_when_they_come(before):
         model(torch.randn(B, B, 4), torch.arange(B))
 
 
-def test_arguments_of_one_kind_are_tried_once():
-    model, runs = Positions(), []
-    model.register_forward_pre_hook(lambda *_: runs.append(1))
-    attached(model)
-    for length in (3, 4, 5):
-        model(torch.randn(B, length, 4), torch.zeros(B, length, dtype=torch.long)).sum().backward()
-    assert len(runs) == 3 + 4  # all, one less, one less but in the positions, and a few, to be differentiated
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_an_argument_that_need_not_be_as_long_as_the_batch_is_warned_of(swapped):
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classes = nn.Embedding(9, 4)
-
-        def forward(self, one: Tensor, other: Tensor) -> Tensor:
-            x, ids = (other, one) if swapped else (one, other)
-            return x @ self.classes(ids).mT
-
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return model(*((torch.arange(B), x) if swapped else (x, torch.arange(B)))).sum(1)
-
-    with pytest.raises(UserWarning, match="takes another number of rows in its argument of shape"):
-        clipped_sum(Scores(), losses, torch.randn(B, 4))
-    with pytest.raises(ValueError, match="examples mix"):
-        check_example_independence(Scores(), losses, torch.randn(B, 4))
-
-
-def test_two_towers_are_right_once_checked():
-    def losses(model: nn.Module, batch: Any) -> Tensor:
-        left, right = model(*batch)
-        return (left * right).sum(1)
-
-    def in_batch_negatives(model: nn.Module, batch: Any) -> Tensor:
-        left, right = model(*batch)
-        return -(left @ right.mT).log_softmax(1).diagonal()
-
-    model, batch = Towers(), (torch.randn(B, 4), torch.randn(B, 4))
-    with pytest.raises(UserWarning, match="takes another number of rows"):
-        clipped_sum(model, losses, batch)
-    check_example_independence(model, losses, batch)
-    assert_exact(model.double(), losses, tuple(part.double() for part in batch), B)
-    model.float()
-    with pytest.raises(ValueError, match="examples mix"):
-        check_example_independence(model, in_batch_negatives, batch)
-
-
-# -- the check itself ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["before any layer", "behind a layer"])
-def test_a_running_sum_over_the_batch_leaves_the_first_example_alone(where):
-    model = nn.Linear(4, 4)
-
-    def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x.cumsum(0)).sum(1) if where == "before any layer" else model(x).cumsum(0).square().sum(1)
-
-    with pytest.raises(ValueError, match=f"examples mix: .*example {B // 2} has") as told:
-        check_example_independence(model, losses, torch.randn(B, 4))
-    assert not any(character.isdigit() for character in str(told.value).replace(f"example {B // 2}", "")), "no loss"
-
-
-# -- what a trial has not met --------------------------------------------------------------------------------------
+# -- what a check has not seen --------------------------------------------------------------------------------------
 
 
 class Switched(nn.Module):
@@ -319,67 +244,52 @@ class Switched(nn.Module):
         return (h * self.table(torch.arange(x.shape[1])) if switched[self.when] else h).sum((1, 2))
 
 
-@pytest.mark.parametrize("when", ["a number", "a tensor", "an attribute", "training", "gradients", "a length"])
-def test_a_layer_that_was_not_met_is_warned_of(when):
+@pytest.mark.parametrize("when", ["a number", "a tensor", "an attribute"])
+def test_a_layer_that_was_not_seen_is_refused(when):
     model = Switched(when)
     attached(model)
     flag: Any = torch.tensor(0) if when == "a tensor" else 0
-    if when == "a length":  # one position, whose row is taken for one that all examples share, and meets them all
-        with pytest.raises(UserWarning, match=r"hangs on the rows of others in the layer of 'table.weight'"):
-            model(torch.randn(B, 1, 4), flag)
-    elif when != "gradients":
-        model.train(when != "training")(torch.randn(B, 3, 4), flag).sum().backward()
-    model.train().on = True
-    told = "hangs on the rows of others" if when == "gradients" else "layer 'table' was not met, or with other axes"
-    with pytest.raises(UserWarning, match=told):
+    model(torch.randn(B, 3, 4), flag).sum().backward()
+    model.on = True
+    with pytest.raises(ValueError, match="layer 'table' did not run, or with other axes"):
         model(torch.randn(B, B, 4), flag + 1)
 
 
-def test_arguments_that_show_no_tensor_are_warned_of():
+@pytest.mark.parametrize(("when", "positions"), [("training", 3), ("gradients", B), ("a length", 1)])
+def test_a_layer_without_examples_is_refused(when, positions):
+    model = Switched(when)
+    attached(model)
+    model.eval().on = False
+    if when == "training":
+        model(torch.randn(B, positions, 4)).sum().backward()
+    model.train().on = True
+    with pytest.raises(ValueError, match=r"layer 'table' got an input|examples mix"):
+        model(torch.randn(B, positions, 4))
+
+
+def test_arguments_that_show_no_tensor_are_refused():
     model = Switched("an object")
     attached(model)
-    with pytest.raises(UserWarning, match="called with arguments that show no tensor"):
+    with pytest.raises(ValueError, match="called without a tensor in its arguments"):
         model(UserDict(x=torch.randn(B, B, 4)))
 
 
-def test_prompts_and_their_mask_go_together():
-    class Matches(nn.Module):
+def test_an_output_that_shows_nothing_needs_a_checked_loss():
+    class Hides(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.prompts = nn.Embedding(9, 4)
+            self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-            return x @ (self.prompts(ids) * mask[..., None]).sum(1).mT
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.layer(x - x.mean(0))
+            return x
 
-    with pytest.raises(UserWarning, match="takes another number of rows"):
-        clipped_sum(
-            Matches(), lambda m, x: m(x, torch.ones(B, 2, dtype=torch.long), torch.ones(B, 2)).sum(1), torch.randn(B, 4)
-        )
-
-
-def test_two_towers_that_are_called_by_themselves_are_two_calls():
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.image, self.text = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 3))
-
-    def losses(model: Any, x: Tensor) -> Tensor:
-        return (model.image(x) @ model.text(torch.ones(B, 4)).mT).sum(1)
-
-    with pytest.raises(UserWarning, match="two calls of Both meet in one backward"):
-        clipped_sum(Both(), losses, torch.randn(B, 4))
+    attached(model := Hides())
+    with pytest.raises(ValueError, match="nothing that Hides returns depends on a trained parameter"):
+        model(torch.randn(B, 4))
 
 
-def test_a_layer_behind_a_part_is_warned_of_where_another_axis_is_as_long():
-    def losses(model: Any, x: Tensor) -> Tensor:
-        return model.head(model.net(x)).sum((1, 2))
-
-    clipped_sum(Inside(nn.Sequential(nn.Linear(4, 4))), losses, torch.randn(B, B - 1, 4))
-    with pytest.raises(UserWarning, match="layer 'head' runs outside a call"):
-        clipped_sum(Inside(nn.Sequential(nn.Linear(4, 4))), losses, torch.randn(B, B, 4))
-
-
-def test_losses_with_labels_beside_their_inputs_are_not():
+def test_losses_with_labels_beside_their_inputs_continue_a_call():
     labels = torch.zeros(B, B, dtype=torch.long)
 
     def losses(model: Any, x: Tensor) -> Tensor:
@@ -388,7 +298,7 @@ def test_losses_with_labels_beside_their_inputs_are_not():
     clipped_sum(Inside(nn.Sequential(nn.Linear(4, 4))), losses, torch.randn(B, B, 4))
 
 
-def test_a_part_is_tried_after_another_call_was_interrupted():
+def test_a_part_is_checked_after_another_call_was_interrupted():
     class Stops(Positions):
         def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
             if positions is None:
@@ -402,19 +312,3 @@ def test_a_part_is_tried_after_another_call_was_interrupted():
     sums.take()
     with pytest.raises(BatchAxisError, match=r"layer 'net.table'"):
         model.net(torch.randn(B, B, 4), torch.arange(B))
-
-
-def test_a_check_silences_what_it_met_and_nothing_else():
-    class Maybe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classes = nn.Embedding(9, 4)
-
-        def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-            own = self.classes(torch.zeros(len(x), dtype=torch.long))
-            return (x * own).sum(1) if ids is None else (x @ self.classes(ids).mT).sum(1)
-
-    model = Maybe()
-    check_example_independence(model, lambda m, x: m(x), torch.randn(B, 4))
-    with pytest.raises(UserWarning, match="takes another number of rows"):
-        clipped_sum(model, lambda m, x: m(x, torch.arange(B)), torch.randn(B, 4))

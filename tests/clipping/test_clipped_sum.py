@@ -205,11 +205,11 @@ def test_one_row_that_is_not_shared_is_refused():
         def forward(self, x):
             return self.layer(x.unsqueeze(0))[0]
 
-    with pytest.raises(ValueError, match=r"layer 'layer' got an input of shape \(1, 5, 4\) while the batch has 5"):
+    with pytest.raises(ValueError, match=r"layer 'layer' got an input of shape \(1, 4, 4\) while the batch has 4"):
         clipped_sum(Unsqueezes(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
 
 
-def test_a_model_that_cannot_be_probed_says_so():
+def test_a_model_that_cannot_be_run_on_a_few_rows_is_refused():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,8 +219,9 @@ def test_a_model_that_cannot_be_probed_says_so():
             assert len(x) == 5, "only batches of five"
             return self.layer(x)
 
-    with pytest.warns(UserWarning, match="check_example_independence"):
+    with pytest.raises(AssertionError, match="only batches of five") as told:
         clipped_sum(Counts(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
+    assert "to check that examples do not mix" in told.value.__notes__[0]
 
 
 def test_norms_follow_the_gradients_dtype():

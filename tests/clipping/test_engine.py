@@ -92,6 +92,7 @@ class TestWhatIsOneBatch:
             copied = copy.deepcopy(mlp)
             pair_loss(copied, pair[None]).sum().backward()
             norms.append(sum(float(p.grad.square().sum()) for p in copied.parameters()) ** 0.5)
+        check_example_independence(mlp, pair_loss, pairs)
         _, found = clipped_sum(mlp, pair_loss, pairs)
         torch.testing.assert_close(found, torch.tensor(norms, dtype=torch.float64))
 
@@ -106,6 +107,7 @@ class TestWhatIsOneBatch:
     def test_layers_without_a_call_of_the_model(self, mlp, x):
         """A container whose parts are called one by one, as research code does."""
         expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
+        check_example_independence(mlp, lambda m, x: m[2](m[1](m[0](x))).square().sum(1), x)
         sums = attached(mlp)
         for part in x.split(6):
             mlp[2](mlp[1](mlp[0](part))).square().sum().backward()
@@ -183,9 +185,9 @@ class TestRefusals:
             attached(model)
 
     def test_loss_that_is_not_a_vector(self, mlp, x):
-        with pytest.raises(ValueError, match="one loss an example"):
+        with pytest.raises(ValueError, match=r"one loss (an|per) example"):
             clipped_sum(mlp, lambda m, x: m(x).sum(), x)
-        with pytest.raises(ValueError, match="one loss an example"):
+        with pytest.raises(ValueError, match=r"one loss (an|per) example"):
             clipped_sum(mlp, lambda m, x: m(x), x)
 
     def test_loss_of_another_length(self, mlp, x):
@@ -317,9 +319,6 @@ class TestRefusals:
             clipped_sum(mlp, squares, x, scale={**scale, "2.bias": torch.ones(1)})
 
 
-_OWN = torch.Generator()
-
-
 class TestExamplesDoNotMix:
     def test_passes(self, mlp, x):
         check_example_independence(mlp, squares, x)
@@ -332,12 +331,12 @@ class TestExamplesDoNotMix:
         def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
             return model(x.transpose(0, 1)).square().sum((0, 2))
 
-        with pytest.raises(ValueError, match="examples mix"):
+        with pytest.raises(ValueError, match="layer '0' got an input of shape"):
             check_example_independence(mlp, loss_fn, torch.randn(5, 5, 4, dtype=torch.float64))
 
     def test_layer_that_knows_its_batch_axis(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=False))
-        with pytest.raises(ValueError, match=r"layer '1' got an input of shape \(4, 5, 4\) while the batch has 4"):
+        with pytest.raises(ValueError, match=r"layer '1' got an input of shape \(5, 4, 4\) while the batch has 4"):
             clipped_sum(model, lambda m, x: m(x)[0].square().sum((0, 2)), torch.randn(5, 5, 4))
 
     def test_loss_normalised_over_the_batch(self, mlp, x):
@@ -346,7 +345,7 @@ class TestExamplesDoNotMix:
 
     def test_inputs_mixed_before_any_layer(self, mlp, x):
         """No layer lies before the mean, so only the loss of the example alone shows it."""
-        with pytest.raises(ValueError, match="examples mix: example 0 has another loss in its batch than alone"):
+        with pytest.raises(ValueError, match="examples mix: output 0 of loss_fn"):
             check_example_independence(mlp, lambda m, x: m(x - x.mean(0, keepdim=True)).square().sum(1), x)
 
     @pytest.mark.parametrize(
@@ -356,7 +355,6 @@ class TestExamplesDoNotMix:
             (lambda g: g - g.mean(0), True),
             (lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1e-12), False),
             (lambda g: g.clamp(-0.1, 0.1), False),
-            (lambda g: g * torch.rand((), generator=_OWN), False),  # another length each time
         ],
     )
     def test_gradients_mixed_by_a_hook(self, x, hook, mixes):

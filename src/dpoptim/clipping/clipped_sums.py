@@ -44,6 +44,7 @@ class ClippedSums:
         clip_norm: The bound on ‖scale ⊙ g_j‖.
         squares: Whether to sum the squares of the clipped gradients too.
         mean_loss: Whether the loop averages the losses of a physical batch; the division is undone here.
+        allow_mixing: Lets examples mix in the model, which voids the guarantee above.
         extra_memory: Bytes that a physical batch may use beyond activations and their gradients to run faster.
     """
 
@@ -55,6 +56,7 @@ class ClippedSums:
         squares: bool = False,
         mean_loss: bool = False,
         extra_memory: int = 0,
+        allow_mixing: bool = False,
     ) -> None:
         if not clip_norm > 0 or math.isnan(clip_norm):
             raise ValueError(f"clip_norm={clip_norm} must be positive (math.inf for no clipping)")
@@ -69,7 +71,7 @@ class ClippedSums:
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
-        self.engine = Engine(model, self._add, extra_memory=extra_memory)
+        self.engine = Engine(model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing)
 
     @property
     def examples(self) -> int:

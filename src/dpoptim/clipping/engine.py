@@ -6,13 +6,19 @@ computes no weight gradient at all. Kept uses are collected into a physical batc
 next forward or at `flush`) it is handed to `on_batch` and forgotten.
 
 Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one
-batch, and so is everything of one call of the model. Two calls with two separate backwards are two micro-batches. A
-call of a part of the model (`self.bert(...)` in a loop's own step) is tried and looked at as one of the model is.
+batch, and so is everything of one call of the model. Two calls with two separate backwards are two micro-batches.
+
+The first real batch of each call signature is checked by value: examples must not mix. The check also shows which
+layers get examples on their first axis, and which get one row that all examples share. A layer that runs in a
+different way later, or outside of any checked call, is refused. A batch of one example has nothing to mix with, and
+all its gradients belong to that example: it is not checked, and its layers must have one row. The same holds for a
+call of a part of the model (`self.bert(...)` in a loop's own step).
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -22,22 +28,29 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from dpoptim.clipping.calls import RecentCalls, keep_compilers_out, refuse_bare_forward, watch_calls
+from dpoptim.clipping.calls import (
+    BatchAxisError,
+    LayerCall,
+    RecentCalls,
+    SeenLayers,
+    keep_compilers_out,
+    watch_calls,
+)
 from dpoptim.clipping.gradient_factors import Form, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Use
 from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.clipping.physical_batch import PhysicalBatch
-from dpoptim.clipping.probe import BatchAxisError, BatchAxisProbe, warn_unless_checked
-from dpoptim.clipping.rows_apart import FEW, RowsApart
-from dpoptim.clipping.trials import is_trying
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.kernels.precision import full_precision
 from dpoptim.validation.changed_state import StateChangeGuard
+from dpoptim.validation.example_independence import Arguments, ExampleMixingError, Gradients, check_independence
 from dpoptim.validation.model_checks import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
+_losses_checked: weakref.WeakKeyDictionary[nn.Module, SeenLayers] = weakref.WeakKeyDictionary()
+"""Models whose loss has passed `check_example_independence`, with what it showed."""
 
 
 @contextlib.contextmanager
@@ -53,10 +66,21 @@ def public_data() -> Iterator[None]:
         _public.reset(token)
 
 
+class UncheckedLossError(ExampleMixingError):
+    """Only a check of the whole loss can show that examples do not mix."""
+
+
 class Engine:
     """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
 
-    def __init__(self, model: nn.Module, on_batch: Callable[[PhysicalBatch], None], *, extra_memory: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        on_batch: Callable[[PhysicalBatch], None],
+        *,
+        extra_memory: int = 0,
+        allow_mixing: bool = False,
+    ) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
         if not self.names:
@@ -64,18 +88,16 @@ class Engine:
         self.on_batch = on_batch
         self.model = model
         self.extra_memory = extra_memory
+        self.allow_mixing = allow_mixing
         self.batch = self._new_batch()
         self.examples: int | None = None  # of the running forward
         self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
         self._called: nn.Module | None = None
-        self.is_compiled = False  # what begins next
         self._calls = 0
         self._closed_calls = RecentCalls()
-        self._first_calls = RecentCalls()  # whose input hangs on no other call
-        self._told: set[str] = set()
+        self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that have passed the check
+        self._seen = SeenLayers()
         self.inside_generic = False
-        self.probe = BatchAxisProbe(model)
-        self.rows_apart = RowsApart(model)
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
@@ -144,15 +166,18 @@ class Engine:
     def capturing(self) -> bool:
         return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
 
+    @property
+    def checking(self) -> bool:
+        """Whether a check runs, of this model or of another; nothing that arrives belongs to a real batch."""
+        return _watch is not None
+
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
-        nested = self._called not in (None, module) and not is_whole  # one that was interrupted begins anew
-        if nested or not self.capturing or is_trying():
+        nested = self._called not in (None, module) and not is_whole  # an interrupted call begins again
+        if nested or not self.capturing or self.checking:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
             return  # an activation checkpoint runs a part again
-        if not is_whole:
-            refuse_bare_forward(self.model)
         if self.batch.is_open and (not is_whole or self.batch.add_ready is not None):
             self.flush()  # before the call begins: what is ready may run the model
         self._called = module
@@ -165,97 +190,129 @@ class Engine:
             raise ValueError("a layer of the model was replaced after the optimizer was made; make the optimizer last")
         self._calls += 1
         self.call = self._calls
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-        examples = tensors[0].shape[0] if tensors else None
-        if is_first := all(tensor.grad_fn is None for tensor in tensors):
-            self._first_calls.add(self.call)
-        if examples is None:
-            self._tell(
-                f"{type(module).__name__} was called with arguments that show no tensor (an object, a UserDict), so "
-                "nothing shows that the first axis of every layer's input is the batch; pass tensors, lists or dicts",
+        arguments = Arguments.of((args, kwargs), type(module).__name__)
+        if arguments.examples is None:
+            raise ValueError(
+                f"{type(module).__name__} was called without a tensor in its arguments (an object, a UserDict), so its "
+                "examples cannot be found. Pass tensors, in lists, tuples or dicts"
             )
-        self.examples = examples if is_whole or is_first or self.examples is None else self.examples
-        is_new = self.probe.try_call(module, examples, leaves, structure, is_compiled=self.is_compiled)
-        if examples is not None and is_new and torch._C._current_graph_task_id() == -1:
-            if self.batch.is_open:
-                self.flush()
-                self.buffers.begin(anew=True)
-            self._try_rows(module, leaves, structure, min(examples, FEW))
-
-    def _try_rows(self, module: nn.Module, leaves: list[Any], structure: Any, few: int) -> None:
-        """As a call of its own, which is closed: no gradient may come through it later."""
-        own = self.call, self.examples
-        self._calls += 1
-        self.call, self.examples = self._calls, few
-        try:
-            self.rows_apart.try_call(module, leaves, structure, self.probe.trial, few)
-        finally:
-            self._closed_calls.add(self._calls)
-            self.call, self.examples = own
+        self._check_call(module, arguments)
+        self.examples = arguments.examples
 
     def end_call(self, module: nn.Module, output: Any) -> None:
-        if module is not self._called or not self.capturing or is_trying():
+        if module is not self._called or not self.capturing or self.checking:
             return
         self._called = self.call = None
         self.buffers.look()
-        for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
-            if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
+        _refuse_scalars(module, output)
+
+    def _check_call(self, module: nn.Module, arguments: Arguments) -> None:
+        """Check that examples do not mix, once for each signature of a call."""
+        if (arguments.examples or 0) < 2:
+            return
+        modes = [part.training for part in self.model.modules()]
+        signature, checked = (modes, arguments.structure, arguments.signature()), self._checked.setdefault(module, [])
+        if signature in checked:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a call that has not been checked cannot be captured; run it once as it is")
+        name = type(module).__name__
+        call: Callable[..., Any] = module._call_impl  # with hooks, but never compiled
+
+        def run(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            output = call(*given[0], **given[1])
+            _refuse_scalars(module, output)
+            return output
+
+        watch = _Watch(self)
+        is_conclusive = watch.check(name, run, arguments)
+        self._seen.update(watch.seen)
+        if is_conclusive and not watch.has_gradients:
+            self._need_checked_loss(f"nothing that {name} returns depends on a trained parameter")
+        if is_conclusive:
+            checked.append(signature)
+
+    def check_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> bool:
+        """Check that examples do not mix in the model and its loss, a function of the batch.
+
+        All engines of the model rely on it from now on. False if the batch shows nothing.
+        """
+        arguments = Arguments.of(batch, "loss_fn")
+        if (arguments.examples or 0) < 2:
+            return False
+
+        def run(given: Any) -> Tensor:
+            found, rows = losses(given), Arguments.of(given, "loss_fn").examples
+            if len(found) != rows:
                 raise ValueError(
-                    f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model "
-                    "does when it is given `labels`: that loss is an average over the batch and mixes examples. Call "
-                    "the model without labels and compute one loss an example (shape [examples]) from its logits."
+                    f"loss_fn returned {len(found)} losses for a batch of {rows} examples. Return one loss per example"
                 )
+            return found
+
+        _losses_checked.pop(self.model, None)
+        watch = _Watch(self)
+        self.buffers.begin(anew=True)
+        is_conclusive = watch.check("loss_fn", run, arguments)
+        self.buffers.look()
+        self.buffers.check(waiting=False)
+        if is_conclusive:
+            _losses_checked[self.model] = watch.seen
+        return is_conclusive
+
+    @contextlib.contextmanager
+    def checked_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> Iterator[None]:
+        """Inside, and nowhere else, the model counts as checked together with this loss."""
+        before = _losses_checked.get(self.model)
+        try:
+            self.check_losses(losses, batch)
+            yield
+        finally:
+            _losses_checked.pop(self.model, None)
+            if before is not None:
+                _losses_checked[self.model] = before
 
     def expand_to_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
         """The tensor with the batch as its first axis: shared rows are expanded. `is_tied`: to labels, by two axes."""
-        if self.batch.is_open and torch._C._current_graph_task_id() == -1:
-            self.flush()
-        self.buffers.begin(anew=False)  # where layers are called by themselves
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
-        if tensor.shape[0] > 1 and torch._C._current_graph_task_id() == -1:
-            self._look_at(tensor, layer, is_tied)
+        if _watch is not None:
+            return _watch.expand_to_batch(self, tensor, layer)
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        if self.batch.is_open and not is_recomputed:
+            self.flush()
+        self.buffers.begin(anew=False)  # where layers are called by themselves
+        by_losses = _losses_checked.get(self.model, SeenLayers())
+        is_bare = self.call is None and not is_recomputed
+        if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
+            self._need_checked_loss(f"layer '{layer}' ran outside a call of {type(self.model).__name__}")
         if self.examples is None:
             self.examples = tensor.shape[0]
+        found = layer, tensor.ndim
         if tensor.shape[0] == self.examples:
+            if self.examples > 1 and not is_bare and found not in self._seen.examples | by_losses.examples:
+                raise ValueError(
+                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked, "
+                    "so nothing shows that the first axis of its input is the batch. Run the same layers in every "
+                    "call, or let an argument that is True, False or None decide"
+                )
             return tensor
-        trial = self.probe.trial_of_layer(in_call=self.call is not None)
-        tried = trial.passed and (layer, tensor.ndim) in trial.shared
-        shared = tried or (self.call is None and not tensor.is_floating_point())
-        if tensor.shape[0] == 1 and shared:
+        if tensor.shape[0] == 1 and found in self._seen.shared | by_losses.shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
 
-    def _look_at(self, tensor: Tensor, layer: str, is_tied: bool) -> None:
-        """Warn of a layer that no trial has met as it comes now."""
-        if self.call is None:
-            others = () if is_tied else tensor.shape[1:-1]  # that might be the batch instead
-            follows = self.probe.trial.passed and tensor.requires_grad and self.examples not in (None, *others)
-            if not follows:  # on a part that was tried
-                refuse_bare_forward(self.model)
-                self._tell(
-                    f"layer '{layer}' runs outside a call of {type(self.model).__name__} or of a larger part of it, so "
-                    "nothing shows that the first axis of its input is the batch; call the model itself",
-                )
-            return
-        trial, found = self.probe.trial, (layer, tensor.ndim)
-        follows = tensor.requires_grad and found in trial.shared  # on shared rows, which a layer before has expanded
-        if trial.passed and tensor.shape[0] == self.examples and found not in trial.met and not follows:
-            self._tell(
-                f"layer '{layer}' was not met, or with other axes, when {type(self.model).__name__} was tried on one "
-                "example less, so nothing shows that the first axis of its input is the batch",
+    def _need_checked_loss(self, what: str) -> None:
+        """Refuse what the check of calls cannot see, unless the loss was checked as a whole."""
+        if self.model not in _losses_checked and not self.allow_mixing:
+            self.discard()
+            raise UncheckedLossError(
+                f"{what}, so nothing shows that examples do not mix. Call the model itself, model(...), once per "
+                "backward, or first run dpoptim.check_example_independence(model, loss_fn, batch)"
             )
 
-    def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]:
-        """Whether the model was tried on one example less, and where the layer's arguments had the examples then."""
-        trial = self.probe.trial_of_layer(in_call=self.call is not None)
-        return trial.passed, trial.axes.get(layer)
-
-    def _tell(self, line: str) -> None:
-        if line not in self._told and not is_trying():
-            self._told.add(line)
-            warn_unless_checked(self.model, line, line)
+    def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None:
+        """Where the arguments of a layer had the examples when it was checked; None if such a call was not seen."""
+        key = layer, tuple(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return self._seen.axes.get(key) or _losses_checked.get(self.model, SeenLayers()).axes.get(key) or None
 
     def use(self) -> Use:
         """Where a layer call stands, to be handed to `keep` when its gradient arrives."""
@@ -270,8 +327,8 @@ class Engine:
             self.discard()
             raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
         name = self.names[id(parameter)]
-        if is_trying():
-            self.rows_apart.see(name, form)
+        if _watch is not None:
+            _watch.keep(self, name, form)
             return
         batch = self._batch_of(use, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)
@@ -313,12 +370,8 @@ class Engine:
         batch.enter(use, backward)
         if use.call is not None:
             batch.calls.add(use.call)
-            if len(self._first_calls.keys() & batch.calls) > 1:
-                self._tell(
-                    f"two calls of {type(self.model).__name__} meet in one backward: row j of each is taken for "
-                    "example j, and where all examples share the rows of one of them (prototypes, prompts) clipping "
-                    "bounds nothing",
-                )
+            if len(batch.calls) > 1:
+                self._need_checked_loss(f"two calls of {type(self.model).__name__} meet in one backward")
         return batch
 
     def _new_batch(self) -> PhysicalBatch:
@@ -352,6 +405,16 @@ class Engine:
         self.examples = None
 
 
+def _refuse_scalars(module: nn.Module, output: Any) -> None:
+    for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
+        if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
+            raise ValueError(
+                f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model does when "
+                "it is given `labels`: that loss is an average over the batch and mixes examples. Call the model "
+                "without labels and compute one loss per example (shape [examples]) from its logits."
+            )
+
+
 class _UnseenGradientGuard:
     """Raises when a gradient reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
 
@@ -369,6 +432,79 @@ class _UnseenGradientGuard:
         )
 
 
+class _Watch:
+    """One check of a model: what its runs record in place of a real batch.
+
+    The open batch, calls and gradients are left as they were. A buffer that the runs change is refused afterwards, as
+    it would be without a check.
+
+    There is one for all engines and threads, because a backward may pass through layers of another engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.seen, self.has_gradients = engine, SeenLayers(), False
+        self._gradients: Gradients = []
+        self._runs: list[tuple[int, list[LayerCall]]] = []  # how many examples, and what the layers got
+
+    def check(self, name: str, run: Callable[[Any], Any], arguments: Arguments) -> bool:
+        """Run the check; False if nothing could be seen. Differences are not raised where mixing is allowed."""
+        global _watch
+        engine = self.engine
+
+        def run_on(given: Any) -> Any:
+            self._runs.append((Arguments.of(given, name).examples or 0, []))
+            return run(given)
+
+        def compare_sizes() -> None:
+            (other_count, others), (count, calls) = self._runs
+            self.seen.add(calls, others, count, other_count)
+
+        def check(given: Arguments) -> bool:
+            self._runs.clear()
+            return check_independence(name, run_on, self._take, given, after_two_sizes=compare_sizes)
+
+        _watch = self
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                try:
+                    return check(arguments)
+                except (RuntimeError, IndexError):  # an argument that all share may be as long as the batch by chance
+                    return check(arguments._replace(only_first=True))
+        except ExampleMixingError:
+            engine.buffers.look()
+            engine.buffers.check(waiting=False)  # a tensor of the model that changed is named first
+            if not engine.allow_mixing:
+                raise
+            return True
+        finally:
+            _watch = None
+
+    def _take(self) -> Gradients:
+        taken, self._gradients = self._gradients, []
+        return taken
+
+    def see(self, engine: Engine, layer: str, module: nn.Module, args: Any) -> None:
+        """A layer is called."""
+        if engine is self.engine and not engine.inside_generic:
+            self._runs[-1][1].append(LayerCall.of(layer, module, args))
+
+    def expand_to_batch(self, engine: Engine, tensor: Tensor, layer: str) -> Tensor:
+        examples = self._runs[-1][0]
+        if engine is not self.engine or tensor.shape[0] == examples:
+            return tensor
+        if tensor.shape[0] == 1:
+            return tensor.expand(examples, *tensor.shape[1:])
+        raise BatchAxisError(layer, tensor.shape, examples)
+
+    def keep(self, engine: Engine, parameter: str, form: Form) -> None:
+        if engine is self.engine:
+            self.has_gradients = True
+            self._gradients.append((parameter, form.sketch()))
+
+
+_watch: _Watch | None = None
+
+
 class _PrivateForward:
     """The forward of a module that runs through an engine. Copies and pickles of it are the module's own forward."""
 
@@ -376,12 +512,13 @@ class _PrivateForward:
         self.engine, self.module, self.layer = engine, module, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _watch is not None:
+            _watch.see(self.engine, self.layer.name, self.module, (args, kwargs))
         if self.engine.capturing:
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
-        if self.engine.probe.running:
-            self.engine.probe.see(self.layer.name, self.module, args, kwargs)
-        # In the probe, or first in a reentrant checkpoint:
-        if self.layer.rewrites and self.engine.call is not None and not torch.is_grad_enabled():
+        # First in a reentrant checkpoint:
+        in_call = self.engine.call is not None or self.engine.checking
+        if self.layer.rewrites and in_call and not torch.is_grad_enabled():
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
@@ -392,8 +529,8 @@ class _PrivateForward:
 def sink_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
     """The engine that a module's gradients go to now, and the module's name there; None where they are ordinary."""
     forward = module.__dict__.get("forward")
-    if isinstance(forward, _PrivateForward) and forward.engine.probe.running:
-        forward.engine.probe.see(forward.layer.name, module, (inputs,), {})
     if not isinstance(forward, _PrivateForward) or not forward.engine.capturing:
         return None, ""
+    if _watch is not None:
+        _watch.see(forward.engine, forward.layer.name, module, (inputs,))
     return forward.engine, forward.layer.name

@@ -1,26 +1,20 @@
-"""Clipped sums without an optimizer, and the test that a model keeps its examples apart."""
+"""Clipped sums without an optimizer, and the check that examples do not mix in a model and its loss."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.engine import Engine
-from dpoptim.clipping.physical_batch import PhysicalBatch
-from dpoptim.clipping.probe import checking
-from dpoptim.data.secret_randomness import save_rng_states
+from dpoptim.clipping.engine import Engine, UncheckedLossError
 from dpoptim.kernels.norms import wide
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-Norms = dict[str, Tensor]  # squared, [examples], by parameter
 
 
 def clipped_sum(
@@ -48,9 +42,13 @@ def clipped_sum(
         scale = {name: wide(scale[name]) for name in sums.parameters}
     sums.scale = scale
     with _attached(sums.engine):
-        losses = loss_fn(model, batch)
-        _check_losses(losses)
-        losses.sum().backward()
+        try:
+            losses = _losses(model, loss_fn, batch)
+            losses.sum().backward()
+        except UncheckedLossError:
+            with sums.engine.checked_losses(partial(_losses, model, loss_fn), batch):
+                losses = _losses(model, loss_fn, batch)
+                losses.sum().backward()
         sums.engine.flush()
         if not sums.norms:
             raise ValueError("loss_fn: no trainable parameter received a gradient; does the loss depend on the model?")
@@ -64,118 +62,48 @@ def clipped_sum(
 
 
 def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
-    """Raise ValueError unless each loss depends on its own example alone, as far as this batch can show.
+    """Check on one batch that each example's loss depends on that example alone.
 
-    Three looks, at the first, a middle and the last example: one backward of its loss must leave no gradient at any
-    other example of any layer; in eval mode it must have the same loss alone as in the batch (where the batch is made
-    of tensors with the examples first); and its gradient must be as long as in a backward of all losses. They catch
-    what no list of layer names can: a batch axis in the wrong place, in-batch negatives, a loss normalised over the
-    batch, rows that all examples share taken for rows of examples, gradients that a hook normalises over the batch.
+    Optimizers check the calls of the model by themselves, but cannot see a loss that mixes examples (in-batch
+    negatives, a loss normalised over the batch). Run this once before training. It is needed if the loss calls the
+    model more than once.
 
-    Guarantee: generators are left as they were.
-    Edge cases: where it was satisfied, what it met is no longer warned of. Gradients that come out otherwise each time,
-    though generators are put back, are not compared in length.
+    Args:
+        model: The model, with or without an optimizer, in the mode in which it is trained.
+        loss_fn: `loss_fn(model, batch)` returns one loss per example.
+        batch: Two different examples or more, as tensors with the examples on the first axis, in any structure of
+            tuples, lists and dicts.
+
+    Raises:
+        ExampleMixingError: If a loss or gradient of one example changes when other examples are replaced.
+
+    Guarantee: The model, its optimizer's state and the random generators are left as they were.
+
+    >>> model = nn.Linear(2, 1)
+    >>> check_example_independence(model, lambda m, x: m(x)[:, 0], torch.randn(3, 2))
+    >>> check_example_independence(model, lambda m, x: m(x - x.mean(0))[:, 0], torch.randn(3, 2))
+    Traceback (most recent call last):
+    dpoptim.validation.example_independence.ExampleMixingError: examples mix: output 0 of loss_fn changes ...
     """
-    leaves, places, alone = pytree.tree_leaves(batch), [0], {}
-    with checking(model):
-        for place in places:
-            examples, alone[place] = _squared_norms(model, loss_fn, batch, operator.itemgetter(place))
-            _check_other_rows(alone[place], place)
-            if place == 0:
-                places += sorted({examples // 2, examples - 1} - {0})
-            if all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == examples for leaf in leaves):
-                _check_loss_alone(model, loss_fn, batch, place)
-        together = _squared_norms(model, loss_fn, batch, torch.sum)[1]
-        for place, norms in alone.items():
-            if _as_long(together, norms, place):
-                continue
-            if _as_long(together, _squared_norms(model, loss_fn, batch, torch.sum)[1], place):
-                raise ValueError(
-                    f"examples mix: the gradient of example {place} is longer or shorter in a backward of all losses "
-                    "than in one of its own. Look for hooks and functions whose backward looks across examples "
-                    "(gradients normalised or averaged over the batch)"
-                )
 
-
-def _squared_norms(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, chosen: Callable[[Tensor], Tensor]
-) -> tuple[int, list[Norms]]:
-    """The number of examples, and what a backward of the chosen losses leaves at each of them, call by call."""
-    found: list[PhysicalBatch] = []
-    engine, put_back = Engine(model, found.append), save_rng_states()
-    try:
-        with _attached(engine):
-            losses = loss_fn(model, batch)
-            _check_losses(losses)
-            if len(losses) < 2:
-                raise ValueError("batch: at least two examples are needed to see whether they mix")
-            chosen(losses).backward()
-            engine.flush()
-    finally:
-        put_back()
-    for physical in found:
-        if physical.examples != len(losses):
+    engine = Engine(model, lambda _: None)
+    with _attached(engine):
+        if not engine.check_losses(partial(_losses, model, loss_fn), batch):
             raise ValueError(
-                f"loss_fn returned {len(losses)} losses for a batch of {physical.examples} examples; return one "
-                "loss an example"
+                "batch must hold two different examples or more, as tensors with the examples on the first axis, to "
+                "show whether examples mix"
             )
-    norms = [{name: gradients.squared_norms() for name, gradients in physical.gradients.items()} for physical in found]
-    return len(losses), norms
 
 
-def _check_other_rows(calls: list[Norms], place: int) -> None:
-    for norms in calls:
-        for name, squared in norms.items():
-            others = squared.clone()
-            others[place] = 0
-            if bool((others != 0).any()):
-                raise ValueError(
-                    f"examples mix: the loss of example {place} has a gradient at another example in "
-                    f"parameter '{name}'. Look for a batch axis that is not first (batch_first=True), a loss averaged "
-                    "over the batch, or a layer that looks across examples"
-                )
-
-
-def _as_long(calls: list[Norms], others: list[Norms], place: int) -> bool:
-    """Whether the example's gradient is equally long in both, in each parameter and up to rounding in 16 bits; True
-    where none can tell.
-    """
-    if [norms.keys() for norms in calls] != [norms.keys() for norms in others]:
-        return True
-    for norms, other in zip(calls, others, strict=True):
-        longest = max(float(squared.detach().max()) for squared in norms.values())
-        for name, squared in norms.items():
-            one, two = (math.sqrt(float(found.detach()[place])) for found in (squared, other[name]))
-            least = 1e-3 * math.sqrt(longest)  # what is shorter may be rounding alone
-            if one + two < math.inf and max(one, two) > least and not math.isclose(one, two, rel_tol=0.05):
-                return False
-    return True
-
-
-def _check_loss_alone(model: nn.Module, loss_fn: LossFunction, batch: Any, place: int) -> None:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            together = loss_fn(model, batch)
-            alone = loss_fn(model, pytree.tree_map(lambda leaf: leaf[place : place + 1], batch))[0]
-    finally:
-        for module, training in modes:
-            module.training = training
-    if not torch.allclose(together[place], alone, rtol=1e-2, atol=1e-4):
-        raise ValueError(
-            f"examples mix: example {place} has another loss in its batch than alone. Look for sums or means over the "
-            "first axis, in the model or in the loss"
-        )
-
-
-def _check_losses(losses: Tensor) -> None:
+def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
+    losses = loss_fn(model, batch)
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"loss_fn returned {shape} where a vector with one loss an example is needed; use reduction='none' "
-            "and average over the positions of each example, never over the batch"
+            f"loss_fn returned {shape} where a vector with one loss per example is needed; use reduction='none' and "
+            "average over the positions of each example, never over the batch"
         )
+    return losses
 
 
 def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,13 @@ class Outer:
     def examples(self) -> int:
         return self.left.shape[0]
 
+    def sketch(self) -> Tensor:
+        """[examples, numbers]: g_j times a few random vectors, from both sides."""
+        by_row, by_col = (_directions(factor) for factor in (self.left, self.right))
+        return torch.cat(
+            [((self.left @ by_row).mT @ self.right).flatten(1), ((self.right @ by_col).mT @ self.left).flatten(1)], 1
+        )
+
     def select(self, keep: Tensor) -> Outer:
         lengths = None if self.left_lengths is None else self.left_lengths[keep]
         return Outer(self.left[keep], self.right[keep], lengths)
@@ -68,6 +75,11 @@ class Rows:
     def examples(self) -> int:
         return self.ids.shape[0]
 
+    def sketch(self) -> Tensor:
+        """[examples, numbers]: two sums of the rows of g_j, weighted by functions of their ids."""
+        angles = self.ids[..., None].double() * torch.tensor([2.399963, 1.618034], device=self.ids.device).double()
+        return (angles.cos().to(self.values.dtype).mT @ self.values).flatten(1)
+
     def select(self, keep: Tensor) -> Rows:
         return Rows(self.ids[keep], self.values[keep])
 
@@ -98,11 +110,21 @@ class Dense:
     def examples(self) -> int:
         return self.grads.shape[0]
 
+    def sketch(self) -> Tensor:
+        """[examples, numbers]: g_j itself."""
+        return self.grads.reshape(len(self.grads), self.grads.shape[1:].numel())
+
     def select(self, keep: Tensor) -> Dense:
         return Dense(self.grads[keep])
 
 
 Form = Outer | Rows | Dense
+
+
+def _directions(factor: Tensor) -> Tensor:
+    """Two random vectors, the same every time; a leak that both miss has probability 0."""
+    width, generator = factor.shape[-1], torch.Generator().manual_seed(factor.shape[-1])
+    return (torch.randn(width, 2, generator=generator) / width**0.5).to(factor)
 
 
 def choose_factors(form: Form, shape: torch.Size, extra_memory: int) -> tuple[Form, int]:

@@ -61,6 +61,7 @@ class PrivateMechanism:
         external_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
         clipping_memory: int = 1 << 26,
+        allow_mixing: str | None = None,
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
@@ -76,6 +77,13 @@ class PrivateMechanism:
             raise ValueError("private training runs in one process for now; start it without torch.distributed")
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.with_release(release)
+        if allow_mixing is not None:
+            self.plan = self.plan.replace(allow_mixing=allow_mixing)
+            warnings.warn(
+                "allow_mixing: examples may mix, and the guarantee does not cover that; publish "
+                "optimizer.plan.statement(), which prints the reason",
+                stacklevel=2,
+            )
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
         self.noise_memory = noise_memory
@@ -92,6 +100,7 @@ class PrivateMechanism:
             squares=averages_squares,
             mean_loss=mean_loss,
             extra_memory=clipping_memory,
+            allow_mixing=self.plan.allow_mixing is not None,
         )
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then

@@ -1,10 +1,10 @@
-"""Masks as a pure function: which tokens of a record are hidden at a step depends on (seed, step, its tokens) alone.
+"""Masks as a pure function: which tokens of a record are masked depends only on (seed, step, its tokens).
 
     word(seed, step, record, position) = mix(mix(record + key) + position · g),   key = BLAKE2b(seed, step)
 
-with mix the finaliser of splitmix64 on 64-bit integers and `record` a hash of the record's own tokens. So a mask is new
-at every step, the same after a restart, on every device, for every way to cut a batch, and a record's loss depends on
-no other record, not even through its place among them. Masks need not be secret: they hide nothing of the data.
+Here mix is the finalizer of splitmix64 on 64-bit integers, and `record` is a hash of the record's tokens. A mask
+changes at every step, but not after a restart, on a different device, or with different micro-batches, and it does not
+depend on other records. Masks need not be secret.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
-_LANE = 1 << 40  # streams of one record lie so far apart; no text is as long
+_LANE = 1 << 40  # the distance between the streams of one record; no text is that long
 
 IGNORED = -100
-"""The label of a place where nothing is predicted."""
+"""The label of a position where nothing is predicted."""
 
 
 def record_hash(tokens: NDArray[np.int32]) -> int:
-    """64 bits that name a record by its tokens.
+    """A 64-bit hash of a record's tokens.
 
     >>> record_hash(np.array([5, 6], np.int32)) == record_hash(np.array([5, 7], np.int32))
     False
@@ -41,12 +41,12 @@ def training_key(seed: int, step: int) -> int:
 
 
 def evaluation_key() -> int:
-    """The key of every evaluation, whatever the run: a record is masked in the same places wherever it is evaluated."""
+    """The key of every evaluation: a record gets the same mask in all of them."""
     return _key("evaluation")
 
 
 def target_counts(words: NDArray[np.int64], mask_fraction: float) -> NDArray[np.int64]:
-    """How many tokens are masked: the fraction of the words, rounded, at least one where there is any.
+    """How many tokens are masked: the fraction, rounded, and at least one if there are any.
 
     >>> target_counts(np.array([0, 1, 20, 100]), 0.15)
     array([ 0,  1,  3, 15])
@@ -64,21 +64,21 @@ def masked(
     mask_id: int,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_ids` with its targets hidden, the places of the targets, and their labels ([examples, most] each).
+    """Mask tokens; return `input_ids` with masks, the places of the targets and their labels ([examples, most] each).
 
-    Targets are drawn without replacement among the maskable tokens; of them 80 % (each by its own draw) become
-    `mask_id`, 10 % any token of the vocabulary, 10 % stay. Labels are `IGNORED` where `is_target` is False.
+    Targets are drawn without replacement among the maskable tokens. Each becomes `mask_id` with probability 80 %, a
+    random token with 10 %, and stays as it is with 10 %. Labels are `IGNORED` where `is_target` is False.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = _mix(record + key)[:, None]
-    # The position in the last 20 bits makes no two lots alike, so that every device sorts them the same.
+    # The position in the last 20 bits makes all lots distinct, so that every device sorts them the same way.
     lots = _words(start, positions, lane=0) & (2**63 - 2**20) | positions
     lots = lots.masked_fill(~maskable, -1)
     places = lots.topk(is_target.shape[1], dim=1).indices
     own = input_ids.gather(1, places)
-    fate = (_words(start, places, lane=1) & (2**63 - 1)) % 10
+    draw = (_words(start, places, lane=1) & (2**63 - 1)) % 10
     other = (_words(start, places, lane=2) & (2**63 - 1)) % vocabulary
-    shown = torch.where(fate < 8, mask_id, torch.where(fate == 8, other, own))
+    shown = torch.where(draw < 8, mask_id, torch.where(draw == 8, other, own))
     return (
         input_ids.scatter(1, places, torch.where(is_target, shown, own)),
         places,
@@ -91,7 +91,7 @@ def _words(start: Tensor, positions: Tensor, *, lane: int) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """splitmix64's finaliser; products wrap around, and shifts bring in zeros."""
+    """The finalizer of splitmix64; products wrap around, and shifts bring in zeros."""
     words = (words ^ (words >> 30 & (1 << 34) - 1)) * _FIRST
     words = (words ^ (words >> 27 & (1 << 37) - 1)) * _SECOND
     return words ^ (words >> 31 & (1 << 33) - 1)

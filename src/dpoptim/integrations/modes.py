@@ -1,4 +1,4 @@
-"""A model looked at from outside: in eval mode for a while, and without peft's wrapper."""
+"""Models in eval mode for a while, and without the wrapper of peft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; then each module has its own mode again, whatever happened.
+    """Eval mode without gradients; afterwards each module has its own mode again.
 
     >>> model = nn.Sequential(nn.Dropout().eval(), nn.Dropout())
     >>> with in_eval_mode(model):
@@ -32,7 +32,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def without_peft(model: Any) -> Any:
-    """The model that peft has wrapped, its LoRA layers included; any other model as it is.
+    """The model inside the wrapper of peft, with its LoRA layers; any other model as it is.
 
     >>> model = nn.Linear(1, 1)
     >>> without_peft(model) is model

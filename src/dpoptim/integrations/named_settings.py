@@ -1,4 +1,4 @@
-"""From a recipe's words to what trains under a guarantee: sampling, noise, plan, optimizer, learning rate."""
+"""Settings by name: from the words of a recipe or of PrivacyArguments to sampling, noise, plan and optimizer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from dpoptim.app.recipes.defaults import CLIP_NORM
-from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.noise import (
     BandedInverse,
     BandedToeplitz,
@@ -45,6 +43,9 @@ from dpoptim.privacy import (
 )
 from dpoptim.theory import choose_noise
 
+CLIP_NORM = 0.1
+"""The default: below the norm of nearly every gradient, so that only directions count. Adam undoes the scale."""
+
 _NOISE: dict[str, tuple[Callable[..., StrategySpec], str | None]] = {
     "independent": (Independent, None),
     "square-root": (SquareRoot, None),
@@ -52,7 +53,7 @@ _NOISE: dict[str, tuple[Callable[..., StrategySpec], str | None]] = {
     "banded-inverse": (BandedInverse, "bands"),
     "buffered-toeplitz": (BufferedToeplitz, "buffers"),
 }
-_VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
+_ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
     "scale_then_privatize": scale_then_privatize,
     "post_processing": post_processing,
     "bias_correction": bias_correction,
@@ -60,42 +61,9 @@ _VARIANTS: dict[str, Callable[..., PrivateOptimizer]] = {
     "joint_moments": joint_moments,
 }
 _RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
-_FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their own eps is the noise's level
+_FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their default eps is the noise level
 
-
-def plan_of(
-    recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
-) -> PrivacyPlan:
-    """The calibrated plan of a complete recipe.
-
-    noise="auto" asks `choose_noise`, which tries only what is proved for the sampling; with a noise multiplier in place
-    of ε there is nothing to compare by, and it is independent noise. A sampling that is named is the plan's sampling;
-    "auto" leaves it to the noise: cyclic for banded noise, Poisson for independent noise, else shuffled.
-    Edge cases: one ValueError line for words that name no noise or sampling, and for pairs without a proof.
-    """
-    assert recipe.num_examples is not None  # filled in
-    assert recipe.batch_size is not None
-    assert recipe.steps is not None
-    assert recipe.delta is not None
-    if recipe.batch_size > recipe.num_examples:
-        raise ValueError(
-            f"batch_size={recipe.batch_size} is larger than the {recipe.num_examples} training records; give less, "
-            f"such as {max(1, recipe.num_examples // 8)}, or leave it out"
-        )
-    return make_plan(
-        num_examples=recipe.num_examples,
-        batch_size=recipe.batch_size,
-        steps=recipe.steps,
-        clip_norm=recipe.clip_norm or CLIP_NORM,
-        sampling=recipe.sampling,
-        noise=recipe.noise,
-        adjacency=Adjacency(recipe.adjacency),
-        epsilon=recipe.epsilon,
-        noise_multiplier=recipe.noise_multiplier,
-        delta=recipe.delta,
-        parameters=parameters,
-        progress=progress,
-    )
+VARIANTS = (*_ADAPTIVE, "dp_sgd")
 
 
 def make_plan(
@@ -114,9 +82,14 @@ def make_plan(
     release: Release = Gradient(),  # noqa: B008
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
-    """The plan of these numbers and words, calibrated to ε where that is given: one for every front end.
+    """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
 
-    Edge cases: a pair of noise and sampling without a proof is refused in these words.
+    noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling. Without
+    epsilon there is nothing to compare by, so "auto" is independent noise. sampling="auto" follows the noise: cyclic
+    for banded noise, Poisson for independent noise, otherwise shuffled.
+
+    Raises:
+        ValueError: An unknown name, or a pair of noise and sampling without a privacy proof.
     """
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)
@@ -130,9 +103,8 @@ def make_plan(
         if "no proof" not in str(error):
             raise
         raise ValueError(
-            f"noise={noise!r} with sampling={sampling!r} has no proof of its privacy: secret sampling is proved for "
-            "independent noise, and cyclic for banded-toeplitz with at most as many bands as groups; leave sampling "
-            "out, or use shuffled, which goes with every noise"
+            f"noise={noise!r} with sampling={sampling!r} has no proof. Leave sampling out or use shuffled: "
+            "poisson is proved for independent noise, cyclic for banded-toeplitz with at most as many bands as groups."
         ) from error
     if epsilon is None:
         return plan
@@ -150,10 +122,10 @@ def calibrated(
     parameters: int | nn.Module,
     progress: Callable[[str], None] | None = None,
 ) -> PrivacyPlan:
-    """The plan with the noise for ε; with `automatic`, of the least error that is proved for the sampling.
+    """Calibrate a plan to ε; if `automatic`, choose the noise with the least error first.
 
-    Guarantee: the sampling is the one that was named. "poisson" leaves independent noise alone, "cyclic:8" eight bands,
-    and "cyclic" as many groups as the chosen noise has bands, one where that is independent.
+    Guarantee: The sampling is the named one. "poisson" allows independent noise only, "cyclic:8" eight bands, and
+    "cyclic" gets as many groups as the chosen noise has bands (one for independent noise).
     """
     delta = plan.delta
     assert delta is not None
@@ -168,7 +140,7 @@ def calibrated(
 
 
 def noise_of(name: str) -> StrategySpec:
-    """The noise that a recipe names.
+    """The noise with this name.
 
     >>> noise_of("buffered-toeplitz:3")
     BufferedToeplitz(buffers=3)
@@ -183,7 +155,7 @@ def noise_of(name: str) -> StrategySpec:
 
 
 def noise_words() -> list[str]:
-    """How a recipe names each noise; "auto" is left out.
+    """The names of all noises except "auto".
 
     >>> noise_words()
     ['independent', 'square-root', 'banded-toeplitz:BANDS', 'banded-inverse:BANDS', 'buffered-toeplitz:BUFFERS']
@@ -192,7 +164,7 @@ def noise_words() -> list[str]:
 
 
 def name_of_noise(noise: Any) -> str:
-    """The word for a noise, the reverse of `noise_of`.
+    """The name of a noise, the reverse of `noise_of`.
 
     >>> name_of_noise(BandedToeplitz(bands=8))
     'banded-toeplitz:8'
@@ -200,14 +172,14 @@ def name_of_noise(noise: Any) -> str:
     for name, (make, argument) in _NOISE.items():
         if type(noise) is make:
             return name if argument is None else f"{name}:{getattr(noise, argument)}"
-    raise ValueError(f"noise={noise!r} has no word in a recipe")
+    raise ValueError(f"noise={noise!r} has no name")
 
 
 def sampling_of(name: str, noise: StrategySpec) -> Sampling:
-    """The sampling that a recipe names; "cyclic" has as many groups as the noise has bands.
+    """The sampling with this name.
 
-    "auto" is the secret sampling that is proved for the noise (Poisson for independent noise, cyclic for banded), and
-    shuffled where none is.
+    "cyclic" has as many groups as the noise has bands. "auto" is the secret sampling that is proved for the noise
+    (Poisson for independent noise, cyclic for banded noise), and shuffled for other noise.
 
     >>> sampling_of("cyclic", BandedToeplitz(bands=8)), sampling_of("auto", BufferedToeplitz(buffers=2))
     (CyclicPoisson(bands=8), Shuffled())
@@ -226,38 +198,19 @@ def sampling_of(name: str, noise: StrategySpec) -> Sampling:
 
 
 def name_of_sampling(sampling: Sampling) -> str:
-    """The word for a sampling, the reverse of `sampling_of`."""
+    """The name of a sampling, the reverse of `sampling_of`."""
     if isinstance(sampling, CyclicPoisson):
         return f"cyclic:{sampling.bands}"
     return "shuffled" if isinstance(sampling, Shuffled) else "poisson"
 
 
 def release_of(variant: str) -> Release:
-    """What a variant's steps release: for most of them the gradient alone.
+    """What each step of a variant releases.
 
     >>> release_of("bias_correction"), release_of("joint_moments")
     (Gradient(), JointMoments(square_weight=None))
     """
     return _RELEASES.get(variant, Gradient())
-
-
-def optimizer_of(
-    recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
-) -> PrivateOptimizer:
-    """The optimizer of a complete recipe; the model's layers are then watched by it."""
-    assert recipe.learning_rate is not None
-    return make_optimizer(
-        recipe.variant,
-        model,
-        plan,
-        learning_rate=recipe.learning_rate,
-        betas=recipe.betas,
-        eps=recipe.eps,
-        eps_scale=recipe.eps_scale,
-        weight_decay=recipe.weight_decay,
-        key=key,
-        **options,
-    )
 
 
 def make_optimizer(
@@ -273,13 +226,13 @@ def make_optimizer(
     key: NoiseKey | None,
     **options: Any,  # external_batches, param_groups, run_id
 ) -> PrivateOptimizer:
-    """The optimizer of a variant by name: one for every front end.
+    """Create the optimizer of a variant.
 
-    Weight decay is decoupled (in dp_sgd it is not), the momentum of dp_sgd is betas[0]. eps=None is the variant's own:
-    for those that need a floor, the noise's level on the averaged gradient.
+    Weight decay is decoupled, except in dp_sgd. The momentum of dp_sgd is betas[0]. eps=None is the variant's default:
+    variants that need a floor use the noise level of the averaged gradient.
     """
     if eps_scale is not None and variant != "scale_then_privatize":
-        raise ValueError(f"eps_scale={eps_scale} is for variant='scale_then_privatize' alone; leave it out")
+        raise ValueError(f"eps_scale={eps_scale} applies only to variant='scale_then_privatize'. Leave it out.")
     options["key"] = key
     if variant == "dp_sgd":
         return dp_sgd(model, plan, learning_rate, momentum=betas[0], weight_decay=weight_decay, **options)
@@ -289,26 +242,34 @@ def make_optimizer(
     if variant == "scale_then_privatize":
         options["eps_scale"] = eps_scale
     rule = Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
-    return _VARIANTS[variant](model, plan, learning_rate, rule=rule, **options)
+    return _ADAPTIVE[variant](model, plan, learning_rate, rule=rule, **options)
 
 
-def learning_rate_at(recipe: Recipe, step: int) -> float:
-    """The learning rate of step `step` (from 0) of a complete recipe: a pure function, so that nothing is to be saved.
+def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
+    """⌈epochs·n/batch_size⌉, at least one.
 
-        rate · min(1, (step + 1)/warm) · decay,  decay = 1, 1 − x or (1 + cos πx)/2,  x = (step − warm)/(steps − warm)
-
-    >>> recipe = Recipe(model="m", data="d", epsilon=1.0, steps=4, learning_rate=1.0, warmup=0.0)
-    >>> [learning_rate_at(recipe, step) for step in range(4)]
-    [1.0, 0.75, 0.5, 0.25]
+    >>> steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)
+    (157, 1, 15)
     """
-    assert recipe.learning_rate is not None
-    assert recipe.steps is not None
-    warm = int(recipe.warmup * recipe.steps)
-    if step < warm:
-        return recipe.learning_rate * (step + 1) / warm
-    done = (step - warm) / max(1, recipe.steps - warm)
-    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
-    return recipe.learning_rate * decay[recipe.schedule]
+    return max(1, math.ceil(epochs * num_examples / batch_size - 1e-9))
+
+
+def default_delta(num_examples: int) -> float:
+    """The largest power of ten up to 1/(10·n). δ must be well below 1/n, or one record could be published in full.
+
+    >>> default_delta(1000), default_delta(20_000)
+    (0.0001, 1e-06)
+    """
+    return float(f"1e-{math.ceil(math.log10(10 * num_examples) - 1e-9)}")
+
+
+def refuse_weak_delta(delta: float, num_examples: int) -> None:
+    """Refuse a δ of 1/n or more, which would allow publishing one record in full."""
+    if delta >= 1 / num_examples:
+        raise ValueError(
+            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records, so publishing a "
+            f"whole record would count as private. Use less, such as {default_delta(num_examples):g}, or leave it out."
+        )
 
 
 def _usage(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Packages that only some inputs need, imported when they are needed."""
+"""Optional packages, imported on first use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import importlib
 from typing import Any
 
 
-def needed(module: str, purpose: str) -> Any:
-    """The module, or one ValueError line that says how to install it.
+def require(module: str, purpose: str) -> Any:
+    """Import a module, or raise a ValueError with the command that installs it.
 
-    Edge cases: a package that is there but cannot be imported is named with its own error.
-
-    >>> needed("math", "adding").hypot(3.0, 4.0)
+    >>> require("math", "adding").hypot(3.0, 4.0)
     5.0
-    >>> needed("no_such_package", "reading a .xyz file")
+    >>> require("no_such_package", "reading a .xyz file")
     Traceback (most recent call last):
     ValueError: reading a .xyz file needs the package no_such_package; run: pip install no_such_package
     """
@@ -26,10 +24,10 @@ def needed(module: str, purpose: str) -> Any:
         raise ValueError(f"{purpose} needs {package}, which cannot be imported: {error}") from error
 
 
-def one_line(error: BaseException, *, most: int = 200) -> str:
-    """The first line of what an error says, cut to `most` characters; its type where it says nothing.
+def first_line(error: BaseException, *, most: int = 200) -> str:
+    """The first line of an error's message, cut to `most` characters; the error's type if the message is empty.
 
-    >>> one_line(OSError("no route\\nlong advice"))
+    >>> first_line(OSError("no route\\nlong advice"))
     'no route'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Norms of what a step released, for logs."""
+"""Norms of released gradients, for logs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dpoptim.clipping import Released
 
 
 def released_norms(released: Released, scale: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """‖g̃‖, the norm of the noisy gradient, and √(φ·Σ 1/s²), what the noise alone would have.
+    """Compute ‖g̃‖, the norm of the noisy gradient, and √(φ·Σ 1/s²), the expected norm of its noise.
 
-    Guarantee: released values and the plan's public numbers alone. Tensors, so that a GPU is waited for only where a
-    log shows them.
-    Edge cases: a parameter that `scale` does not name has s = 1, and so have all where it is None.
+    The results are tensors, so that nothing waits for the GPU before they are logged. Parameters without an entry in
+    `scale` have s = 1.
+
+    Guarantee: Only released values and public numbers of the plan are used.
 
     >>> values = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
     >>> released = Released(step=0, gradient=values, square=None, noise_variance=0.25)
@@ -32,6 +33,6 @@ def released_norms(released: Released, scale: Mapping[str, Tensor] | None) -> tu
 
 
 def norm_of(tensors: Iterable[Tensor]) -> Tensor:
-    """√Σ ‖tensor‖², float64; within a tensor it is summed in float32."""
+    """√Σ ‖tensor‖² in float64; sums within a tensor are in float32."""
     squares = [torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square() for tensor in tensors]
     return torch.stack(squares).sum().sqrt()

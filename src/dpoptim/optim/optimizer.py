@@ -72,6 +72,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         external_batches: bool = False,
         noise_memory: NoiseMemory = NoiseMemory(),  # noqa: B008
         clipping_memory: int = 1 << 26,
+        allow_mixing: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -100,6 +101,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             external_batches=external_batches,
             noise_memory=noise_memory,
             clipping_memory=clipping_memory,
+            allow_mixing=allow_mixing,
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self.observers: list[Callable[[Released], None]] = []

@@ -11,6 +11,8 @@ Every variant takes `model`, a calibrated `plan`, `lr`, and these keyword argume
 - `clipping_memory`: Bytes that a physical batch may use to clip faster, beyond what it needs (64 MiB; see
   `optimizer.explain()`).
 - `external_batches`: True if the caller draws batches as the plan says, without a private_loader.
+- `allow_mixing`: A reason to train although examples mix in the model. The guarantee does not cover that, and
+  `optimizer.plan.statement()` prints the reason.
 
 A `rule` is Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its arguments. Every variant
 raises ValueError for arguments of the wrong type or out of range.
@@ -57,6 +59,7 @@ class Common(TypedDict, total=False):
     noise_memory: NoiseMemory
     clipping_memory: int
     external_batches: bool
+    allow_mixing: str | None
 
 
 ADAM = Adam()

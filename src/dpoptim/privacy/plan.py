@@ -67,6 +67,7 @@ class PrivacyPlan:
     adjacency: Adjacency = Adjacency.ZERO_OUT
     noise_multiplier: float | None = None
     delta: float | None = None
+    allow_mixing: str | None = None  # why examples may mix in the model, which nothing here covers
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
@@ -81,6 +82,8 @@ class PrivacyPlan:
             raise ValueError("clip_norm=inf bounds nothing. Use a finite clip_norm, or noise_multiplier=0 to debug.")
         if self.delta is not None:
             check_delta(self.delta)
+        if self.allow_mixing is not None and not (isinstance(self.allow_mixing, str) and self.allow_mixing.strip()):
+            raise ValueError(f"allow_mixing must be a reason in words, or None, got {self.allow_mixing!r}")
         if not isinstance(self.adjacency, Adjacency):
             raise ValueError(f"Expected an Adjacency such as Adjacency.ZERO_OUT, got adjacency={self.adjacency!r}.")
         if not isinstance(self.sampling, (Shuffled, Poisson, CyclicPoisson)):
@@ -286,6 +289,8 @@ class PrivacyPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, which `from_dict` reads."""
         fields = {part.name: _to_plain(getattr(self, part.name)) for part in dataclasses.fields(self)}
+        if self.allow_mixing is None:
+            del fields["allow_mixing"]
         return {**fields, "adjacency": self.adjacency.value}
 
     @classmethod

@@ -47,7 +47,14 @@ def privacy_statement(plan: PrivacyPlan, *, delta: float | None = None) -> str:
         "Sensitivity": _sensitivity(plan),
         "Noise": _noise(plan),
     }
-    lines = [headline(plan, plan.epsilon(delta=delta), delta), *_section(answer), "", *_section(details), ""]
+    lines = [headline(plan, plan.epsilon(delta=delta), delta)]
+    if plan.allow_mixing is not None:
+        warning = (
+            "NOT COVERED: examples may mix in the model, so one example can change the gradients of others, which "
+            f"clipping does not bound. The guarantee holds only if they do not. Reason given: {plan.allow_mixing}"
+        )
+        lines += textwrap.wrap(warning, width=_WIDTH)
+    lines += [*_section(answer), "", *_section(details), ""]
     lines.append("Assumptions:")
     for assumption in _assumptions(plan):
         lines += textwrap.wrap(f"  - {assumption}", width=_WIDTH, subsequent_indent="    ", break_on_hyphens=False)

@@ -22,8 +22,8 @@ from dpoptim.app.cli.training_options import (
     uncalibrated_plan,
 )
 from dpoptim.app.cli.training_text import note_weak_delta, progress_on, train_line
-from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import CLIP_NORM
 from dpoptim.noise import NoiseMemory
 from dpoptim.theory import Advice, Alternative, advise
 

@@ -125,7 +125,8 @@ def _passed(files: list[Check], found: PlanAudit | None) -> bool:
 def _what(options: Namespace) -> tuple[PrivacyPlan, Any, str, list[Check]]:
     """The plan, how its optimizer is made, the optimizer's name, and what the files of a run show."""
     from dpoptim.app.audit import audit_folder
-    from dpoptim.integrations.named_settings import optimizer_of, release_of
+    from dpoptim.app.recipes.plans import optimizer_of
+    from dpoptim.integrations.named_settings import release_of
 
     given = [name for name in (*_SIZES, *_OWN) if getattr(options, name) is not None]
     path: Path | None = options.run_or_plan

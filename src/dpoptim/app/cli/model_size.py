@@ -15,7 +15,7 @@ from dpoptim.app import load_model
 from dpoptim.app.cli.units import count
 from dpoptim.app.models.task_of_model import task_of_model
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.optional import require
 
 _OPTIONS = {
     "model": "MODEL",
@@ -83,7 +83,7 @@ def _labels(model: str, task: Task) -> int | None:
     if model == "small-cnn" or (Path(model).is_dir() and not (Path(model) / "config.json").is_file()):
         return 2
     try:
-        config = needed("transformers", f"MODEL {model!r}").AutoConfig.from_pretrained(model)
+        config = require("transformers", f"MODEL {model!r}").AutoConfig.from_pretrained(model)
     except OSError:
         return 2  # load_model says what is wrong
     return max(2, int(config.num_labels))

@@ -13,11 +13,10 @@ from rich.console import Console
 
 from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.units import count
-from dpoptim.app.recipes.defaults import CLIP_NORM
 from dpoptim.app.recipes.recipe import SCHEDULES, VARIANTS
 from dpoptim.app.support.plain import plain
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.named_settings import noise_words
+from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import CLIP_NORM, noise_words
 from dpoptim.privacy import Adjacency
 
 if TYPE_CHECKING:

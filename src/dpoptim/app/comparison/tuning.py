@@ -8,10 +8,10 @@ from typing import Any
 
 from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, with_setting
 from dpoptim.app.comparison.request import PUBLIC, Request
+from dpoptim.app.recipes.plans import plan_of
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.setup import RunSetup, records_of
 from dpoptim.app.runs.shared_records import shared_count
-from dpoptim.integrations.named_settings import plan_of
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.composition import calibrate_runs
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from dpoptim.data import pad_to_bucket
 from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.optional import require
 
 Batch = dict[str, Tensor]
 
@@ -94,7 +94,7 @@ class ImageDataset(Dataset[TensorExample]):
         mean: Sequence[float],
         std: Sequence[float],
     ) -> None:
-        needed("PIL.Image", "reading images")
+        require("PIL.Image", "reading images")
         self._images, self._labels, self._size = images, labels, size
         self._mean, self._std = torch.tensor(list(mean))[:, None, None], torch.tensor(list(std))[:, None, None]
 
@@ -102,7 +102,7 @@ class ImageDataset(Dataset[TensorExample]):
         return len(self._labels)
 
     def __getitem__(self, index: int) -> TensorExample:
-        pillow = needed("PIL.Image", "reading images")
+        pillow = require("PIL.Image", "reading images")
         image = self._images[index]
         try:
             if not isinstance(image, pillow.Image):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from dpoptim.integrations.optional import needed, one_line
+from dpoptim.integrations.optional import first_line, require
 
 Columns = dict[str, Sequence[Any]]
 
@@ -108,11 +108,11 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def load_saved_dataset(folder: Path, split: str) -> Any:
     """The `datasets.Dataset` saved in a folder; of a DatasetDict the part `split`."""
-    datasets = needed("datasets", f"reading the saved dataset {folder}")
+    datasets = require("datasets", f"reading the saved dataset {folder}")
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:
-        raise ValueError(f"data {str(folder)!r} is no readable saved dataset: {one_line(error)}") from error
+        raise ValueError(f"data {str(folder)!r} is no readable saved dataset: {first_line(error)}") from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"split={split!r} is not in {str(folder)!r}, which has {', '.join(found)}")
@@ -124,7 +124,7 @@ def load_hub_dataset(name: str, split: str) -> Any:
     """The dataset `name` or `name:configuration` of the Hugging Face hub (or of its cache on this machine)."""
     missing = f"data {name!r} is neither a file nor a folder here"
     try:
-        datasets = needed("datasets", "reading a dataset of the Hugging Face hub")
+        datasets = require("datasets", "reading a dataset of the Hugging Face hub")
     except ValueError as error:
         raise ValueError(f"{missing}, and {error}") from None
     path, _, configuration = name.partition(":")
@@ -132,7 +132,7 @@ def load_hub_dataset(name: str, split: str) -> Any:
         return datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
         raise ValueError(
-            f"{missing}, and the Hugging Face hub does not give it ({one_line(error)}); give a local file or folder"
+            f"{missing}, and the Hugging Face hub does not give it ({first_line(error)}); give a local file or folder"
         ) from error
 
 
@@ -184,7 +184,7 @@ def place_of(files: Sequence[Path], index: int) -> str:
         if suffix == ".txt":  # a file is one text
             places = [""]
         elif suffix == ".parquet":
-            rows = needed("pyarrow.parquet", f"reading {path.name}").ParquetFile(path).metadata.num_rows
+            rows = require("pyarrow.parquet", f"reading {path.name}").ParquetFile(path).metadata.num_rows
             places = [f", row {row}" for row in range(1, rows + 1)]
         else:
             lines = [line for line, _ in (_jsonl_lines(path) if suffix == ".jsonl" else _csv_rows(path)[1:])]
@@ -255,18 +255,18 @@ def _csv_rows(path: Path) -> list[tuple[int, list[str]]]:
                     rows.append((line, row))
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise ValueError(f"data {str(path)!r}, line {reader.line_num}: {one_line(error)}") from error
+            raise ValueError(f"data {str(path)!r}, line {reader.line_num}: {first_line(error)}") from error
     return rows
 
 
 def _read_parquet(path: Path) -> Columns:
-    parquet = needed("pyarrow.parquet", f"reading {path.name}")
+    parquet = require("pyarrow.parquet", f"reading {path.name}")
     try:
         return dict(parquet.read_table(path).to_pydict())
     except PermissionError as error:
         raise ValueError(_unreadable(path)) from error
     except Exception as error:
-        raise ValueError(f"data {str(path)!r} is no readable parquet file: {one_line(error)}") from error
+        raise ValueError(f"data {str(path)!r} is no readable parquet file: {first_line(error)}") from error
 
 
 @contextlib.contextmanager

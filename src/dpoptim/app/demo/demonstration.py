@@ -39,7 +39,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.progress import SILENCE, ProgressDisplay
 from dpoptim.app.runs.run import train
-from dpoptim.integrations.optional import needed
+from dpoptim.integrations.optional import require
 from dpoptim.privacy.format_epsilon import format_epsilon
 
 PUBLIC = ("python", "numpy", "scipy", "setuptools", "pip", "rich")
@@ -114,7 +114,7 @@ def main(
     seed: int = 0,
 ) -> int:
     """Run the demonstration and print a table or JSON; the runs are kept in the folder `keep`, if there is one."""
-    needed("transformers", "the demonstration")
+    require("transformers", "the demonstration")
     size = QUICK if quick else FULL
     common: dict[str, Any] = {
         "epsilon": epsilon,

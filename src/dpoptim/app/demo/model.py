@@ -10,7 +10,7 @@ import torch
 
 from dpoptim.app.data.records import Kind, Records
 from dpoptim.app.models.prepared import Prepared, prepare
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 
 LENGTH = 24  # tokens of a record, the first ones
 VOCABULARY = 2048

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from dpoptim.app.models import builtin
-from dpoptim.integrations.losses.task_of_class import trained_elsewhere
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.optional import needed, one_line
+from dpoptim.integrations.losses import Task, trained_elsewhere
+from dpoptim.integrations.optional import first_line, require
 
 _AUTO_CLASSES = {
     Task.MASKED_LM: "AutoModelForMaskedLM",
@@ -76,7 +75,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     Edge cases: one ValueError line where there is none, or transformers is not installed.
     """
     name = _expanded(name_or_path)
-    transformers = needed("transformers", f"the tokenizer of {name!r}")
+    transformers = require("transformers", f"the tokenizer of {name!r}")
     _check_folder(name, "tokenizer")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -93,7 +92,7 @@ def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple
     From its preprocessor_config.json; (½, ½, ½) for both where it has none. They come with the model and were not
     computed on the private images.
     """
-    base = needed("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
+    base = require("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
     try:
         found, _ = base.ImageProcessingMixin.get_image_processor_dict(_expanded(name_or_path))
     except Exception:  # a model need not have the file
@@ -111,7 +110,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
-    peft = needed("peft", f"lora_rank={rank}")
+    peft = require("peft", f"lora_rank={rank}")
     kinds = {Task.CAUSAL_LM: "CAUSAL_LM", Task.TEXT_CLASSIFICATION: "SEQ_CLS"}
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
 
@@ -132,7 +131,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     try:
         return peft.get_peft_model(model, config(targets))
     except ValueError as error:
-        raise ValueError(f"targets={targets!r} cannot be used: {one_line(error)}") from error
+        raise ValueError(f"targets={targets!r} cannot be used: {first_line(error)}") from error
 
 
 def base_of_adapter(name: str) -> str | None:
@@ -148,11 +147,11 @@ def base_of_adapter(name: str) -> str | None:
 
 def _with_adapter(name: str, model: Any) -> nn.Module:
     """The model with the LoRA factors in a folder added to its weights."""
-    peft = needed("peft", f"model={name!r}, which holds LoRA factors,")
+    peft = require("peft", f"model={name!r}, which holds LoRA factors,")
     try:
         merged: nn.Module = peft.PeftModel.from_pretrained(model, name).merge_and_unload()
     except Exception as error:
-        raise ValueError(f"model={name!r} holds LoRA factors that cannot be loaded: {one_line(error)}") from error
+        raise ValueError(f"model={name!r} holds LoRA factors that cannot be loaded: {first_line(error)}") from error
     return merged.requires_grad_(True)
 
 
@@ -177,7 +176,7 @@ def _from_transformers(
     from_scratch: bool,
     dtype: torch.dtype,
 ) -> Any:
-    transformers = needed("transformers", f"model={name!r}")
+    transformers = require("transformers", f"model={name!r}")
     _check_folder(name, "model", weights=not from_scratch)
     settings: dict[str, Any] = {}
     if task.is_classification:
@@ -231,10 +230,10 @@ def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
 
 def _not_found(what: str, name: str, error: Exception) -> str:
     if Path(name).is_dir():
-        return f"{what}={name!r} cannot be loaded from its folder: {one_line(error)}"
+        return f"{what}={name!r} cannot be loaded from its folder: {first_line(error)}"
     return (
         f"{what}={name!r}: there is no such folder here, and the Hugging Face hub does not give it "
-        f"({one_line(error)}); check the path"
+        f"({first_line(error)}); check the path"
     )
 
 

@@ -23,18 +23,18 @@ from dpoptim.app.data.inputs import (
     RowDataset,
     TensorCollate,
     TextCollate,
+    TextExample,
     TokenDataset,
 )
 from dpoptim.app.data.records import Kind, Records
 from dpoptim.app.models import builtin
 from dpoptim.app.models.finite import check_finite
 from dpoptim.app.models.loading import load_model, load_pixel_scale, load_tokenizer
-from dpoptim.app.models.padding_check import check_padding
 from dpoptim.data import PrivateLoader
-from dpoptim.integrations.losses.causal_check import check_one_direction
-from dpoptim.integrations.losses.tasks import Outcome, Task, outcome
-from dpoptim.integrations.losses.token_losses import can_read_targets
+from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
 from dpoptim.integrations.masking import evaluation_key, masked, training_key
+from dpoptim.integrations.padding_check import check_padding
+from dpoptim.integrations.token_losses import can_read_targets
 
 MAX_LENGTH = {Task.MASKED_LM: 512, Task.CAUSAL_LM: 1024, Task.TEXT_CLASSIFICATION: 512}
 _CHUNK = 1024
@@ -86,16 +86,16 @@ class Prepared:
 
     def loss_per_example(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of each example, [examples]: the mean over its targets, 0 where it has none."""
-        return outcome(self.task, model, batch, targets_only=self.targets_only).losses
+        return example_losses(self.task, model, batch, targets_only=self.targets_only).losses
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+    def evaluate(self, model: nn.Module, batch: Batch) -> ExampleLosses:
         """Losses and targets of a batch as `collate` gives it, with the one mask that a record has in every evaluation.
 
         The mask depends on the record's tokens alone, so losses of different runs, seeds and cuts compare. The mode
         (`model.eval()`) and gradients are the caller's; `metrics.evaluate` takes care of both.
         Not private: what it gives on private records is for debugging.
         """
-        return outcome(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
+        return example_losses(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
 
     def on(self, records: Records) -> Prepared:
         """The same model and settings for other records, held-out ones say; labels must be declared the same.
@@ -208,10 +208,29 @@ def prepare(
         make_dataset=make_dataset,
     )
     if task is Task.CAUSAL_LM:
-        check_one_direction(module)
+        check_is_causal(module)
     if task.reads_text:
-        check_padding(prepared)
+        _check_padding(prepared)
     return prepared
+
+
+def _check_padding(prepared: Prepared) -> None:
+    """Refuse a model that gives a short text a different loss beside a long one, on made-up tokens."""
+    words = np.setdiff1d(np.arange(len(prepared.tokenizer)), prepared.tokenizer.all_special_ids)
+    if len(words) == 0:
+        return
+    generator = np.random.default_rng(0)
+    texts = [
+        TextExample(generator.choice(words, length).astype(np.int32), 0, False)
+        for length in (min(5, prepared.max_length or 5), prepared.max_length or 5)
+    ]
+    device = next(prepared.model.parameters()).device
+    check_padding(
+        prepared.model,
+        lambda model, batch: prepared.evaluate(model, batch).losses,
+        lambda examples: {name: tensor.to(device) for name, tensor in prepared.collate(examples).items()},
+        texts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

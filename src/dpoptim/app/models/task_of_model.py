@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from dpoptim.app.models.loading import base_of_adapter
-from dpoptim.integrations.losses.task_of_class import tasks_of_classes, trained_elsewhere
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.optional import needed, one_line
+from dpoptim.integrations.losses import Task, tasks_of_classes, trained_elsewhere
+from dpoptim.integrations.optional import first_line, require
 
 _OF_ADAPTER = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 
@@ -26,7 +25,7 @@ def task_of_model(name: str) -> Task:
         return Task.TABULAR_CLASSIFICATION
     if name == "small-cnn":
         return Task.IMAGE_CLASSIFICATION
-    transformers = needed("transformers", f"model={name!r}")
+    transformers = require("transformers", f"model={name!r}")
     path = Path(name).expanduser()
     if (path.is_absolute() or name.startswith(".")) and not path.is_dir():
         raise ValueError(f"model={name!r} does not exist; give a folder made by save_pretrained, or a hub name")
@@ -38,10 +37,10 @@ def task_of_model(name: str) -> Task:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:
         raise ValueError(
-            f"model={name!r} cannot be loaded from its folder: {one_line(error)}"
+            f"model={name!r} cannot be loaded from its folder: {first_line(error)}"
             if path.is_dir()
             else f"model={name!r}: there is no such folder here, and the Hugging Face hub does not give it "
-            f"({one_line(error)}); check the path"
+            f"({first_line(error)}); check the path"
         ) from error
     found = tasks_of_classes(config.architectures or ())
     elsewhere = trained_elsewhere(config.architectures or ())

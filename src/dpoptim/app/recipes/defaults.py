@@ -11,7 +11,8 @@ import math
 import torch
 
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import CLIP_NORM, default_delta, refuse_weak_delta, steps_of
 from dpoptim.privacy import Adjacency
 
 VALIDATION_FRACTION = 0.05  # one record in twenty: enough to see a trend, and training keeps the rest
@@ -19,7 +20,6 @@ EPOCHS = 10  # private training gains from several passes, and past ten the nois
 FEW = 200  # records below which a person is told what to expect
 MOST_BATCH = 2048  # larger batches drown noise better, up to what a step can afford
 FEWEST = 8  # records: fewer do not make the eight batches that the defaults are meant for, and nothing is learnt
-CLIP_NORM = 0.1  # below nearly every gradient's norm, so that what counts is directions, and Adam undoes the scale
 
 
 def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torch.device) -> Recipe:
@@ -77,24 +77,6 @@ def _check_sizes(recipe: Recipe, num_examples: int) -> None:
         refuse_weak_delta(recipe.delta, num_examples)
 
 
-def refuse_weak_delta(delta: float, num_examples: int) -> None:
-    """Refuse a δ of 1/n or more: it would let one record in full go free."""
-    if delta >= 1 / num_examples:
-        raise ValueError(
-            f"delta={delta:g} is not below 1/{num_examples}, one over the training records: publishing one of them in "
-            f"full would count as private; give less, such as {default_delta(num_examples):g}, or leave it out"
-        )
-
-
-def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
-    """⌈epochs·n/batch_size⌉, at least one.
-
-    >>> steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)
-    (157, 1, 15)
-    """
-    return max(1, math.ceil(epochs * num_examples / batch_size - 1e-9))
-
-
 def notes_on(recipe: Recipe, *, num_examples: int, held_out: int) -> list[str]:
     """What a person should know before a run with these settings starts, a line each; often nothing.
 
@@ -123,15 +105,6 @@ def validation_fraction(recipe: Recipe) -> float:
     if recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value:
         return 0.0
     return VALIDATION_FRACTION
-
-
-def default_delta(num_examples: int) -> float:
-    """The power of ten at or below 1/(10·n): δ must lie well below 1/n, or one record in full may go free.
-
-    >>> default_delta(1000), default_delta(20_000)
-    (0.0001, 1e-06)
-    """
-    return float(f"1e-{math.ceil(math.log10(10 * num_examples) - 1e-9)}")
 
 
 def default_batch_size(num_examples: int) -> int:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 from dpoptim.privacy import Adjacency
 
 VARIANTS = (

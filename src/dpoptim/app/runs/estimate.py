@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from dpoptim.app.models.synthetic import random_batch
+from dpoptim.app.recipes.plans import optimizer_of
 from dpoptim.app.runs.run import bytes_on_disk
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
-from dpoptim.integrations.named_settings import optimizer_of
 
 _MOST_PARTS = 3
 

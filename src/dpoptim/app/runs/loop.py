@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim.app.recipes.plans import learning_rate_at, optimizer_of
 from dpoptim.app.runs.diagnostics import Diagnostics
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.app.support.step_times import StepTimes, two_digits
 from dpoptim.data import private_loader
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
-from dpoptim.integrations.named_settings import learning_rate_at, optimizer_of
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan, StepLedger

@@ -29,7 +29,7 @@ from dpoptim.app.support.files import make_folder
 from dpoptim.app.support.interrupts import StopRequest, stopping_between_steps
 from dpoptim.app.support.step_times import two_digits
 from dpoptim.integrations.named_settings import name_of_noise
-from dpoptim.integrations.optional import one_line
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import EpsilonSpent
@@ -286,7 +286,7 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
 
 def _told(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
-    text = one_line(error)
+    text = first_line(error)
     saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
         return OSError(f"training stopped: {text}{saved}")

@@ -17,12 +17,13 @@ from dpoptim.app.models.prepared import Prepared, prepare
 from dpoptim.app.models.synthetic import random_batch
 from dpoptim.app.models.task_of_model import task_of_model
 from dpoptim.app.recipes.defaults import chosen_device, notes_on, validation_fraction, with_defaults
+from dpoptim.app.recipes.plans import optimizer_of, plan_of
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.runs.shared_records import check_held_out_is_other, same_source
 from dpoptim.clipping import check_example_independence
-from dpoptim.integrations.losses.tasks import Task
-from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, optimizer_of, plan_of
-from dpoptim.integrations.optional import one_line
+from dpoptim.integrations.losses import Task
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
+from dpoptim.integrations.optional import first_line
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 _KINDS = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
@@ -205,5 +206,5 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
         with torch.random.fork_rng(devices=[] if setup.device.type == "cpu" else None):
             check_example_independence(setup.model, setup.prepared.loss_per_example, batch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {one_line(error)}") from error
+        raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {first_line(error)}") from error
     return optimizer.plan

@@ -12,7 +12,7 @@ from dpoptim.app.models import builtin
 from dpoptim.app.models.loading import load_model
 from dpoptim.app.recipes.recipe import BUILT_IN, read_recipe
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.integrations.losses.tasks import Task
+from dpoptim.integrations.losses import Task
 
 
 def load_trained(directory: str | Path) -> nn.Module:

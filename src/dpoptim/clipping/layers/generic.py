@@ -8,9 +8,8 @@ silently wrong.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Dense
-from dpoptim.clipping.layers.rule import GradientSink, Use, batch_axis, differentiated_once
-from dpoptim.clipping.trials import is_trying
+from dpoptim.clipping.layers.rule import GradientSink, Use, batch_axis, differentiated_once, plain
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """Which modules have been compared with their own forward, for which axes of which arguments."""
@@ -53,7 +51,7 @@ def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any,
             "forward and backward, and call optimizer.step() alone"
         )
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
-    axes = _seen_to_be(keeper, name, guessed, leaves, first) if examples > 1 else guessed
+    axes = guessed if examples == 1 or keeper.checking else _seen_axes(keeper, name, guessed, leaves, first)
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
@@ -87,13 +85,13 @@ def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any,
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
 
-    with _plain(keeper), torch.backends.cudnn.flags(enabled=False):
+    with plain(keeper), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
-        if kind not in checked or axes != guessed:  # what was shared may have become the examples' own
+        is_new = kind not in checked or axes != guessed  # what was shared may have become the examples' own
+        if is_new and not keeper.checking:  # the batch itself is compared, not the few rows of a check
             _check(run, module, name, examples, args, kwargs)
-            if not is_trying():
-                checked.add(kind)
+            checked.add(kind)
         return run(copies)
 
 
@@ -109,36 +107,21 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
     return None
 
 
-def _seen_to_be(
+def _seen_axes(
     keeper: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
 ) -> list[int | None]:
-    """The axes that the model's trial on one example less has shown; a length alone can agree by chance."""
-    was_tried, shown = keeper.axes_of(name)
-    if not was_tried:
-        return guessed
-    known = shown if shown is not None and len(shown) == len(leaves) else None
-    found = list(guessed)
+    """The axes that the check of the model has shown; a length alone can agree by chance."""
+    seen, found = keeper.axes_of(name, leaves), list(guessed)
     for i, leaf in enumerate(leaves):
-        if leaf is first or not isinstance(leaf, Tensor) or (known is None and guessed[i] is None):
+        if leaf is first or not isinstance(leaf, Tensor) or (seen is None and guessed[i] is None):
             continue
-        if known is None or known[i] not in (None, guessed[i]):
+        if seen is None or seen[i] not in (None, guessed[i]):
             raise ValueError(
                 f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and whether that has the examples was "
-                "not seen when the model was tried on one example less; give it the same kinds of arguments in every "
-                "call, or freeze it"
+                "not seen when the model was checked. Give it the same kinds of arguments in every call, or freeze it"
             )
-        found[i] = known[i]
+        found[i] = seen[i]
     return found
-
-
-@contextlib.contextmanager
-def _plain(keeper: GradientSink) -> Iterator[None]:
-    """Layers inside the module run their own forward: their parameters are the copies."""
-    before, keeper.inside_generic = keeper.inside_generic, True
-    try:
-        yield
-    finally:
-        keeper.inside_generic = before
 
 
 def _check(

@@ -6,8 +6,9 @@ the per-example gradient of each trainable parameter, as a form, to the keeper. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -32,8 +33,10 @@ class GradientSink(Protocol):
 
     @property
     def capturing(self) -> bool: ...
+    @property
+    def checking(self) -> bool: ...
     def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
-    def axes_of(self, layer: str) -> tuple[bool, tuple[int | None, ...] | None]: ...
+    def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None: ...
     def use(self) -> Use: ...
     def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None: ...
 
@@ -86,6 +89,16 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return run
+
+
+@contextlib.contextmanager
+def plain(keeper: GradientSink) -> Iterator[None]:
+    """Inside, layers run their own forward."""
+    before, keeper.inside_generic = keeper.inside_generic, True
+    try:
+        yield
+    finally:
+        keeper.inside_generic = before
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

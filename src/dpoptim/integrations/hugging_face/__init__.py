@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
+_TRANSFORMERS = ((5, 17), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
+
 
 def __getattr__(name: str) -> Any:
     """Import `PrivateTrainer` on first use: it needs transformers and accelerate."""
@@ -18,11 +20,17 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         import accelerate  # noqa: F401
-        import transformers  # noqa: F401
+        import transformers
     except ImportError as error:
         raise ImportError(
-            f"PrivateTrainer needs transformers and accelerate ({error}); run: pip install transformers accelerate"
+            f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install transformers accelerate"
         ) from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not _TRANSFORMERS[0] <= version < _TRANSFORMERS[1]:
+        raise ImportError(
+            f"PrivateTrainer does not support transformers {transformers.__version__}. Run: pip install "
+            "'transformers>=5.17,<6'"
+        )
     from dpoptim.integrations.hugging_face.trainer import PrivateTrainer
 
     return PrivateTrainer

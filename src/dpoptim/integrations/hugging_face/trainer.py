@@ -1,9 +1,11 @@
-"""Hugging Face's Trainer, trained privately: the stock loop with a private loader, loss, optimizer and log."""
+"""PrivateTrainer: the training loop of Hugging Face's Trainer with a private loader, loss, optimizer and log."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +13,13 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from dpoptim.clipping import Released
-from dpoptim.data import fingerprint_records, private_loader
+from dpoptim.clipping import Released, check_example_independence
+from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
+from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
-from dpoptim.integrations.hugging_face.batch_check import check_batches
 from dpoptim.integrations.hugging_face.checkpoints import (
     RunSecrets,
     new_secrets,
@@ -25,56 +27,57 @@ from dpoptim.integrations.hugging_face.checkpoints import (
     secrets_of,
     write_loader_state,
 )
-from dpoptim.integrations.hugging_face.held_out import HeldOutCheck
-from dpoptim.integrations.hugging_face.refusals import (
-    check_accelerator,
-    check_call,
-    check_overrides,
-    check_transformers,
-    private_args,
-    size_of,
-)
-from dpoptim.integrations.hugging_face.step_loader import Step, StepLoader
-from dpoptim.integrations.losses.batch_losses import losses_for
+from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
+from dpoptim.integrations.losses import losses_for
+from dpoptim.integrations.padding_check import Extremes, buffers_restored, check_collator, check_padding
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
+from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
 LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
-_NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # of training data, in the stock Trainer's logs
-
-check_transformers()
+_NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs of the stock Trainer
 
 
 class PrivateTrainer(transformers.Trainer):
-    """`transformers.Trainer` under a privacy plan: same arguments, and `privacy=PrivacyArguments(epsilon=, delta=)`.
+    """Train a Hugging Face model with differential privacy.
+
+    It takes the arguments of `transformers.Trainer`, and `privacy`:
 
         trainer = PrivateTrainer(model=model, args=args, train_dataset=ds, data_collator=collator,
                                  privacy=PrivacyArguments(epsilon=8.0, delta=1e-6))
         trainer.train()
         print(trainer.plan.statement())
 
-    Each step releases the sum of clipped per-example gradients with the plan's noise, over the EXPECTED batch size
-    per_device_train_batch_size·gradient_accumulation_steps; at most per_device_train_batch_size examples are in memory
-    at once. The loss of each example is made for masked and causal language models and classifiers, from what the
-    collator gives; `loss_per_example(model, batch) -> [examples]` replaces it, and must not mix examples.
-    A ready `plan=` takes the place of epsilon, batch size and steps; `optimizers=(optimizer, scheduler)` with an
-    optimizer of dpoptim asks for the `plan=` that it was made with.
+    Each step releases the noisy sum of clipped per-example gradients, divided by the EXPECTED batch size
+    per_device_train_batch_size·gradient_accumulation_steps. At most per_device_train_batch_size examples are in memory
+    at once. An object trains once: to resume, create a new one and call `train(resume_from_checkpoint=True)`.
 
-    Guarantee: what `trainer.plan.statement()` says of model, checkpoints, logs and `TrainOutput`. The log has ε so far
-    (rounded up to the next twentieth of the run), learning rate and time; loss and gradient norms of training data are
-    in no log, state or result, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
-    "not_private_loss", and no guarantee covers the log.
-    Every run has a new key, in OUTPUT_DIR.secret (mode 0700) beside the folder, so that it is never uploaded with it.
-    A resumed run repeats released steps exactly. It refuses different examples or settings before it computes anything,
-    and a step with different gradients (changed code, another device) before it makes noise. For this, and to check
-    that all examples have the same keys and types, every example is read once when training begins (30 s for a million
-    short tokenised texts).
-    Edge cases: an object trains once; to go on, make a new one and `train(resume_from_checkpoint=True)`. Evaluation
-    leaves no trace in training. What the plan cannot cover is refused at once.
+    Args:
+        model: The model to train.
+        args: `transformers.TrainingArguments`. Unsupported options are refused (see `supported.py`).
+        data_collator: As in `transformers.Trainer`. It must not mix examples.
+        train_dataset: The private examples, by index.
+        privacy: The privacy settings.
+        plan: A calibrated plan, instead of epsilon, batch size and steps.
+        loss_per_example: `loss_per_example(model, batch)` returns one loss per example. Defaults to the loss of the
+            model's class.
+        optimizers: An optimizer of dpoptim that was created with `plan`, and a scheduler or None.
+        **options: Further arguments of `transformers.Trainer`.
+
+    Raises:
+        ValueError: The plan cannot cover what was asked for.
+
+    Guarantee: `trainer.plan.statement()` covers the model, checkpoints, logs and `TrainOutput`. Logs have the ε so far
+    (rounded up to the next twentieth of the run), the learning rate and times, but no loss and no gradient norm of
+    training data, and `TrainOutput.training_loss` is NaN. With debug_loss=True the loss is logged as
+    "not_private_loss", and the guarantee does not cover the log. Evaluation does not affect training.
+    Every run has a new key in OUTPUT_DIR.secret (mode 0700), which is never uploaded with OUTPUT_DIR.
+    A resumed run repeats released steps exactly. Different examples, settings or gradients are refused before noise is
+    made. For this all examples are read once when training begins (30 s for a million short tokenised texts).
     """
 
     def __init__(
@@ -88,19 +91,21 @@ class PrivateTrainer(transformers.Trainer):
         plan: PrivacyPlan | None = None,
         loss_per_example: LossPerExample | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        **stock: Any,
+        **options: Any,
     ) -> None:
         given = transformers.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        check_overrides(type(self), PrivateTrainer)
+        check_subclass(type(self), PrivateTrainer)
         self.optimizer: Any
         self.privacy = PrivacyArguments() if privacy is None else privacy
-        check_call(privacy, plan, model, given, optimizers[0], stock)
-        super().__init__(model, private_args(given), data_collator, train_dataset, optimizers=optimizers, **stock)
-        check_accelerator(self)
+        check_call(privacy, plan, model, given, optimizers[0], options)
+        super().__init__(
+            model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
+        )
+        check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
-        self._held_out: HeldOutCheck | None = None
+        self._held_out: _HeldOutCheck | None = None
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
@@ -109,19 +114,21 @@ class PrivateTrainer(transformers.Trainer):
         self._spent: EpsilonSpent | None = None
         self._plan = plan
         if plan is None and train_dataset is not None:
-            self._plan = plan_for(self.privacy, given, examples=size_of(train_dataset), model=model)
+            if not hasattr(train_dataset, "__len__"):
+                raise ValueError(f"train_dataset is a {type(train_dataset).__name__} without a length. Use a list.")
+            self._plan = plan_for(self.privacy, given, examples=len(train_dataset), model=model)
 
     @property
     def plan(self) -> PrivacyPlan:
-        """All that ε depends on; `plan.statement()` is for an auditor."""
+        """Everything that affects ε; `plan.statement()` is for an auditor."""
         if self.private_optimizer is not None:
             return self.private_optimizer.plan
         if self._plan is None:
-            raise ValueError("train_dataset=None: there is nothing to plan for; pass the examples to be trained on")
+            raise ValueError("train_dataset=None. Pass the training examples.")
         return self._plan
 
     def epsilon_so_far(self) -> float:
-        """ε of the steps taken, an upper bound; noise that is correlated spends the whole run's at the first step."""
+        """An upper bound on the ε of the steps so far; with correlated noise, that of the whole run."""
         if self._spent is None:
             self._spent = EpsilonSpent(self.plan)
         return self._spent.at(self.state.global_step)
@@ -129,19 +136,23 @@ class PrivateTrainer(transformers.Trainer):
     # -- the data --------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> StepLoader:
-        """One item a step of the plan, for all its steps; Accelerate does not shard, dispatch or reorder it."""
+        """Return one item per step of the plan; Accelerate does not shard, dispatch or reorder it."""
         plan = self._plan if self._plan is not None else self.plan
         collate = self.data_collator
         if not _has_columns(self.train_dataset):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        key = self._run_secrets().key
+        key, extremes = self._run_secrets().key, Extremes()
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
-        alone = self.args.per_device_train_batch_size == 1  # then no two records are collated together
-        look = None if alone else schema.check
+
+        def look(place: int, record: Any) -> None:
+            if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
+                schema.check(place, record)
+            extremes.note(place, record)
+
         self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
-        check_batches(self, self._losses, collate, dataset)
+        self._check_records(collate, dataset, extremes.places)
         loader = private_loader(
             dataset,
             plan,
@@ -156,39 +167,58 @@ class PrivateTrainer(transformers.Trainer):
         self._steps = StepLoader(loader)
         return self._steps
 
-    def _used_columns(self, dataset: Any, what: str) -> Any:
-        return self._remove_unused_columns(dataset, description=what) if _has_columns(dataset) else dataset
+    def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> None:
+        """Check the collator, padding and loss on a few records, those at `places` among them."""
+        size = min(4, self.args.per_device_train_batch_size, len(dataset))
+        if size < 2:
+            return  # no two records are in one batch
+        records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
+
+        def batch(rows: list[Any]) -> Any:
+            return self._prepare_inputs(collate(rows))
+
+        def losses(model: nn.Module, given: Any) -> Tensor:
+            return self._losses(model, copy.copy(given))  # it may take labels out
+
+        check_collator(batch, records)
+        check_padding(self.model, self.loss_per_example, batch, records)
+        given = batch(copy.deepcopy(records))
+        self.model.train()
+        with buffers_restored(self.model):
+            check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
+
+    def _used_columns(self, dataset: Any, description: str) -> Any:
+        return self._remove_unused_columns(dataset, description=description) if _has_columns(dataset) else dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The stock one, but not of the training examples."""
+        """Return the stock dataloader, but refuse the training examples."""
         by_name = isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict)
         given = {eval_dataset: self.eval_dataset[eval_dataset]} if by_name else eval_dataset
         self._check_held_out(self.eval_dataset if given is None else given)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The stock one, but not of the training examples."""
+        """Return the stock dataloader, but refuse the training examples."""
         self._check_held_out(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
-    def _check_held_out(self, dataset: Any) -> None:
+    def _check_held_out(self, eval_dataset: Any) -> None:
         if self._held_out is None:
-            self._set_signature_columns_if_needed()
-            columns = self._signature_columns if self.args.remove_unused_columns else None
-            self._held_out = HeldOutCheck(self.train_dataset, columns=columns, debugging=self.privacy.debug_loss)
-        self._held_out.check(dataset)
+            self._held_out = _HeldOutCheck(self.train_dataset, lambda data: self._used_columns(data, "evaluation"))
+        if not self.privacy.debug_loss:
+            self._held_out.check(eval_dataset)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
     ) -> tuple[int, int, int, int, int, int | None, int]:
-        """The plan's steps, in epochs of ⌈examples/batch⌉ steps that evaluation, saving and logging may follow."""
+        """Return the plan's steps, in epochs of ⌈examples/batch⌉ steps for evaluation, saving and logging."""
         plan = self.plan
         each = math.ceil(plan.num_examples / plan.batch_size)
         epochs, seen = math.ceil(plan.steps / each), plan.steps * plan.batch_size
         return epochs, each, plan.num_examples, seen, plan.batch_size, each, plan.steps
 
     def _run_epoch(self, model: Any, epoch: float, **rest: Any) -> None:
-        """The stock epoch, from where the run stands: batches that were drawn before a restart are not drawn again."""
+        """Run the stock epoch from the current step: batches from before a restart are not drawn again."""
         each = rest["num_update_steps_per_epoch"]
         done = max(0, self.state.global_step - int(epoch) * each)
         if rest["epochs_trained"] == epoch:
@@ -200,9 +230,10 @@ class PrivateTrainer(transformers.Trainer):
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Any = None) -> Tensor:
-        """One backward of the summed losses for each part of the step; the loop then calls the optimizer.
+        """Run one backward of the summed losses per micro-batch; the stock loop then calls the optimizer.
 
-        Returns 0 in place of the loss, which is not private, unless debug_loss asks for it.
+        Returns:
+            0 instead of the loss, which is not private, unless debug_loss is set.
         """
         assert self._steps is not None
         assert self.private_optimizer is not None
@@ -215,14 +246,14 @@ class PrivateTrainer(transformers.Trainer):
             if self.privacy.debug_loss:
                 shown, examples = shown + losses.detach().sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
-                self.optimizer.step()  # sums up the part; the last one is left to the loop
-        seed_generators(self.args.seed)  # forget the secret one
+                self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
+        seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In training the sum of the per-example losses; without gradients, in evaluation, the stock loss."""
+        """Return the sum of the per-example losses in training, and the stock loss in evaluation."""
         if torch.is_grad_enabled():
             return self._losses(model, inputs).sum()
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -232,24 +263,24 @@ class PrivateTrainer(transformers.Trainer):
             losses = self.loss_per_example(model, batch)
         if losses.ndim != 1:
             raise ValueError(
-                f"loss_per_example gave a tensor of shape {tuple(losses.shape)}; it must be one loss an example, "
-                "[examples], without a mean or a sum over them"
+                f"loss_per_example returned a tensor of shape {tuple(losses.shape)}. Return one loss per example, "
+                "without a mean or sum over the batch."
             )
         return losses
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if batch_samples and isinstance(batch_samples[0], Step):
-            return None  # a count of targets over the batch would tie its examples together
+            return None  # dividing by the targets of the whole batch would mix examples
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0: how many tokens a private batch has is not released."""
+        """Return 0: the number of tokens in a private batch is not released."""
         return 0
 
     # -- the optimizer ---------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The variant's optimizer, unless one was given; the model's layers are watched from here on."""
+        """Create the variant's optimizer, unless one was given, and attach it to the model."""
         if self.optimizer is None:
             self.private_optimizer = optimizer_for(
                 self.privacy,
@@ -266,25 +297,25 @@ class PrivateTrainer(transformers.Trainer):
         return self.optimizer
 
     def _note_released(self, released: Released) -> None:
-        """Norms of the noisy gradient and of the noise expected in it; read when they are logged."""
+        """Keep the norms of the noisy gradient and of its noise for the next log."""
         assert self.private_optimizer is not None
         gradient, noise = released_norms(released, self.private_optimizer.mechanism.scale)
         self._released = {"released_gradient_norm": gradient, "expected_noise_norm": noise}
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Nothing: each example is clipped by the plan, and parameters carry no gradient of their own."""
+        """Do nothing: the plan clips each example."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """None: the norm of an un-noised gradient is not private."""
+        """Return None: the norm of an un-noised gradient is not private."""
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Train for the plan's steps, once, or go on from a checkpoint; the model is then its own again."""
+        """Train for the steps of the plan, or resume from a checkpoint; then detach the optimizer from the model."""
         if self.private_optimizer is not None and self.private_optimizer.mechanism.step > 0:
             raise ValueError(
-                "train() was called before, and its steps are spent; make a new PrivateTrainer: to go on from a "
-                "checkpoint with train(resume_from_checkpoint=True), or for another run with a guarantee of its own"
+                "train() has already spent this trainer's steps. Create a new PrivateTrainer, to resume from a "
+                "checkpoint or for another run with its own guarantee."
             )
         ready = self.optimizer is not None
         if resume_from_checkpoint is True:
@@ -299,19 +330,20 @@ class PrivateTrainer(transformers.Trainer):
                 self._ledger.close()
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
-                if not ready and self.private_optimizer.mechanism.step == 0:  # nothing is spent: it may be tried again
+                if not ready and self.private_optimizer.mechanism.step == 0:  # train() may be called again
                     self.optimizer = self.private_optimizer = self._secrets = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: each trial would spend its own ε."""
         raise ValueError(
-            "hyperparameter_search trains many times on the same private data, and each run spends its own epsilon; "
-            "tune on public data, or account for all runs together"
+            "hyperparameter_search trains many times on the same private data, and each run spends its own epsilon. "
+            "Tune on public data, or account for all runs together."
         )
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The stock log without what is not released, and with ε so far."""
+        """Log ε so far, and drop what is not released."""
         loss = logs.get("loss")
         for name in _NOT_RELEASED:
             logs.pop(name, None)
@@ -330,7 +362,7 @@ class PrivateTrainer(transformers.Trainer):
         return TrainOutput(output.global_step, loss, metrics)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock loop; the random numbers that it draws are put back, so that it leaves no trace in training."""
+        """Run the stock loop, and restore the random generators afterwards."""
         with torch.random.fork_rng():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -372,6 +404,106 @@ class PrivateTrainer(transformers.Trainer):
         assert self.private_optimizer is not None
         self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
+
+
+class StepLoader:
+    """A private loader as the stock loop sees it: one item per remaining step of the plan.
+
+    Iterations continue where the last one stopped, so a loop over epochs does not start the plan again.
+
+    >>> from dpoptim.privacy import PrivacyPlan
+    >>> loader = StepLoader(private_loader(range(6), PrivacyPlan(num_examples=6, batch_size=3, steps=2),
+    ...                                    micro_batch_size=2, collate_fn=len))
+    >>> [list(step) for step in loader], len(loader)
+    ([[2, 1], [2, 1]], 0)
+    """
+
+    def __init__(self, loader: PrivateLoader) -> None:
+        self.loader = loader
+        self._batches: Iterator[Any] | None = None
+
+    @property
+    def dataset(self) -> Any:
+        """The training examples."""
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        """The number of remaining steps."""
+        return self.loader.steps - self.loader.next_step
+
+    def __iter__(self) -> Iterator[Step]:
+        while len(self):
+            yield Step(self)
+
+    def next_micro_batch(self) -> Any:
+        """Fetch the next micro-batch; `loader.step_ends` tells whether it is the last of its step."""
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        return next(self._batches)
+
+    def pause(self) -> None:
+        """Stop the workers and drop what they have fetched.
+
+        After a checkpoint, this run and a resumed run then draw the workers' seeds at the same moment.
+        """
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]
+            self._batches = None
+
+
+class Step:
+    """The micro-batches of one step, fetched one at a time."""
+
+    def __init__(self, steps: StepLoader) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._steps.next_micro_batch()
+            if self._steps.loader.step_ends:
+                return
+
+
+class _HeldOutCheck:
+    """Refuses evaluation on the training examples; each dataset is compared once."""
+
+    def __init__(self, train_dataset: Any, used_columns: Callable[[Any], Any]) -> None:
+        self._train, self._used_columns = train_dataset, used_columns
+        self._key = NoiseKey.generate()
+        self._training: RecordFingerprint | None = None
+        self._checked: list[Any] = []
+
+    def check(self, eval_dataset: Any) -> None:
+        """Check one dataset, or several by name."""
+        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if dataset is not None and not any(dataset is other for other in self._checked):
+                self._check_one(dataset)
+                self._checked.append(dataset)
+
+    def _check_one(self, dataset: Any) -> None:
+        if dataset is self._train:
+            raise ValueError(
+                "eval_dataset is train_dataset, and scores on it are not private. Use other examples, or "
+                "PrivacyArguments(debug_loss=True) to debug."
+            )
+        try:
+            if self._training is None:
+                self._training = fingerprint_records(self._used_columns(self._train), self._key)
+            found = fingerprint_records(self._used_columns(dataset), self._key)
+        except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
+            return
+        shared = found.shared_with(self._training)
+        if shared == len(found.each) > 0 and self._training.mostly_distinct:
+            raise ValueError(
+                "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
+                "examples."
+            )
+        if shared:
+            warnings.warn(
+                f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does "
+                "not cover scores on them.",
+                stacklevel=5,
+            )
 
 
 def _has_columns(dataset: Any) -> bool:

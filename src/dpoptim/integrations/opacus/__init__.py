@@ -3,11 +3,10 @@
     from dpoptim.integrations.opacus import BatchMemoryManager, ModuleValidator, PrivacyEngine
 
 Names, units and defaults are those of Opacus 1.x (`max_grad_norm`, `noise_multiplier`, `poisson_sampling`,
-`loss_reduction="mean"`, add-remove neighbours, a sampling rate of 1/len(data_loader)); clipping, noise, sampling and
-accounting are dpoptim's. What cannot be carried over is refused in one line. docs/from-opacus.md shows both, side by
-side.
+`loss_reduction="mean"`, add-remove adjacency, a sampling rate of 1/len(data_loader)). Clipping, noise, sampling and
+accounting are those of dpoptim. Unsupported options are refused. See docs/from-opacus.md.
 
-`DPRNN`, `DPLSTM`, `DPGRU` and `DPMultiheadAttention` are the layers of `torch.nn`, which need no replacement here.
+`DPRNN`, `DPLSTM`, `DPGRU` and `DPMultiheadAttention` are the layers of `torch.nn`, which need no replacement.
 """
 
 from torch.nn import GRU as DPGRU
@@ -15,11 +14,10 @@ from torch.nn import LSTM as DPLSTM
 from torch.nn import RNN as DPRNN
 from torch.nn import MultiheadAttention as DPMultiheadAttention
 
-from dpoptim.integrations.opacus.engine import PrivacyEngine
+from dpoptim.integrations.opacus.engine import PrivacyEngine, PrivateTraining, make_private, make_private_with_epsilon
 from dpoptim.integrations.opacus.loader import BatchMemoryManager, DPDataLoader
-from dpoptim.integrations.opacus.modules import ModuleValidator
+from dpoptim.integrations.opacus.models import ModuleValidator
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
-from dpoptim.integrations.opacus.private import Private, make_private, make_private_with_epsilon
 
 __all__ = [
     "BatchMemoryManager",
@@ -31,7 +29,7 @@ __all__ = [
     "DPRNN",
     "ModuleValidator",
     "PrivacyEngine",
-    "Private",
+    "PrivateTraining",
     "make_private",
     "make_private_with_epsilon",
 ]

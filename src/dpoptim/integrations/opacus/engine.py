@@ -1,56 +1,403 @@
-"""`PrivacyEngine`: the object of Opacus's tutorials, which remembers the run that it made private."""
+"""`PrivacyEngine`, `make_private` and `make_private_with_epsilon`: the arguments of Opacus, a plan of dpoptim."""
 
 from __future__ import annotations
 
+import numbers
 import os
-from collections.abc import Mapping
-from typing import IO, Any
+import warnings
+from collections.abc import Mapping, Sized
+from typing import IO, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
+import torch.utils.data
 from torch import nn
 
-from dpoptim.integrations.opacus.modules import ModuleValidator
-from dpoptim.integrations.opacus.optimizers import DPOptimizer
-from dpoptim.integrations.opacus.private import Private, make_private, make_private_with_epsilon
+from dpoptim.data import private_loader
+from dpoptim.integrations import one_process
+from dpoptim.integrations.opacus.loader import DPDataLoader, checked_loader
+from dpoptim.integrations.opacus.models import ModuleValidator, split_own_loss
+from dpoptim.integrations.opacus.optimizers import DPOptimizer, check_optimizer, private_optimizer
+from dpoptim.noise import NoiseKey
+from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
+_MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
 _ACCOUNTANTS = ("prv", "rdp", "gdp")
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+class Settings(TypedDict, total=False):
+    """Further keyword arguments of `make_private` and `make_private_with_epsilon`.
+
+    Arguments of Opacus, with its defaults:
+    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch. Under both, the raw gradient
+        of one example's loss is clipped.
+    poisson_sampling: True (default), or False for shuffled batches. Their ε is not amplified.
+    criterion: Checked for a reduction that contradicts `loss_reduction`; never wrapped.
+    rand_on_empty: Accepted and ignored. An empty batch is a placeholder that does not count, and its step is noise.
+    clipping="flat", batch_first=True, wrap_model=True, noise_generator=None, and any grad_sample_mode but "ghost": no
+        other value is supported.
+
+    Arguments of dpoptim:
+    variant: The private optimizer. Defaults to `dp_sgd` for SGD and to `post_processing` otherwise, as in Opacus.
+    variant_options: Further keyword arguments of the variant, such as {"eps_scale": 1e-4}.
+    key: A NoiseKey, to resume a run.
+    """
+
+    criterion: Any
+    batch_first: bool
+    loss_reduction: Literal["mean", "sum"]
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: Any
+    grad_sample_mode: str
+    wrap_model: bool
+    rand_on_empty: bool
+    variant: str | None
+    variant_options: Mapping[str, Any] | None
+    key: NoiseKey | None
+
+
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are supported, and what to do about others
+    "clipping": (("flat",), "One norm over all parameters is clipped. Leave clipping out."),
+    "batch_first": ((True,), "Give the model inputs with the examples on the first axis."),
+    "noise_generator": (
+        (None,),
+        "Noise comes from a secret key. Leave it out, or pass key=dpoptim.NoiseKey.load(path) to resume a run.",
+    ),
+    "wrap_model": ((True,), "Nothing is wrapped. Leave it out, and replace hooks.cleanup() by optimizer.detach()."),
+    "grad_sample_mode": (
+        ("hooks", "functorch", "ew"),
+        "Leave it out, unpack (model, optimizer, data_loader) and call your own criterion.",
+    ),
+    "loss_reduction": (("mean", "sum"), "Use 'mean' or 'sum', as the loop reduces the losses."),
+}
+_FROM_ARGUMENTS = "It is read from the arguments of make_private. Set it there."
+_NOT_OPTIONS = {  # names that variant_options must not have
+    "key": "Pass key= to make_private.",
+    "loss_reduction": "Pass loss_reduction= to make_private.",
+    "external_batches": "Batches always come from the loader that make_private returns. Leave it out.",
+    "run_id": "Every run has its own, and load_checkpoint restores it. Leave it out.",
+    **dict.fromkeys(("model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay"), _FROM_ARGUMENTS),
+}
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse unsupported settings.
+
+    >>> check_settings({"clipping": "per_layer"})
+    Traceback (most recent call last):
+    ValueError: clipping='per_layer' is not supported. One norm over all parameters is clipped. Leave clipping out.
+    """
+    unknown = sorted(set(settings) - Settings.__annotations__.keys())
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not an argument. Put arguments of a variant into variant_options={{...}}.")
+    for name, (values, fix) in _SUPPORTED.items():
+        value = settings.get(name, values[0])
+        if value not in values:
+            raise ValueError(f"{name}={value!r} is not supported. {fix}")
+    _check_criterion(settings.get("criterion"), settings.get("loss_reduction", "mean"))
+    for name in sorted(_NOT_OPTIONS.keys() & (settings.get("variant_options") or {}).keys()):
+        raise ValueError(f"variant_options has {name!r}. {_NOT_OPTIONS[name]}")
+
+
+def _check_criterion(criterion: Any, reduction: str) -> None:
+    own = getattr(criterion, "reduction", reduction)
+    if own != reduction:
+        raise ValueError(
+            f"criterion has reduction={own!r}, but loss_reduction={reduction!r}. Make them agree, or gradients are "
+            "clipped in the wrong unit."
+        )
+    ignored = getattr(criterion, "ignore_index", -100)
+    has_weights = getattr(criterion, "weight", None) is not None
+    if reduction == "mean" and (has_weights or ignored != -100):
+        what = "class weights" if has_weights else f"ignore_index={ignored}"
+        raise ValueError(
+            f"criterion has {what}, so its mean depends on the other targets of the batch. Use reduction='sum' with "
+            "loss_reduction='sum'."
+        )
+
+
+def check_max_grad_norm(max_grad_norm: object) -> float:
+    """Convert to a float; refuse a list with one norm per layer.
+
+    >>> check_max_grad_norm([1.0, 2.0])
+    Traceback (most recent call last):
+    ValueError: max_grad_norm=[1.0, 2.0] must be one number. Use √(Σ norm²): the whole gradient is clipped.
+    """
+    if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.numel() == 1:
+        return float(max_grad_norm)
+    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, numbers.Real):
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} must be one number. Use √(Σ norm²): the whole gradient is clipped."
+        )
+    return float(max_grad_norm)
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+class PrivateTraining(NamedTuple):
+    """What training needs: `model, optimizer, data_loader = make_private(...)`."""
+
+    module: nn.Module
+    optimizer: DPOptimizer
+    data_loader: DPDataLoader
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps so far."""
+        return self.optimizer.mechanism.step
+
+    def epsilon(self, delta: float) -> float:
+        """Return an upper bound on the ε of the steps so far; 0 before the first.
+
+        The number of steps must be fixed in advance. A run that is stopped because of its results has the ε of the
+        longest run that was possible.
+        """
+        if self.steps_taken == 0:
+            return 0.0
+        return self.optimizer.plan.replace(steps=self.steps_taken).epsilon(delta=delta)
+
+    def statement(self, delta: float | None = None) -> str:
+        """Return what is guaranteed, for an auditor: for the whole run if `epochs` was given, else for the steps taken.
+
+        Raises:
+            ValueError: `epochs` was not given, and no step has been taken.
+        """
+        plan = self.optimizer.plan
+        if self.data_loader.is_open:
+            if self.steps_taken == 0:
+                raise ValueError(
+                    "no step has been taken and epochs was not given. Ask after training, or pass epochs=."
+                )
+            plan = plan.replace(steps=self.steps_taken)
+        return plan.statement(delta)
+
+
+def make_private(
+    *,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
+    noise_multiplier: float,
+    max_grad_norm: float,
+    epochs: int | None = None,
+    **settings: Unpack[Settings],
+) -> PrivateTraining:
+    """Prepare a module, its optimizer and its data loader for private training, with the names and units of Opacus.
+
+    Each step releases (1/B)·(Σ_j min(1, max_grad_norm/‖g_j‖)·g_j + N(0, (noise_multiplier·max_grad_norm)²)). Here g_j
+    is the gradient of ONE example's loss (a mean over the batch is undone) and B = ⌊N/len(data_loader)⌋. Every example
+    is drawn independently with probability 1/len(data_loader).
+
+    Args:
+        module: The module to train. It is returned without a wrapper.
+        optimizer: A new SGD, Adam, AdamW, Adagrad or RMSprop of torch. Its rule, groups and settings are copied.
+        data_loader: A DataLoader over an indexed dataset. The new loader yields one epoch per iteration.
+        noise_multiplier: The standard deviation of the noise on the clipped sum, over `max_grad_norm`.
+        max_grad_norm: The bound on the gradient of one example.
+        epochs: Refuse a longer run. None allows a million steps.
+        **settings: See `Settings`.
+
+    Returns:
+        The module, the private optimizer and the private loader.
+
+    Raises:
+        ValueError: Something has no private counterpart.
+
+    Guarantee: `PrivateTraining.epsilon(delta)` under add-remove adjacency, as `PrivateTraining.statement` explains. The
+    size of the dataset becomes a declared constant. With poisson_sampling=False, batches are shuffled and full, and ε
+    holds for zero-out adjacency without amplification.
+
+    >>> data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
+    >>> model = nn.Linear(3, 2)
+    >>> model, optimizer, loader = make_private(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0)
+    >>> for inputs, labels in loader:
+    ...     nn.functional.cross_entropy(model(inputs), labels).backward()
+    ...     optimizer.step()
+    >>> len(loader), optimizer.mechanism.step, optimizer.expected_batch_size
+    (5, 5, 8)
+    """
+    return _assemble(
+        module, optimizer, data_loader, settings, max_grad_norm, noise_multiplier=noise_multiplier, epochs=epochs
+    )
+
+
+def make_private_with_epsilon(
+    *,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
+    target_epsilon: float,
+    target_delta: float,
+    epochs: int,
+    max_grad_norm: float,
+    **settings: Unpack[Settings],
+) -> PrivateTraining:
+    """Do the same as `make_private`, with the least noise that keeps a run within (target_epsilon, target_delta).
+
+    Args:
+        module: As in `make_private`.
+        optimizer: As in `make_private`.
+        data_loader: As in `make_private`.
+        target_epsilon: The ε of the whole run.
+        target_delta: The δ of (ε, δ).
+        epochs: The length of the run. A longer run is refused.
+        max_grad_norm: The bound on the gradient of one example.
+        **settings: See `Settings`.
+
+    Returns:
+        The module, the private optimizer and the private loader.
+
+    Guarantee: The final ε is at most target_epsilon, and within 1e-4 of it.
+    """
+    target = (target_epsilon, target_delta)
+    return _assemble(module, optimizer, data_loader, settings, max_grad_norm, target=target, epochs=epochs)
+
+
+def _assemble(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
+    settings: Settings,
+    max_grad_norm: object,
+    *,
+    noise_multiplier: float | None = None,
+    target: tuple[float, float] | None = None,
+    epochs: int | None,
+) -> PrivateTraining:
+    check_settings(settings)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module must be an nn.Module, got {type(module).__name__}")
+    if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
+        raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
+    one_process.check_module(module)
+    check_optimizer(optimizer, module)
+    original = checked_loader(data_loader)
+    is_open = epochs is None and target is None
+    if not is_open and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
+        raise ValueError(f"epochs must be a whole number ≥ 1, got {epochs!r}")
+    plan, steps_per_epoch = _plan(
+        original,
+        poisson_sampling=settings.get("poisson_sampling", True),
+        clip_norm=check_max_grad_norm(max_grad_norm),
+        noise_multiplier=noise_multiplier,
+        epochs=epochs,
+    )
+    if target is not None:
+        plan = plan.calibrate(epsilon=target[0], delta=target[1])
+    reduction = settings.get("loss_reduction", "mean")
+    if reduction == "sum":
+        warnings.warn(
+            f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the "
+            f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
+            stacklevel=4,
+        )
+    given_key = settings.get("key")
+    key = NoiseKey.generate() if given_key is None else given_key
+    private_batches = private_loader(
+        original.dataset,
+        plan,
+        key=key,
+        collate_fn=original.collate_fn,
+        num_workers=original.num_workers,
+        pin_memory=original.pin_memory,
+    )
+    with split_own_loss(module, wanted=hasattr(module, "config") and reduction == "mean"):
+        private = private_optimizer(
+            module,
+            optimizer,
+            plan,
+            variant=settings.get("variant"),
+            variant_options=settings.get("variant_options") or {},
+            loss_reduction=reduction,
+            key=key,
+            steps_are_known=not is_open,
+        )
+    loader = DPDataLoader(private_batches, private, steps_per_epoch=steps_per_epoch, original=original, is_open=is_open)
+    return PrivateTraining(module, private, loader)
+
+
+def _plan(
+    data_loader: torch.utils.data.DataLoader[Any],
+    *,
+    poisson_sampling: bool,
+    clip_norm: float,
+    noise_multiplier: float | None,
+    epochs: int | None,
+) -> tuple[PrivacyPlan, int]:
+    """The plan and the number of steps per epoch.
+
+    As in Opacus, the sampling rate is exactly 1/L and the divisor ⌊N/L⌋, with L = len(data_loader). Under add-remove
+    adjacency num_examples is a declared constant, and L·⌊N/L⌋ gives this rate.
+    """
+    size, batches = len(cast(Sized, data_loader.dataset)), len(data_loader)
+    if poisson_sampling:
+        batch_size, steps_per_epoch = size // batches, batches
+        num_examples, adjacency = batches * batch_size, Adjacency.ADD_REMOVE
+    else:
+        batch_size = min(cast(int, data_loader.batch_size), size)
+        num_examples, adjacency, steps_per_epoch = size, Adjacency.ZERO_OUT, size // batch_size
+        warnings.warn(
+            "poisson_sampling=False: epsilon is not amplified, and larger than what Opacus prints, which is that of "
+            "Poisson samples. Adjacency is zero-out, because removing an example would shift later batches.",
+            stacklevel=5,
+        )
+    plan = PrivacyPlan(
+        num_examples=num_examples,
+        batch_size=batch_size,
+        steps=_MAX_STEPS if epochs is None else epochs * steps_per_epoch,
+        clip_norm=clip_norm,
+        sampling=Poisson() if poisson_sampling else Shuffled(),
+        adjacency=adjacency,
+        noise_multiplier=noise_multiplier,
+    )
+    return plan, steps_per_epoch
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
 
 
 class Accountant:
-    """What an engine's run has spent, under the names of Opacus's accountants."""
+    """What the run of an engine has spent, under the names of Opacus's accountants."""
 
     def __init__(self, engine: PrivacyEngine, name: str) -> None:
         self._engine, self._name = engine, name
 
     def __len__(self) -> int:
-        """How many steps have been taken."""
+        """The number of steps so far."""
         return 0 if self._engine.private is None else self._engine.private.steps_taken
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """[(noise multiplier, sampling rate, steps)], as Opacus keeps it."""
+        """[(noise multiplier, sampling rate, steps)], as in Opacus."""
         private = self._engine.private
         if private is None or len(self) == 0:
             return []
         return [(private.optimizer.noise_multiplier, private.data_loader.sample_rate, len(self))]
 
     def get_epsilon(self, delta: float) -> float:
-        """ε of the steps taken so far."""
+        """Return the ε of the steps so far."""
         return self._engine.get_epsilon(delta)
 
     def mechanism(self) -> str:
-        """The name that the engine was made with; ε does not depend on it."""
+        """Return the name that was given to the engine; ε does not depend on it."""
         return self._name
 
 
 class PrivacyEngine:
-    """Makes one training private and tells what it has spent.
+    """Make one training run private, and report what it has spent.
 
-    `accountant` may be any of Opacus's names: ε always comes from dpoptim's accountant (privacy loss distributions),
-    which agrees with "prv" and lies below "rdp".
+    Args:
+        accountant: "prv", "rdp" or "gdp". ε always comes from dpoptim's accountant (privacy loss distributions), which
+            agrees with "prv" and is smaller than "rdp".
+        secure_mode: Must be False: noise is not hardened against floating-point attacks.
 
-    Guarantee: an engine stands for one run, and a second `make_private` is refused: two runs' ε must be added, and an
-    engine tells that of one.
+    Guarantee: An engine reports the ε of one run. A second `make_private` is refused, because the ε of two runs on the
+    same data must be added.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
@@ -58,47 +405,48 @@ class PrivacyEngine:
             raise ValueError(f"accountant={accountant!r} must be one of {', '.join(_ACCOUNTANTS)}")
         if secure_mode:
             raise ValueError(
-                "secure_mode=True is half there: noise and batches always come of a cryptographic key, but noise is "
-                "not hardened against floating-point attacks; leave secure_mode out to go on with that"
+                "secure_mode=True is not supported: noise and batches come from a cryptographic key, but noise is not "
+                "hardened against floating-point attacks. Leave it out to accept that."
             )
         self.secure_mode = False
-        self.private: Private | None = None
+        self.private: PrivateTraining | None = None
         self.accountant = Accountant(self, accountant)
 
-    def make_private(self, **arguments: Any) -> Private:
-        """The arguments of `dpoptim.integrations.opacus.make_private`."""
-        self._check_fresh()
+    def make_private(self, **arguments: Any) -> PrivateTraining:
+        """Call `dpoptim.integrations.opacus.make_private` and keep the result."""
+        self._check_unused()
         self.private = make_private(**arguments)
         return self.private
 
-    def make_private_with_epsilon(self, **arguments: Any) -> Private:
-        """The arguments of `dpoptim.integrations.opacus.make_private_with_epsilon`."""
-        self._check_fresh()
+    def make_private_with_epsilon(self, **arguments: Any) -> PrivateTraining:
+        """Call `dpoptim.integrations.opacus.make_private_with_epsilon` and keep the result."""
+        self._check_unused()
         self.private = make_private_with_epsilon(**arguments)
         return self.private
 
-    def _check_fresh(self) -> None:
+    def _check_unused(self) -> None:
         if self.private is not None:
             raise ValueError(
-                "this engine has made a run private already, and tells the epsilon of one run; make a new "
-                "PrivacyEngine for another, and add the two where both saw the same data"
+                "this engine already has a run. Create a new PrivacyEngine for another run, and add their epsilons if "
+                "both use the same data."
             )
 
-    def _run(self) -> Private:
+    def _run(self) -> PrivateTraining:
         if self.private is None:
-            raise ValueError("nothing has been made private yet; call make_private first")
+            raise ValueError("nothing is private yet. Call make_private first.")
         return self.private
 
     def get_epsilon(self, delta: float) -> float:
-        """ε of the steps taken so far; see `Private.epsilon`."""
+        """Return the ε of the steps so far; see `PrivateTraining.epsilon`."""
         return self._run().epsilon(delta)
 
     def statement(self, delta: float | None = None) -> str:
-        """What is guaranteed, for an auditor; see `Private.statement`."""
+        """Return what is guaranteed, for an auditor; see `PrivateTraining.statement`."""
         return self._run().statement(delta)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """Return a copy without layers that cannot be trained privately; see `ModuleValidator.fix`."""
         return ModuleValidator.fix_and_validate(module)
 
     def save_checkpoint(
@@ -109,7 +457,10 @@ class PrivacyEngine:
         optimizer: DPOptimizer | None = None,
         checkpoint_dict: Mapping[str, Any] | None = None,
     ) -> None:
-        """Module, optimizer and the loader's place, without the key: keep that apart, `optimizer.key.save(path)`."""
+        """Save the module, the optimizer and the loader's position.
+
+        The key is not in the checkpoint. Save it with `optimizer.key.save(path)`, in another place.
+        """
         run = self._run()
         state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict()}
         state["optimizer_state_dict"] = (run.optimizer if optimizer is None else optimizer).state_dict()
@@ -123,16 +474,19 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: DPOptimizer | None = None,
     ) -> dict[str, Any]:
-        """Continue the run of a checkpoint, after a `make_private` with the run's own numbers and `key`.
+        """Resume a run from a checkpoint, after `make_private` with the same numbers and the run's `key`.
 
-        Refused once this engine's run has taken steps: they would be forgotten. Continue a checkpoint ONCE: two
-        continuations share their noise, so that what both release differs by the data alone, and no ε covers the pair.
+        Resume a checkpoint only ONCE: two continuations share their noise, so their difference reveals the data.
+
+        Raises:
+            ValueError: The module or optimizer is a different one, the run has taken steps, or the checkpoint belongs
+                to a different run.
         """
         run = self._run()
         if module is not run.module or optimizer not in (None, run.optimizer):
-            raise ValueError("module and optimizer must be those of make_private, which the checkpoint is to go into")
+            raise ValueError("module or optimizer is not from this engine. Pass those that make_private returned.")
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        run.optimizer.load_state_dict(state["optimizer_state_dict"])  # first, since it refuses what does not fit
+        run.optimizer.load_state_dict(state["optimizer_state_dict"])  # first, because it refuses a different run
         run.data_loader.private_loader.load_state_dict(state["data_loader_state_dict"])
         module.load_state_dict(state["module_state_dict"])
         return state

@@ -1,4 +1,4 @@
-"""One epoch an iteration, and batches in parts: Opacus's two ways of looping, on dpoptim's loader."""
+"""`DPDataLoader` yields one epoch per iteration, and `BatchMemoryManager` yields batches in smaller parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.utils.data
 from dpoptim.data import PrivateLoader, secret_randomness
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
-_OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what they return; what they are by default
+_OF_WORKERS: dict[str, tuple[Any, ...]] = {  # options that do not change what workers return, with their defaults
     "timeout": (0,),
     "prefetch_factor": (None, 2),
     "persistent_workers": (False,),
@@ -20,17 +20,14 @@ _OF_WORKERS: dict[str, tuple[Any, ...]] = {  # how workers run, and not what the
 
 
 class DPDataLoader:
-    """The steps of a `PrivateLoader`, `steps_per_epoch` of them with every `iter()`.
+    """A private loader that yields one epoch (`steps_per_epoch` steps) per iteration.
 
-    An iteration begins at the first step that the optimizer has not released: a batch that was only looked at, or an
-    epoch that was left early, is drawn again, the same examples for the same step, and is released once.
+    An iteration starts at the first step that was not released. So a batch that was only looked at, and the rest of an
+    epoch that was left early, are drawn again: the same step has the same examples. An empty Poisson sample is one
+    placeholder example, which the optimizer ignores. `len` counts steps, or the expected number of micro-batches.
 
-    Guarantee: that of the `PrivateLoader`. Steps beyond the plan's are refused; `is_open` says that no length was asked
-    for, and the plan's is only a bound.
-    What the model and the collator draw at random for a step (dropout, masks) comes from the run's secret key, and
-    torch's generators have their own state back when the step is released.
-    Edge cases: an empty Poisson sample comes as one example that the optimizer leaves out. `len` is in steps; for a
-    loader in parts it is the expected number of parts.
+    Guarantee: That of `PrivateLoader`; steps beyond the plan are refused. What the model and the collator draw
+    (dropout, masks) comes from the run's secret key, and torch's generators are restored after each step.
     """
 
     def __init__(
@@ -52,21 +49,22 @@ class DPDataLoader:
 
     @property
     def dataset(self) -> torch.utils.data.Dataset[Any]:
+        """The training examples."""
         return self.private_loader.dataset
 
     @property
     def batch_size(self) -> int:
-        """The expected one."""
+        """The expected batch size."""
         return self.private_loader.plan.batch_size
 
     @property
     def sample_rate(self) -> float:
-        """The chance of an example to be in a batch (under shuffled batches, its share of the steps)."""
+        """The probability that an example is in a batch; for shuffled batches, its share of the steps."""
         return self.private_loader.plan.sampling_prob
 
     @property
     def step_ends(self) -> bool:
-        """Whether the part that was yielded last closes a step; advance a scheduler of steps only then."""
+        """Whether the last yielded part ends a step. Advance a scheduler only then."""
         return self.private_loader.step_ends
 
     def __len__(self) -> int:
@@ -78,8 +76,8 @@ class DPDataLoader:
         released = self.optimizer.mechanism.step
         if released >= self.private_loader.steps:
             raise ValueError(
-                f"all {self.private_loader.steps} steps have been taken, and more are not covered by the epsilon asked "
-                "for; for a longer run pass more epochs to make_private"
+                f"all {self.private_loader.steps} steps have been taken, and epsilon covers no more. For a longer run "
+                "pass more epochs to make_private."
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size
@@ -94,7 +92,7 @@ class DPDataLoader:
                 return
 
     def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
-        """The same steps, each in parts of at most so many examples; the optimizer makes one update a step."""
+        """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
         return DPDataLoader(
             self.private_loader,
             self.optimizer,
@@ -106,19 +104,25 @@ class DPDataLoader:
 
 
 class BatchMemoryManager:
-    """A context whose loader gives each batch in parts of at most `max_physical_batch_size` examples.
+    """A context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
 
-    The loop calls `zero_grad()`, `backward()` and `step()` for every part; parameters move at the last part of a step.
-    How a step is cut changes no sum, no noise and no guarantee.
+    The loop calls `zero_grad()`, `backward()` and `step()` for every part. The last part of a step updates the model.
+
+    Args:
+        data_loader: The loader that `make_private` returned.
+        max_physical_batch_size: The largest number of examples in memory at once.
+        optimizer: The optimizer that `make_private` returned.
+
+    Guarantee: Sums, noise and ε do not depend on the size of the parts.
     """
 
     def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
         if not isinstance(data_loader, DPDataLoader):
             raise ValueError(
-                f"data_loader must be the one that make_private returned, got {type(data_loader).__name__}"
+                f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned."
             )
         if optimizer is not data_loader.optimizer:
-            raise ValueError("optimizer must be the one that make_private returned together with data_loader")
+            raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
         size = max_physical_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"max_physical_batch_size must be a whole number ≥ 1, got {size!r}")
@@ -132,15 +136,15 @@ class BatchMemoryManager:
 
 
 def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
-    """The DataLoader to take dataset, batch size and workers from; refuses one whose draws would be silently lost."""
+    """Return the DataLoader to copy dataset, batch size and workers from; refuse options that would be lost."""
     if isinstance(data_loader, DPDataLoader):
         return data_loader.original
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, got {type(data_loader).__name__}")
     if isinstance(data_loader.dataset, torch.utils.data.IterableDataset):
-        raise ValueError("data_loader is over an IterableDataset, whose examples cannot be drawn at random; index it")
+        raise ValueError("data_loader has an IterableDataset, which cannot be sampled. Use an indexed dataset.")
     if data_loader.batch_sampler is None:
-        raise ValueError("data_loader has batch_size=None and no batches; give it a batch_size")
+        raise ValueError("data_loader has batch_size=None. Give it a batch_size.")
     batches, sampler = data_loader.batch_sampler, data_loader.sampler
     takes_all_once = isinstance(sampler, torch.utils.data.SequentialSampler) or (
         isinstance(sampler, torch.utils.data.RandomSampler)
@@ -150,23 +154,22 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
     if type(batches) is not torch.utils.data.BatchSampler or not takes_all_once:
         lost = type(sampler if type(batches) is torch.utils.data.BatchSampler else batches).__name__
         raise ValueError(
-            f"data_loader has a {lost}, and private batches are drawn from the whole dataset with equal chances; put a "
-            "selection into torch.utils.data.Subset, give batch_size and leave the sampler out"
+            f"data_loader has a {lost}, but private batches are drawn uniformly from the whole dataset. Leave it out, "
+            "give batch_size, and select examples with torch.utils.data.Subset."
         )
     if len(data_loader) == 0:
-        raise ValueError("data_loader has no batches: drop_last=True and fewer examples than batch_size")
+        raise ValueError("data_loader has drop_last=True and no full batch. Use a smaller batch_size.")
     if data_loader.worker_init_fn is not None:
-        raise ValueError("data_loader has a worker_init_fn, which is not carried over; do that work in the dataset")
+        raise ValueError("data_loader has a worker_init_fn, which is not copied. Do that work in the dataset.")
     if data_loader.generator is not None or getattr(sampler, "generator", None) is not None:
         raise ValueError(
-            "data_loader has a generator, and private batches are drawn with a secret key; leave it out, and pass key= "
-            "to make_private to draw the same again"
+            "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
+            "to make_private to resume a run."
         )
     left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
     if left:
         warnings.warn(
-            f"{', '.join(left)} of data_loader: not carried over; workers start anew with every epoch, with torch's "
-            "defaults",
+            f"{', '.join(left)} of data_loader: not copied. Workers restart at every epoch, with torch's defaults.",
             stacklevel=5,
         )
     return data_loader

@@ -1,4 +1,4 @@
-"""From a `torch.optim` optimizer to the private one of the same update: its settings are read, it is never wrapped."""
+"""From an optimizer of `torch.optim` to the private one with the same update; settings are copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dpoptim.integrations.opacus.own_loss import leave_own_loss
+from dpoptim.integrations.opacus.models import restore_own_loss
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import (
     SGD,
@@ -31,9 +31,9 @@ from dpoptim.privacy import PrivacyPlan
 
 
 class DPOptimizer(PrivateOptimizer):
-    """A private optimizer that also answers to Opacus's names for the numbers of its plan.
+    """A private optimizer with Opacus's names for the numbers of its plan.
 
-    Batches are those of the loader that was made with it: a step on any other is refused.
+    It refuses a step on a batch that its loader did not draw.
     """
 
     def __init__(self, module: nn.Module, plan: PrivacyPlan, **slots: Any) -> None:
@@ -49,22 +49,23 @@ class DPOptimizer(PrivateOptimizer):
 
     @property
     def max_grad_norm(self) -> float:
+        """The bound on the gradient of one example."""
         return float(self.plan.clip_norm)
 
     @property
     def expected_batch_size(self) -> int:
-        """What the noisy sum is divided by."""
+        """The divisor of the noisy sum."""
         return self.plan.batch_size
 
     def detach(self) -> None:
-        """Give the model back its own forward and its own loss; the optimizer cannot be used afterwards."""
+        """Restore the model's own forward and loss; the optimizer cannot be used afterwards."""
         super().detach()
-        leave_own_loss(self._module)
+        restore_own_loss(self._module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """One class of torch.optim: the rule of the same update, which settings it has, and which it has at one value."""
+    """A class of torch.optim: the private rule, the settings to copy, and those with one supported value."""
 
     rule: Callable[..., UpdateRule]
     settings: tuple[str, ...]
@@ -107,37 +108,37 @@ _ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse what has no counterpart of the same update, and what would be left behind."""
+    """Refuse an optimizer without a private counterpart, and state or schedulers that would be lost."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         known = ", ".join(known.__name__ for known in _KINDS)
         raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private counterpart "
-            f"here; use one of torch.optim's {known}"
+            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private version. "
+            f"Use one of torch.optim: {known}."
         )
     own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
     if not given <= own:
         raise ValueError(
-            "optimizer holds parameters that are not the module's; make it of module.parameters(), after "
-            "ModuleValidator.fix, which copies"
+            "optimizer has parameters that the module does not have. Create it from module.parameters(), after "
+            "ModuleValidator.fix, which copies the module."
         )
     missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in given]
     if missing:
         raise ValueError(
-            f"optimizer lacks the trainable parameter '{missing[0]}'; add it, or freeze it with requires_grad_(False)"
+            f"optimizer lacks the trainable parameter '{missing[0]}'. Add it, or freeze it with requires_grad_(False)."
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
-        raise ValueError("optimizer has taken steps, whose moments would be lost; make it anew before make_private")
+        raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
     for group in optimizer.param_groups:
         for name, value in kind.fixed.items():
             if group.get(name, value) != value:
                 raise ValueError(
-                    f"optimizer has {name}={group[name]!r}, which has no private counterpart; use {name}={value!r}"
+                    f"optimizer has {name}={group[name]!r}, which has no private counterpart. Use {name}={value!r}."
                 )
         if "initial_lr" in group:
             raise ValueError(
-                "optimizer has a learning-rate scheduler, which would go on changing the old optimizer; make the "
-                "scheduler after make_private, on the optimizer that it returns"
+                "optimizer has a learning-rate scheduler, which would keep changing the old optimizer. Create the "
+                "scheduler after make_private, for the optimizer that it returns."
             )
 
 
@@ -152,9 +153,9 @@ def private_optimizer(
     key: NoiseKey,
     steps_are_known: bool,
 ) -> DPOptimizer:
-    """The private optimizer with the same update rule, learning rates and parameter groups as `optimizer`.
+    """Create the private optimizer with the update rule, learning rates and parameter groups of `optimizer`.
 
-    variant=None is `dp_sgd` for SGD and `post_processing` for the rest: the update of torch on the noisy gradient.
+    variant=None is `dp_sgd` for SGD and `post_processing` for the others: torch's update with the noisy gradient.
     """
     kind = _KINDS[type(optimizer)]
     groups = [_group(group, kind) for group in optimizer.param_groups]
@@ -165,7 +166,7 @@ def private_optimizer(
     if kind.rule is SGD:
         if variant not in (None, "dp_sgd"):
             raise ValueError(
-                f"variant={variant!r} needs a second moment and optimizer is SGD; use Adam, or leave it out"
+                f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam, or leave variant out."
             )
         made = dp_sgd(module, plan, lr, **first, **common, **variant_options)
     else:
@@ -174,17 +175,17 @@ def private_optimizer(
             raise ValueError(f"variant={variant!r} must be one of {', '.join(_ADAPTIVE)} for this optimizer, or None")
         decoupled = {bool(group.get("decoupled_weight_decay", False)) for group in optimizer.param_groups}
         if len(decoupled) > 1:
-            raise ValueError("optimizer mixes decoupled_weight_decay=True and False; use one for all groups")
+            raise ValueError("optimizer mixes decoupled_weight_decay=True and False. Use one for all groups.")
         rule = AdamW(**first) if kind.rule is Adam and True in decoupled else kind.rule(**first)
         scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
         if scales_by_length and not steps_are_known and "eps_scale" not in variant_options:
             raise ValueError(
-                "variant='scale_then_privatize' with Adagrad sets eps_scale by the length of the run; pass epochs=..., "
-                "or variant_options={'eps_scale': ...}"
+                "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass "
+                "epochs=... or variant_options={'eps_scale': ...}."
             )
         made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
     memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
-    return DPOptimizer(  # of the parts that the variant has chosen; `made` is detached by it and dropped
+    return DPOptimizer(  # with the slots of the variant; this detaches `made`
         module,
         plan,
         release=made.plan.release,
@@ -198,7 +199,7 @@ def private_optimizer(
 
 
 def _group(group: Mapping[str, Any], kind: _Kind) -> dict[str, Any]:
-    """The parameters and settings of a group as plain values; what only concerns torch's kernels is left out."""
+    """The parameters and settings of a group as plain values, without options of torch's kernels."""
     return {
         "params": group["params"],
         "lr": float(group["lr"]),

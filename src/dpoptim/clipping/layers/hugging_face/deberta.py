@@ -32,7 +32,7 @@ def deberta_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[An
     if keeper.capturing:
         hidden = keeper.expand_to_batch(hidden, name)
         shared = partial(type(module).get_rel_embedding, module)
-        check_same(name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
+        check_same(keeper, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
 
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
@@ -78,6 +78,7 @@ def _position_scores(
     if keeper.capturing and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
         check_same(
+            keeper,
             name,
             module,
             lambda: _scores(module, *few, rows[:1], scale_factor),
@@ -124,6 +125,7 @@ def deberta_prediction_head(
         hidden = keeper.expand_to_batch(hidden, name)
         one = hidden[:1]
         check_same(
+            keeper,
             name,
             module,
             lambda: _predicted(keeper, module, one, words),

@@ -28,7 +28,7 @@ def opt_decoder_layer(
     if keeper.capturing:
         one = keeper.expand_to_batch(hidden, name)[:1]
         with replaced(module, self_attn=_no_attention):  # which has nothing to do with the fold, and fills a cache
-            check_same(name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
+            check_same(keeper, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
 
 

@@ -54,7 +54,7 @@ def _with_biases_for_each(
             return looked_up.permute(0, 3, 1, 2)
 
         if keeper.capturing:
-            check_same(name, module, lambda: of_each(1), lambda: own(*given, **options)[:1])
+            check_same(keeper, name, module, lambda: of_each(1), lambda: own(*given, **options)[:1])
         return of_each(len(hidden))
 
     with replaced(module, **{method: biases}):

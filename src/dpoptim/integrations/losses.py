@@ -1,0 +1,303 @@
+"""Tasks and the loss of each example.
+
+The loss of an example is the mean over ITS OWN targets: masked tokens, next tokens, or its label. A Hugging Face model
+that is called with `labels` divides by the number of targets in the whole batch, which mixes examples. So labels are
+taken out before the model is called.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.integrations.masking import IGNORED
+from dpoptim.integrations.modes import without_peft
+from dpoptim.integrations.optional import require
+from dpoptim.integrations.token_losses import can_read_targets, logits_of, token_losses
+
+
+class Task(enum.Enum):
+    """What `dpoptim train` can predict."""
+
+    MASKED_LM = "masked-lm"
+    CAUSAL_LM = "causal-lm"
+    TEXT_CLASSIFICATION = "text-classification"
+    IMAGE_CLASSIFICATION = "image-classification"
+    TABULAR_CLASSIFICATION = "tabular-classification"
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether an example has one label."""
+        return self not in (Task.MASKED_LM, Task.CAUSAL_LM)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self not in (Task.IMAGE_CLASSIFICATION, Task.TABULAR_CLASSIFICATION)
+
+
+_TABLES = {  # transformers' tables of model classes
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "text-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+}
+_ENDINGS = {  # of classes that are in no table
+    "ForMaskedLM": "masked-lm",
+    "LMHeadModel": "causal-lm",
+    "ForCausalLM": "causal-lm",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+}
+_COLLATORS = {"token-classification": "DataCollatorForTokenClassification", "seq2seq-lm": "DataCollatorForSeq2Seq"}
+
+
+# -- batches of `dpoptim train` ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExampleLosses:
+    """The sum of each example's losses over its targets, and the number of targets."""
+
+    total: Tensor  # [examples]
+    targets: Tensor  # [examples]
+    correct: Tensor | None = None  # [examples], for classifiers: whether the label has the largest logit
+
+    @property
+    def losses(self) -> Tensor:
+        """The mean over each example's targets; 0, with a gradient of 0, for an example without targets."""
+        return self.total / self.targets.clamp(min=1)
+
+
+def example_losses(
+    task: Task, model: nn.Module, batch: Mapping[str, Tensor], *, targets_only: bool = False
+) -> ExampleLosses:
+    """Run the model on a batch that was prepared for the task.
+
+        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
+
+    Guarantee: Entry j depends on example j alone, and not on its padding, if that holds for the model's outputs.
+    """
+    if task is Task.TABULAR_CLASSIFICATION:
+        return _of_logits(logits_of(model(_in_dtype_of(model, batch["features"]))), batch["labels"])
+    if task is Task.IMAGE_CLASSIFICATION:
+        pixels = _in_dtype_of(model, batch["pixel_values"])
+        return _of_logits(logits_of(model(pixel_values=pixels)), batch["labels"])
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if task is Task.TEXT_CLASSIFICATION:
+        return _of_logits(logits_of(model(**inputs)), batch["labels"])
+    places = None
+    if task is Task.MASKED_LM:
+        assert "places" in batch, "the batch is not masked: use prepared.at_step or prepared.batches"
+        places = batch["places"]
+    elif hasattr(getattr(model, "config", None), "use_cache"):
+        inputs["use_cache"] = False
+    losses = token_losses(model, inputs, batch["labels"], places, targets_only=targets_only)
+    return ExampleLosses(total=losses.float().sum(1), targets=(batch["labels"] != IGNORED).sum(1))
+
+
+def _of_logits(logits: Tensor, labels: Tensor) -> ExampleLosses:
+    losses = class_losses(logits, labels)
+    return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
+
+
+def _in_dtype_of(model: nn.Module, values: Tensor) -> Tensor:
+    return values.to(next(model.parameters()).dtype)
+
+
+# -- batches of Hugging Face collators --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLosses:
+    """`losses(model, batch) -> [examples]` for a batch, by name, as a Hugging Face collator makes it.
+
+        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
+
+    With `targets_only`, language models decode the targets alone and store no logits. Classifiers follow
+    `config.problem_type` as transformers does: one label, several, or a number (mean squared error). Encoder–decoder
+    models get `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
+
+    Guarantee: Entry j depends on example j alone, if that holds for the model's outputs. An example without targets has
+    loss 0.
+    """
+
+    task: str
+    targets_only: bool = False
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        inputs = dict(batch)
+        labels = inputs.pop("labels", None)
+        if labels is None:
+            collator = _COLLATORS.get(self.task, "DataCollatorForLanguageModeling")
+            raise ValueError(
+                f"the batch has no labels, only {', '.join(inputs)}; {self.task} needs them. Use a collator that makes "
+                f"them, such as {collator}, or pass loss_per_example=."
+            )
+        if self.task in ("text-classification", "image-classification"):
+            return class_losses(logits_of(model(**inputs)), labels, _config(model))
+        places = None
+        if self.task == "causal-lm":
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
+            if hasattr(_config(model), "use_cache"):
+                inputs["use_cache"] = False
+        elif self.task == "seq2seq-lm":
+            inputs["use_cache"] = False
+            if inputs.get("decoder_input_ids") is None:
+                inputs["decoder_input_ids"] = _shifted(model, labels)
+        elif self.task == "masked-lm" and self.targets_only:
+            labels, places = _gathered(labels)
+        losses = token_losses(model, inputs, labels, places, targets_only=self.targets_only)
+        return losses.float().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+
+
+def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
+    """Choose the per-example losses of a Hugging Face model.
+
+    Call it before the optimizer is created: otherwise language models compute all logits.
+
+    Args:
+        model: A model of transformers, with or without adapters of peft.
+        task: masked-lm, causal-lm, text-classification, image-classification, token-classification or seq2seq-lm.
+            None looks up the model's class.
+
+    Returns:
+        A function of (model, batch) that returns one loss per example.
+
+    Raises:
+        ValueError: The task is unknown, the class has no task or several, or the model is not causal.
+    """
+    if task is None:
+        task = _task_of(model)
+    elif task not in _TABLES:
+        raise ValueError(f"task={task!r} must be one of {', '.join(_TABLES)}")
+    if task == "causal-lm":
+        check_is_causal(model)
+    return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and _can_read_targets(model))
+
+
+def class_losses(logits: Tensor, labels: Tensor, config: Any = None) -> Tensor:
+    """The loss of each example of a classifier, by the kind of labels that its configuration declares.
+
+    One label: −ln p(label). Several (`problem_type="multi_label_classification"`, or float labels): the mean binary
+    cross-entropy. A number (`"regression"`, or one logit): the mean squared error.
+
+    >>> class_losses(torch.zeros(2, 4), torch.tensor([1, 3]))
+    tensor([1.3863, 1.3863])
+    """
+    logits = logits.float()
+    kind = getattr(config, "problem_type", None)
+    if kind is None and config is not None and logits.shape[-1] == 1:
+        kind = "regression"
+    if kind is None and labels.is_floating_point():
+        kind = "multi_label_classification"
+    if kind == "regression":
+        return F.mse_loss(logits, labels.float().view_as(logits), reduction="none").flatten(1).mean(1)
+    if kind == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").flatten(1).mean(1)
+    return F.cross_entropy(logits, labels.view(-1), reduction="none")
+
+
+def check_is_causal(model: nn.Module) -> None:
+    """Refuse an encoder that is not configured as a decoder: it would see the tokens that it has to predict."""
+    config = _config(model)
+    auto = require("transformers.models.auto.modeling_auto", "causal-lm")
+    is_encoder = getattr(config, "model_type", None) in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_encoder and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
+        raise ValueError(
+            f"{type(without_peft(model)).__name__} reads in both directions, so it would see the tokens that causal-lm "
+            "predicts. Use masked-lm, or set is_decoder=True in the model's configuration."
+        )
+
+
+# -- tasks by class ---------------------------------------------------------------------------------------------------
+
+
+def tasks_of_classes(names: Iterable[str]) -> list[Task]:
+    """The tasks of `dpoptim train` that classes with these names are for: none, one or several.
+
+    >>> tasks_of_classes(["BertForMaskedLM"]), tasks_of_classes(["MyOwnForCausalLM"]), tasks_of_classes(["Thing"])
+    ([<Task.MASKED_LM: 'masked-lm'>], [<Task.CAUSAL_LM: 'causal-lm'>], [])
+    """
+    return [Task(task) for task in _tasks_of(names) if task not in _COLLATORS]
+
+
+def trained_elsewhere(names: Iterable[str]) -> str | None:
+    """Describe a model that only PrivateTrainer can train; None for others.
+
+    >>> trained_elsewhere(["T5ForConditionalGeneration"])
+    'an encoder–decoder model, which PrivateTrainer trains (docs/hugging-face.md) and `dpoptim train` does not'
+    """
+    found = [task for task in _tasks_of(names) if task in _COLLATORS]
+    if not found:
+        return None
+    kind = "an encoder–decoder" if "seq2seq-lm" in found else f"a {found[0]}"
+    return f"{kind} model, which PrivateTrainer trains (docs/hugging-face.md) and `dpoptim train` does not"
+
+
+def _tasks_of(names: Iterable[str]) -> list[str]:
+    """The tasks of classes with these names: by transformers' tables, or by how a name ends."""
+    auto = require("transformers.models.auto.modeling_auto", "finding the task of a model")
+    asked = set(names)
+    found = [task for task, table in _TABLES.items() if asked & _class_names(getattr(auto, table))]
+    by_ending = {task for name in asked for ending, task in _ENDINGS.items() if name.endswith(ending)}
+    return found or [task for task in _TABLES if task in by_ending]
+
+
+def _class_names(table: Mapping[str, Any]) -> set[str]:
+    return {name for value in table.values() for name in ([value] if isinstance(value, str) else value)}
+
+
+def _task_of(model: nn.Module) -> str:
+    inner = without_peft(model)
+    found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
+    if len(found) != 1:
+        problem = "does several tasks" if found else "has no known task"
+        raise ValueError(
+            f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=, a "
+            "function of (model, batch) that returns one loss per example."
+        )
+    return found[0]
+
+
+def _can_read_targets(model: nn.Module) -> bool:
+    try:
+        return can_read_targets(model, int(without_peft(model).get_input_embeddings().weight.shape[0]))
+    except ValueError:  # an optimizer's engine already runs its layers
+        return False
+
+
+def _config(model: nn.Module) -> Any:
+    return getattr(without_peft(model), "config", None)
+
+
+def _shifted(model: nn.Module, labels: Tensor) -> Any:
+    shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:
+        raise ValueError(
+            f"the batch has no decoder_input_ids, and {type(without_peft(model)).__name__} cannot make them from "
+            "labels. Use DataCollatorForSeq2Seq(tokenizer, model=model), or put them into the dataset."
+        )
+    return shift(labels=labels)
+
+
+def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer.
+
+    >>> _gathered(torch.tensor([[-100, 7, -100, 8], [-100, -100, 9, -100]]))
+    (tensor([[   7,    8],
+            [   9, -100]]), tensor([[1, 3],
+            [2, 0]]))
+    """
+    is_target = labels != IGNORED
+    most = max(1, int(is_target.sum(1).max()))
+    places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]
+    return labels.gather(1, places), places

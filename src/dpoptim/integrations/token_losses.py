@@ -1,0 +1,143 @@
+"""The cross-entropy of a language model at chosen places only, for any architecture that transformers knows.
+
+A language model is an encoder (`base_model`), a head, and a linear map onto the vocabulary (`get_output_embeddings()`).
+Two hooks run it at the targets only: one gathers the encoder's output at the predicted places, the other takes out the
+input of the linear map. Then `linear_cross_entropy` computes the losses without storing logits. `can_read_targets`
+finds out once, on made-up tokens, whether a model is built like this. If not, all logits are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpoptim.clipping import linear_cross_entropy
+from dpoptim.clipping.layers import choose_rules
+from dpoptim.clipping.layers.generic import generic
+from dpoptim.integrations.masking import IGNORED
+from dpoptim.integrations.modes import in_eval_mode, without_peft
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """The modules that get the two hooks."""
+
+    encoder: nn.Module
+    decoder: nn.Linear
+
+
+def token_losses(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels: Tensor,  # [examples, places], IGNORED where nothing is predicted
+    places: Tensor | None = None,  # [examples, places]; None: labels are at all positions
+    *,
+    targets_only: bool,
+) -> Tensor:
+    """The loss at each place, [examples, places]; 0 where the label is ignored.
+
+    `targets_only` stores no logits. It needs a model for which `can_read_targets` is True.
+    """
+    if targets_only:
+        reader = _reader(model)
+        assert reader is not None, "the model is not the one that was prepared"
+        return linear_cross_entropy(reader.decoder, _entering(model, reader, inputs, places), labels)
+    found = logits_of(model(**inputs))
+    if places is not None:
+        found = found.gather(1, places[..., None].expand(-1, -1, found.shape[-1]))
+    losses = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(labels.shape)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of a model that returns them, or returns an object that has them."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
+    """Whether decoding the targets alone gives exactly what the model computes.
+
+    Three conditions: the head computes the same at gathered places as at all places, nothing changes the logits after
+    the linear map (a cap or scale), and the engine treats the map as a separate layer. Modes and generators are
+    restored.
+    """
+    reader = _reader(model)
+    if reader is None:
+        return False
+    layers = choose_rules(model)
+    if any(layer.rule is generic and reader.decoder in module.modules() for module, layer in layers.items()):
+        return False
+    try:
+        with in_eval_mode(model), torch.random.fork_rng(devices=[]):
+            return _reads_exactly(model, reader, vocabulary)
+    except Exception:  # the model does not take such inputs
+        return False
+
+
+def _reader(model: nn.Module) -> _Reader | None:
+    """Encoder and linear map, by transformers' names for them; looked up each time, because models are copied."""
+    inner = without_peft(model)
+    encoder = getattr(inner, "base_model", None)
+    decoder = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if not isinstance(encoder, nn.Module) or encoder is inner or type(decoder) is not nn.Linear:
+        return None
+    return _Reader(encoder, decoder)
+
+
+def _reads_exactly(model: nn.Module, reader: _Reader, vocabulary: int) -> bool:
+    weight = reader.decoder.weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (2, 6), generator=generator).to(weight.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    places = torch.tensor([[4, 1, 2], [0, 5, 3]], device=weight.device)
+    everywhere = _entering(model, reader, inputs, None)
+    if everywhere.shape != (2, 6, weight.shape[1]):
+        return False
+    chosen = everywhere.gather(1, places[..., None].expand(-1, -1, everywhere.shape[-1]))
+    close = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    if not torch.allclose(_entering(model, reader, inputs, places), chosen, rtol=close, atol=close):
+        return False
+    large = 100 * torch.randn(everywhere.shape, generator=generator).to(weight)
+    with _hook(reader.decoder.register_forward_pre_hook(lambda module, args: (large,))):
+        logits = logits_of(model(**inputs))
+    return torch.allclose(logits.float(), reader.decoder(large).float(), rtol=close, atol=close)
+
+
+def _entering(model: nn.Module, reader: _Reader, inputs: Mapping[str, Any], places: Tensor | None) -> Tensor:
+    """The input of the map onto the vocabulary, [examples, places, width]; the map itself runs on no positions."""
+    taken: list[Tensor] = []
+
+    def gather(module: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0]
+        own = places[: len(hidden)] if places is not None else None  # the engine may check the model on fewer examples
+        if own is not None:
+            gathered = hidden.gather(1, own[..., None].expand(-1, -1, hidden.shape[-1]))
+            if isinstance(output, tuple):
+                return gathered, *output[1:]
+            output["last_hidden_state"] = gathered
+        return output
+
+    def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        taken[:] = args
+        return (args[0][:, :0],)
+
+    with _hook(reader.decoder.register_forward_pre_hook(take)), contextlib.ExitStack() as stack:
+        if places is not None:
+            stack.enter_context(_hook(reader.encoder.register_forward_hook(gather)))
+        model(**inputs)
+    (hidden,) = taken
+    return hidden
+
+
+@contextlib.contextmanager
+def _hook(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
