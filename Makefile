@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -qq --constraint constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    pretrain a small BERT on public text, fine-tune it privately on other text; two to three minutes"
+	@echo "make demo    fine-tune a small BERT on private text in several ways; about a minute after set-up"
 	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
 	@echo "make test-all    every test that needs no GPU, the slow ones too"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"

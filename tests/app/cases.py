@@ -11,7 +11,7 @@ import transformers
 from PIL import Image
 from torch import nn
 
-from dpoptim.app import Kind, Prepared, Records, prepare
+from dpoptim.app import Prepared, RecordKind, Records, prepare
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 
@@ -23,8 +23,9 @@ NAMES = ("animal", "privacy")
 def text_records(labelled: bool = False) -> Records:
     labels = np.array([NAMES.index(name) for name in tiny.LABELS]) if labelled else None
     return Records(
-        kind=Kind.TEXT, source="memory", texts=tiny.TEXTS, empty=1, labels=labels, label_names=NAMES if labelled else ()
-    )
+        kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, empty=1, labels=labels,
+        label_names=NAMES if labelled else (),
+    )  # fmt: skip
 
 
 def masked_lm(head: str = "BERT", **options: Any) -> Prepared:
@@ -57,14 +58,14 @@ def image_records(folder: Path) -> Records:
         paths.append(folder / f"{number}.png")
         Image.fromarray(generator.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(paths[-1])
     labels = np.array([0, 1, 2, 0, 1, 2])
-    return Records(kind=Kind.IMAGE, source="memory", images=paths, labels=labels, label_names=("a", "b", "c"))
+    return Records(kind=RecordKind.IMAGE, source="memory", images=paths, labels=labels, label_names=("a", "b", "c"))
 
 
 def rows() -> Records:
     features = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
     labels = np.array([0, 1, 1, 0, 1, 0, 0, 1])
     return Records(
-        kind=Kind.TABULAR, source="memory", features=features, feature_names=("x", "y", "z"), labels=labels,
+        kind=RecordKind.TABULAR, source="memory", features=features, feature_names=("x", "y", "z"), labels=labels,
         label_names=("no", "yes"),
     )  # fmt: skip
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.checkpoints import load_checkpoint
-from dpoptim.app.runs.progress import ProgressDisplay
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
@@ -52,10 +52,11 @@ def rows_recipe(folder: Path, **changes: Any) -> Recipe:
     return Recipe(**{**settings, **changes})
 
 
-class StopAfter(ProgressDisplay):
-    """A person who presses Ctrl-C during a step."""
+class StopAfter(ProgressReporter):
+    """Presses Ctrl-C during a step."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
@@ -63,10 +64,11 @@ class StopAfter(ProgressDisplay):
             signal.raise_signal(signal.SIGINT)
 
 
-class CrashAfter(ProgressDisplay):
-    """The power goes after a step: what was released behind the last checkpoint is released."""
+class CrashAfter(ProgressReporter):
+    """Crashes after a step, behind the last checkpoint."""
 
     def __init__(self, step: int) -> None:
+        super().__init__()
         self._at = step
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:

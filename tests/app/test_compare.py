@@ -13,8 +13,8 @@ from dpoptim.app import prepare_run, read_log, read_recipe
 from dpoptim.app.comparison import compare as compare_module
 from dpoptim.app.comparison.compare import Interrupted, Watch, compare
 from dpoptim.app.comparison.tuning import trial_recipe
-from dpoptim.app.runs.progress import ProgressDisplay
-from dpoptim.app.runs.run_result import is_finished
+from dpoptim.app.progress import ProgressReporter
+from dpoptim.app.runs.run_log import is_finished
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
 from dpoptim.privacy.composition import epsilon_of_runs
 from tests.app.comparisons import VARIANTS, request_for, write_rows
@@ -181,10 +181,10 @@ class Counting(Watch):
         self.begun.append((number, total, name))
 
     def progress(self):
-        return CtrlC() if len(self.begun) == self._interrupt else ProgressDisplay()
+        return CtrlC() if len(self.begun) == self._interrupt else ProgressReporter()
 
 
-class CtrlC(ProgressDisplay):
+class CtrlC(ProgressReporter):
     def step(self, *, step, epsilon, seconds):
         if step == 2:
             signal.raise_signal(signal.SIGINT)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app.support.files import UNFINISHED, make_folder, remove_unfinished
+from dpoptim.app.files import UNFINISHED, make_folder, remove_unfinished
 
 
 def fill(folder: Path) -> None:
@@ -35,7 +35,7 @@ def test_what_is_given_away_has_the_modes_of_the_umask(mask, tmp_path):
 
 
 def test_two_who_make_one_folder_do_not_meet(tmp_path):
-    """Each fills a folder of its own; the second finds the first's there."""
+    """Each fills its own folder; the second one finds the first already there."""
 
     def slow(folder: Path) -> None:
         fill(folder)

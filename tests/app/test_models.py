@@ -1,4 +1,4 @@
-"""Models by name: the right class, the same weights for the same seed, and one line for each failure."""
+"""Models by name: the right class, the same weights for the same seed, and one line per failure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import transformers
 from torch import nn
 
 import dpoptim
-from dpoptim.app import Kind, Records, add_lora, load_model, load_tokenizer, prepare
-from dpoptim.app.models.builtin import MLP, SmallCNN
-from dpoptim.app.models.loading import load_pixel_scale
-from dpoptim.app.models.task_of_model import task_of_model
+from dpoptim.app import RecordKind, Records, add_lora, load_model, load_tokenizer, prepare
+from dpoptim.app.models.loading import MLP, SmallCNN, load_pixel_scale, task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
@@ -48,7 +46,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub answers at once that it is not there."""
+    """Make the hub fail at once."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -57,7 +55,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def texts(labelled: bool = False) -> Records:
     labels = np.array([name == "privacy" for name in tiny.LABELS], np.int64) if labelled else None
     names = ("animal", "privacy") if labelled else ()
-    return Records(kind=Kind.TEXT, source="memory", texts=tiny.TEXTS, labels=labels, label_names=names)
+    return Records(kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, labels=labels, label_names=names)
 
 
 def same(first: nn.Module, second: nn.Module) -> bool:
@@ -116,12 +114,12 @@ def test_built_in_models():
         load_model(Task.TABULAR_CLASSIFICATION, "mlp", num_labels=4)
     with pytest.raises(ValueError, match="lora_rank=2 is for pretrained models"):
         load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=2, num_labels=4, lora_rank=2)
-    with pytest.raises(ValueError, match="needs two labels or more"):
+    with pytest.raises(ValueError, match="needs at least two labels"):
         load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=2, num_labels=1)
 
 
 @pytest.mark.parametrize("task", [Task.MASKED_LM, Task.CAUSAL_LM, Task.TEXT_CLASSIFICATION])
-def test_lora_trains_its_factors_and_the_head_alone(task, bert, gpt2):
+def test_lora_trains_only_its_factors_and_the_head(task, bert, gpt2):
     folder = gpt2 if task is Task.CAUSAL_LM else bert
     prepared = prepare(task=task, model=folder, records=texts(task.is_classification), lora_rank=2, bucket=8)
     trainable = [name for name, p in prepared.model.named_parameters() if p.requires_grad]
@@ -160,7 +158,7 @@ def test_lora_settings(bert):
 
 
 @pytest.mark.parametrize("task", [Task.MASKED_LM, Task.CAUSAL_LM])
-def test_a_folder_is_all_that_prepare_needs(task, bert, gpt2):
+def test_prepare_from_a_folder(task, bert, gpt2):
     prepared = prepare(task=task, model=gpt2 if task is Task.CAUSAL_LM else bert, records=texts(), bucket=8)
     plan = dpoptim.PrivacyPlan(num_examples=7, batch_size=3, steps=2, noise_multiplier=1.0)
     loader = dpoptim.private_loader(prepared.dataset, plan, collate_fn=prepared.collate)
@@ -195,11 +193,11 @@ def test_a_folder_without_its_files(tmp_path, bert):
         load_model(Task.MASKED_LM, tmp_path)
     assert "set from_scratch" in line(error)
     assert type(load_model(Task.MASKED_LM, tmp_path, from_scratch=True)).__name__ == "BertForMaskedLM"
-    with pytest.raises(ValueError, match="has no vocabulary; save the tokenizer beside the model") as error:
+    with pytest.raises(ValueError, match="has no vocabulary; save the tokenizer in the model's folder") as error:
         load_tokenizer(tmp_path)
     line(error)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match="cannot be loaded from its folder") as error:
+    with pytest.raises(ValueError, match="cannot be loaded: ") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
 
@@ -213,31 +211,32 @@ def test_a_folder_that_is_not_there(tmp_path):
 
 
 def test_a_model_of_another_task(vit):
-    with pytest.raises(ValueError, match="is a 'vit', which transformers has no AutoModelForMaskedLM for") as error:
+    with pytest.raises(ValueError, match="is a 'vit', and transformers has no AutoModelForMaskedLM for it") as error:
         load_model(Task.MASKED_LM, vit)
     line(error)
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_model_that_makes_a_text_of_a_text_is_told_where_it_is_trained(tmp_path):
+def test_encoder_decoder_models_are_sent_to_the_trainer(tmp_path):
     for name, architecture in (("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")):
         config = {"model_type": name, "architectures": [architecture]}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"t5' \(T5For.*text-to-text model, .* dpoptim\.training\.PrivateT") as told:
+    with pytest.raises(ValueError, match=r"t5' \(T5For.*encoder–decoder model, which PrivateTrainer") as error:
         task_of_model(str(tmp_path / "t5"))
-    assert "\n" not in str(told.value)
-    with pytest.raises(ValueError, match=r"no AutoModelForCausalLM for.*it is a text-to-text model.*PrivateTrainer"):
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"no AutoModelForCausalLM for.*it is an encoder–decoder model"):
         load_model(Task.CAUSAL_LM, tmp_path / "t5", from_scratch=True)
-    with pytest.raises(ValueError, match=r"text-to-text model.*PrivateTrainer.*or set task \(--task\) to masked-lm$"):
+    with pytest.raises(ValueError, match=r"PrivateTrainer.*or set task \(--task\) to masked-lm$"):
         task_of_model(str(tmp_path / "bart"))
-    assert hasattr(dpoptim.app, "PrivateTrainer")  # the name that is told
 
 
-def test_a_name_that_the_hub_does_not_give(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is tried for a minute
+def test_name_missing_on_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise transformers retries for a minute
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
-        with pytest.raises(ValueError, match="no such folder here, and the Hugging Face hub does not give it") as error:
+        with pytest.raises(
+            ValueError, match="is not a folder here, and the Hugging Face hub did not provide it"
+        ) as error:
             load("nobody/no-such-model")
         assert line(error).endswith("check the path")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from dpoptim.app import Kind, Records, prepare
+from dpoptim.app import RecordKind, Records, prepare
 from dpoptim.integrations.losses import Task
 from tests.app import tiny
 
 
 def records() -> Records:
-    return Records(kind=Kind.TEXT, source="memory", texts=tiny.TEXTS)
+    return Records(kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS)
 
 
 def test_an_architecture_without_a_mask_is_refused():

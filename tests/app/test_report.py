@@ -21,7 +21,7 @@ from dpoptim.app.report.figures import CURVES, Mark
 from dpoptim.app.report.numbers import all_numbers
 from dpoptim.app.report.page import guarantee_sentence, page
 from dpoptim.app.report.write import write_report
-from dpoptim.app.runs.logged_run import read_run, read_runs
+from dpoptim.app.runs.run_log import read_run, read_runs
 from dpoptim.privacy.format_epsilon import format_epsilon
 from tests.app.page_reader import Element, parsed
 from tests.app.report_runs import (

@@ -14,7 +14,7 @@ import pytest
 from dpoptim.app.report.charts import figures
 from dpoptim.app.report.figures import CURVES
 from dpoptim.app.report.write import write_report
-from dpoptim.app.runs.logged_run import read_runs
+from dpoptim.app.runs.run_log import read_runs
 from tests.app.page_reader import parsed
 from tests.app.report_runs import evaluation_record, records, write_run
 

@@ -1,4 +1,4 @@
-"""A run that stopped goes on as if it never had: parameters and log, bit for bit."""
+"""A run that stopped resumes as if it never had: parameters and log, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def one_key(monkeypatch) -> FixedKeys:
     return FixedKeys(monkeypatch)
 
 
-VARIANTS = ["scale_then_privatize", "bias_correction", "independent_moments", "dp_sgd"]
+VARIANTS = ["scale_then_privatize", "independent_moments"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_interrupted_run_goes_on_bit_for_bit(variant, tmp_path, one_key):
+def test_interrupted_run_resumes_bit_for_bit(variant, tmp_path, one_key):
     sampling = "poisson" if variant == "scale_then_privatize" else "shuffled"
     recipe = rows_recipe(tmp_path, variant=variant, sampling=sampling, debug=True)
     whole = train(recipe, tmp_path / "whole")
@@ -64,7 +64,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(variant, tmp_path, one_key):
     assert starts == [None, 13]
 
 
-def test_a_language_model_with_dropout_and_correlated_noise_goes_on_bit_for_bit(tmp_path, one_key):
+def test_language_model_with_dropout_and_correlated_noise_resumes_bit_for_bit(tmp_path, one_key):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
         delta=1e-5, noise="banded-toeplitz:4", sampling="cyclic", batch_size=8, steps=8, log_every=2,
@@ -142,7 +142,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 def test_what_is_missing_is_told(tmp_path):
-    with pytest.raises(ValueError, match="no run directory"):
+    with pytest.raises(ValueError, match="is not a run directory"):
         resume(tmp_path)
     train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
     key = tmp_path / "run" / "noise.key"
@@ -189,8 +189,9 @@ def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{summary['step']:06d}"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_process(tmp_path):
-    """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that goes on."""
+    """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that resumes it."""
     recipe = rows_recipe(tmp_path, steps=100_000, epsilon=None, noise_multiplier=1.0, evaluate_every=100_000)
     file = tmp_path / "recipe.toml"
     file.write_text(recipe.to_toml())

@@ -1,4 +1,4 @@
-"""A run directory is complete, says what it guarantees, and nothing of it exists where the input is wrong."""
+"""Run directories: complete, in agreement with their plan, and not made at all if the input is wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import transformers
 
 import dpoptim
 from dpoptim.app import Recipe, RunDirectory, prepare, prepare_run, read_recipe, read_records, resume, train
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.defaults import chosen_device
-from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.setup import held_out_places
 from dpoptim.integrations.losses import Task
 from tests.app.runs import CrashAfter, log_of, rows_recipe, write_bert, write_rows, write_texts
@@ -30,26 +30,26 @@ def finished(tmp_path_factory):
     return RunDirectory(folder / "run"), summary
 
 
-def test_the_directory_is_complete(finished):
+def test_directory_is_complete(finished):
     place, summary = finished
     names = {path.name for path in place.path.iterdir()}
     expected = {
         "recipe.toml", "plan.json", "statement.txt", "noise.key", "noise.steps", "log.jsonl", "checkpoints", "model"
     }  # fmt: skip
-    assert names - {"tensorboard"} == expected | {"summary.json"}
+    assert names == expected | {"summary.json"}
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (place.path, place.key_file, place.steps_file)}
     assert list(modes.values()) == [0o700, 0o600, 0o600]
     mask = os.umask(0o077)
     os.umask(mask)
     readable = {stat.S_IMODE(path.stat().st_mode) for path in place.model.iterdir()}
-    assert readable == {0o666 & ~mask}, "a model is there to be given away"
+    assert readable == {0o666 & ~mask}, "a model is meant to be shared"
     assert stat.S_IMODE(place.model.stat().st_mode) == 0o777 & ~mask
     assert [path.name for path in sorted(place.checkpoints.iterdir())] == ["step-000010", "step-000020"]
     assert json.loads(place.summary_file.read_text()) == summary
     assert summary["reason"] == "finished"
 
 
-def test_recipe_and_plan_say_the_same(finished):
+def test_recipe_and_plan_agree(finished):
     place, _ = finished
     recipe = read_recipe(place.recipe_file)
     described = json.loads(place.plan_file.read_text())
@@ -62,7 +62,7 @@ def test_recipe_and_plan_say_the_same(finished):
     assert recipe.label_names == ("no", "yes")
 
 
-def test_the_log_tells_the_run(finished):
+def test_log_of_a_run(finished):
     place, _ = finished
     entries = log_of(place.path)
     kinds = [entry["kind"] for entry in entries]
@@ -81,7 +81,7 @@ def test_the_log_tells_the_run(finished):
     assert epsilons[-1] == start["epsilon"]
     assert all(entry["released"]["gradient_norm"] > 0 for entry in steps)
     times = [entry["seconds"] for entry in steps]
-    assert times[:2] == [None, None], "the time of fewer than ten steps tells of single batches"
+    assert times[:2] == [None, None], "the time of fewer than ten steps reveals single batches"
     assert all(found > 0 and found == float(f"{found:.2g}") for found in times[2:])
     assert [entry["kind"] for entry in entries if "time" in entry] == ["start", "end"]
     scores = [entry for entry in entries if entry["kind"] == "evaluation"]
@@ -89,7 +89,7 @@ def test_the_log_tells_the_run(finished):
     assert all(entry["outside_guarantee"] and entry["examples"] == 6 for entry in scores)
 
 
-def test_the_saved_model_is_the_trained_one(finished):
+def test_saved_model_is_the_trained_one(finished):
     place, summary = finished
     records = read_records(place.path.parent / "rows.csv")
     held_out = records.take(held_out_places(len(records), 0.05))
@@ -99,7 +99,7 @@ def test_the_saved_model_is_the_trained_one(finished):
     assert found.loss == pytest.approx(summary["validation"]["last"]["loss"], rel=1e-5)
 
 
-def test_debugging_values_are_there_only_when_asked_for(tmp_path):
+def test_debug_logs_values_that_are_not_private(tmp_path):
     train(rows_recipe(tmp_path, debug=True, steps=5), tmp_path / "run")
     steps = [entry for entry in log_of(tmp_path / "run") if entry["kind"] == "step"]
     for entry in steps:
@@ -108,7 +108,8 @@ def test_debugging_values_are_there_only_when_asked_for(tmp_path):
         assert 0 < entry["not_private"]["clipped_fraction"] <= 1
 
 
-def test_a_language_model_by_default_settings(tmp_path):
+@pytest.mark.slow
+def test_language_model_with_default_settings(tmp_path):
     model = write_bert(tmp_path / "bert")
     recipe = Recipe(model=model, data=write_texts(tmp_path / "texts.jsonl", 80), epsilon=8.0, steps=6)
     summary = train(recipe, tmp_path / "run")
@@ -152,14 +153,14 @@ def test_held_out_records_never_enter_training(tmp_path):
     assert (held_out_places(120, 0.25) == out).all()
 
 
-def test_evaluation_data_must_be_other_data(tmp_path):
+def test_validation_data_is_not_the_training_data(tmp_path):
     recipe = rows_recipe(tmp_path, validation_data=str(tmp_path / "." / "rows.csv"))
-    with pytest.raises(ValueError, match="is the training data itself"):
+    with pytest.raises(ValueError, match="is the training data; give other records"):
         prepare_run(recipe)
 
 
-def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
-    """By a link, as a copy in another order, and by a folder that holds it."""
+def test_copies_of_the_training_data_are_refused(tmp_path):
+    """By a link, as a copy in another order, and in part."""
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows)
@@ -170,17 +171,17 @@ def test_a_copy_of_the_training_data_is_no_evaluation_data(tmp_path):
     (folder / "rows.csv").write_text((tmp_path / "rows.csv").read_text())
     (folder / "more.csv").write_text("\n".join([header, "9,9,9,yes", "8,8,8,no"]) + "\n")
     for data, validation, why in (
-        (rows, tmp_path / "link.csv", "is the training data itself"),
+        (rows, tmp_path / "link.csv", "is the training data; "),
         (rows, tmp_path / "copy.csv", "are training records"),
         (rows, tmp_path / "part.csv", "all 60 records of .* are training records"),
     ):
         with pytest.raises(ValueError, match=why):
             prepare_run(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
     found = prepare_run(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
-    assert (found.shared_records, [note for note in found.notes if "training records too" in note]) == (0, [])
+    assert (found.shared_records, [note for note in found.notes if "also training records" in note]) == (0, [])
 
 
-def test_rows_of_a_few_numbers_may_be_alike(tmp_path):
+def test_equal_rows_of_small_tables_are_allowed(tmp_path):
     generator = np.random.default_rng(0)
     rows = [",".join(map(str, generator.integers(0, 2, 4))) for _ in range(140)]
     for name, part in (("rows.csv", rows[:100]), ("other.csv", rows[100:])):
@@ -191,7 +192,7 @@ def test_rows_of_a_few_numbers_may_be_alike(tmp_path):
     assert found.shared_records == 40
 
 
-def test_records_in_both_are_counted(tmp_path):
+def test_records_in_both_sources_are_counted(tmp_path):
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
@@ -199,33 +200,32 @@ def test_records_in_both_are_counted(tmp_path):
     setup = prepare_run(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
     assert setup.shared_records == 2
     assert any(
-        note.startswith("2 of the 3 records of validation_data are training records too") for note in setup.notes
+        note.startswith("2 of the 3 records of validation_data are also training records") for note in setup.notes
     )
     train(setup.recipe.replace(steps=2), tmp_path / "run")
     written = "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
-    assert "shared" not in written, "how many there are tells of single records: it is said, and not written"
+    assert "shared" not in written, "the number reveals single records: it is printed, not written"
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "why"),
+    ("name", "count", "use"),
     [
-        ("cuda:7", 1, "device='cuda:7': there is no such GPU here; there is cuda:0 alone"),
-        ("cuda:2", 2, "device='cuda:2': there is no such GPU here; there is cuda:0 to cuda:1"),
-        ("cuda", 0, "device='cuda': there is no usable GPU here; use cpu or auto"),
-        ("cuda:0", 0, "device='cuda:0': there is no usable GPU here; use cpu or auto"),
-        ("mps", 0, "device='mps' is not supported; use auto, cpu or cuda"),
-        ("meta", 1, "device='meta' is not supported; use auto, cpu or cuda"),
-        ("nonsense", 1, "device='nonsense' is no device; use auto, cpu or cuda"),
-        ("cuda:-1", 1, "device='cuda:-1' is no device; use auto, cpu or cuda"),
+        ("cuda:7", 1, "auto, cpu or cuda:0"),
+        ("cuda:2", 2, "auto, cpu or cuda:0 to cuda:1"),
+        ("cuda", 0, r"auto, cpu \(there is no usable GPU\)"),
+        ("mps", 0, "auto, cpu"),
+        ("nonsense", 1, "auto, cpu"),
+        ("cuda:-1", 1, "auto, cpu"),
     ],
 )
-def test_a_device_that_is_not_here(name, count, why, tmp_path, monkeypatch):
+def test_missing_device(name, count, use, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    refused(rows_recipe(tmp_path, device=name), tmp_path, f"^{why}$")
+    with pytest.raises(ValueError, match=f"^device='{name}' is not available here; use {use}"):
+        chosen_device(name)
 
 
-def test_a_device_that_is_here(monkeypatch):
+def test_available_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cuda", "cuda:0", "cuda:1", "cpu"):
@@ -233,7 +233,7 @@ def test_a_device_that_is_here(monkeypatch):
     assert chosen_device("auto") == torch.device("cuda")
 
 
-class Never(ProgressDisplay):
+class Never(ProgressReporter):
     def begin(self, **values) -> None:
         raise AssertionError("training began")
 
@@ -246,35 +246,37 @@ def refused(recipe: Recipe, tmp_path, match: str) -> None:
     assert set(tmp_path.iterdir()) == before, "something was written"
 
 
-def test_bad_data_is_refused_before_anything_is_written(tmp_path):
+def test_bad_data_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     good = rows_recipe(tmp_path)
     refused(good.replace(data=str(tmp_path / "absent.csv")), tmp_path, "does not exist")
     refused(good.replace(label_column="colour"), tmp_path, "label_column='colour' is not a column")
     refused(good.replace(batch_size=500), tmp_path, "batch_size=500 is larger than the 114 training records")
     refused(good.replace(num_examples=100), tmp_path, "there are 114 training records")
     refused(good.replace(device="cuda:9"), tmp_path, "device='cuda:9'")
-    refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not read")
+    refused(good.replace(text_column="a"), tmp_path, "text_column='a' is not used by tabular-classification")
     refused(good.replace(noise="buffered-toeplitz:2", sampling="poisson"), tmp_path, "no proof")
     refused(good.replace(eps_scale=1.0, variant="dp_sgd"), tmp_path, "eps_scale")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    refused(good.replace(report_to="tensorboard"), tmp_path, "needs the package tensorboard")
     (tmp_path / "empty.csv").write_text("a,b,label\n")
     refused(good.replace(data=str(tmp_path / "empty.csv")), tmp_path, "no records")
     refused(good.replace(model=str(tmp_path / "no-model"), task=None), tmp_path, "does not exist")
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     recipe = rows_recipe(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="not a folder one may write to"):
+    with pytest.raises(ValueError, match="is not a writable folder"):
         train(recipe, tmp_path / "file" / "run", progress=Never())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").write_text("")
-    with pytest.raises(ValueError, match="is there already; choose another name"):
+    with pytest.raises(ValueError, match="already exists; choose another name"):
         train(recipe, tmp_path / "full", progress=Never())
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1000))
     refused(recipe, tmp_path, "the disk has 0 MB left")
 
 
-def test_a_model_that_mixes_examples_is_refused(tmp_path):
+def test_model_that_mixes_examples_is_refused(tmp_path):
     """A ResNet normalises over the batch."""
     from PIL import Image
 
@@ -299,7 +301,7 @@ def test_add_remove_needs_a_declared_size(tmp_path):
     assert (summary["examples"], summary["validation"]) == (150, None)
 
 
-def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
+def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
     written: list[tuple[str, float, int]] = []
 
     class Writer:
@@ -314,10 +316,11 @@ def test_tensorboard_gets_the_same_values(tmp_path, monkeypatch):
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
     (tmp_path / "run").mkdir()
-    recipe = rows_recipe(tmp_path, steps=5, evaluate_every=5, log_every=1, checkpoint_every=2)
+    every = {"evaluate_every": 5, "log_every": 1, "checkpoint_every": 2}
+    recipe = rows_recipe(tmp_path, steps=5, report_to="tensorboard", **every)
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "run", progress=CrashAfter(3))
     (tmp_path / "run" / "tensorboard").mkdir()

@@ -1,4 +1,4 @@
-"""The log of a run, read back: whole after a crash, refused where it was changed, and one reader for all."""
+"""Logs and run directories, read back: complete after a crash, refused if a file was changed."""
 
 from __future__ import annotations
 
@@ -6,52 +6,78 @@ import json
 
 import pytest
 
-from dpoptim.app.runs.logged_run import read_run
-from dpoptim.app.runs.run_log import RunLog, cut_log, log_lines, read_log
+from dpoptim.app.runs.run_log import RunLog, cut_log, log_lines, read_log, read_run, read_runs
+from tests.app.report_runs import records, write_run
 
 
 @pytest.fixture
 def log(tmp_path):
     path = tmp_path / "log.jsonl"
     with RunLog(path) as writer:
-        writer.write("start", model="größer\u2028\x85mehr")  # what splitlines() would take for ends of lines
+        writer.write("start", model="größer\u2028\x85mehr")  # splitlines() would end lines here
         for step in (1, 2, 3):
             writer.write("step", step=step, seconds=0.5)
     return path
 
 
-def test_what_was_written_is_read(log):
+def test_written_entries_are_read(log):
     entries = read_log(log)
     assert [entry["kind"] for entry in entries] == ["start", "step", "step", "step"]
     assert entries[0]["model"] == "größer\u2028\x85mehr"
     assert [line.place for line in log_lines(log)] == [1, 2, 3, 4]
-    assert not any(line.is_open for line in log_lines(log))
 
 
 @pytest.mark.parametrize("rest", [b'{"kind": "st', '{"kind": "ä'.encode()[:-1], b"rubbish\n"])
-def test_a_last_line_that_was_cut_off_is_left_out(log, rest):
-    whole = read_log(log)
+def test_last_line_that_was_cut_off_is_left_out(log, rest):
+    complete = read_log(log)
     log.write_bytes(log.read_bytes() + rest)
-    assert read_log(log) == whole
-    last = log_lines(log)[-1]
-    assert (last.place, last.entry, last.is_open) == (5, None, not rest.endswith(b"\n"))
-    said = "last line (5) was cut off" if last.is_open else "1 unreadable line(s) ignored: 5"
-    assert said in read_run(log.parent).notes[0]
+    assert read_log(log) == complete
 
 
 @pytest.mark.parametrize("line", ["rubbish", "[1, 2]", "{"])
-def test_a_line_that_was_changed_is_refused_where_a_run_goes_on_and_noted_where_it_is_shown(log, line):
+def test_changed_line_is_refused(log, line):
     lines = log.read_text().split("\n")
     log.write_text("\n".join([lines[0], line, *lines[1:]]))
-    with pytest.raises(ValueError, match=r"log.jsonl, line 2 is no JSON; was the file changed\?"):
+    with pytest.raises(ValueError, match=r"log\.jsonl, line 2 is not JSON; the file was changed"):
         read_log(log)
-    run = read_run(log.parent)
-    assert "1 unreadable line(s) ignored: 2" in run.notes[0]
-    assert [row["step"] for row in run.steps] == [1, 2, 3]
 
 
-def test_a_log_is_cut_behind_a_step(log):
+def test_log_is_cut_after_a_step(log):
     before = read_log(log)
     cut_log(log, 2)
     assert read_log(log) == before[:3]
     assert json.loads(log.read_bytes().split(b"\n")[0])["model"] == before[0]["model"]
+
+
+def test_history_of_a_run(tmp_path):
+    run = read_run(write_run(tmp_path / "run", records(steps=40, taken=30)))
+    assert (run.ending, run.last_step, run.planned_steps, run.resumes, run.seconds) == ("interrupted", 30, 40, 0, 7.5)
+    assert run.guarantee.is_private
+    assert (run.guarantee.adjacency, run.guarantee.delta) == ("zero_out", 1e-6)
+    assert 0 < run.epsilon_spent < run.guarantee.epsilon
+    with (tmp_path / "run" / "log.jsonl").open("a") as file:
+        file.write('{"kind": "start", "resumed_from": 20}\n{"kind": "st')
+    run = read_run(tmp_path / "run")
+    assert (run.ending, run.resumes, max(entry["step"] for entry in run.steps)) == ("still running, or killed", 1, 20)
+    assert "was cut off" in run.notes[0]
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "plan.json", "statement.txt"])
+def test_incomplete_runs_are_refused_with_the_name_of_the_file(name, tmp_path):
+    file = write_run(tmp_path / "run", records()) / name
+    if name != "statement.txt":
+        file.write_text("{")
+        with pytest.raises(ValueError, match="run"):
+            read_runs([tmp_path])
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        read_run(tmp_path / "run")
+
+
+def test_broken_plan_is_refused(tmp_path):
+    file = write_run(tmp_path / "run", records()) / "plan.json"
+    file.write_text('{"plan": {"steps": 3}, "epsilon": 1, "delta": 1e-6}')
+    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+        read_run(tmp_path / "run")
+    with pytest.raises(ValueError, match="is not a run directory"):
+        read_run(tmp_path)

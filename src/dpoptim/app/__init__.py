@@ -1,38 +1,65 @@
-"""Private training runs: records, models and losses from files and names, recipes, runs and their directories."""
+"""Train, report, compare and audit private runs. Names are imported on first use, so the command line starts fast."""
 
 from __future__ import annotations
 
-from dpoptim.app.data.inputs import Batch
-from dpoptim.app.data.records import Kind, Records, read_records
-from dpoptim.app.models.loading import add_lora, load_model, load_tokenizer
-from dpoptim.app.models.prepared import Prepared, prepare
-from dpoptim.app.recipes.recipe import Recipe, read_recipe
-from dpoptim.app.runs.metrics import Scores, evaluate
-from dpoptim.app.runs.run import resume, train
-from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.run_log import read_log
-from dpoptim.app.runs.setup import RunSetup, prepare_run
-from dpoptim.app.runs.trained_model import load_trained
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpoptim.app.data.examples import Batch
+    from dpoptim.app.data.records import RecordKind, Records, read_records
+    from dpoptim.app.models.loading import add_lora, load_model, load_tokenizer
+    from dpoptim.app.models.prepared import Prepared, prepare
+    from dpoptim.app.recipes.recipe import Recipe, read_recipe
+    from dpoptim.app.runs.metrics import Scores, evaluate
+    from dpoptim.app.runs.run import load_trained, resume, train
+    from dpoptim.app.runs.run_directory import RunDirectory
+    from dpoptim.app.runs.run_log import read_log
+    from dpoptim.app.runs.setup import RunSetup, prepare_run
 
 __all__ = [
     "Batch",
-    "Kind",
     "Prepared",
     "Recipe",
+    "RecordKind",
     "Records",
     "RunDirectory",
-    "Scores",
     "RunSetup",
+    "Scores",
     "add_lora",
     "evaluate",
     "load_model",
     "load_tokenizer",
     "load_trained",
     "prepare",
+    "prepare_run",
     "read_log",
     "read_recipe",
     "read_records",
     "resume",
-    "prepare_run",
     "train",
 ]
+_MODULES = {
+    "data.examples": ("Batch",),
+    "data.records": ("RecordKind", "Records", "read_records"),
+    "models.loading": ("add_lora", "load_model", "load_tokenizer"),
+    "models.prepared": ("Prepared", "prepare"),
+    "recipes.recipe": ("Recipe", "read_recipe"),
+    "runs.metrics": ("Scores", "evaluate"),
+    "runs.run": ("load_trained", "resume", "train"),
+    "runs.run_directory": ("RunDirectory",),
+    "runs.run_log": ("read_log",),
+    "runs.setup": ("RunSetup", "prepare_run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"dpoptim.app.{module}"), name)
+            return value
+    raise AttributeError(f"module 'dpoptim.app' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

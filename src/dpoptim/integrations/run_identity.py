@@ -14,7 +14,7 @@ _TRAINING_ARGUMENTS = (
 )  # fmt: skip
 _MAY_CHANGE = (  # of PrivacyArguments and recipes
     "key_file", "log_norms", "debug_loss", "device", "log_every", "checkpoint_every", "evaluate_every",
-    "micro_batch_size", "micro_batch_tokens",
+    "micro_batch_size", "micro_batch_tokens", "report_to",
     "data", "validation_data", "model",  # files may move: the digest of the records is compared
 )  # fmt: skip
 

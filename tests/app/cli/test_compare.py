@@ -9,7 +9,7 @@ import pytest
 
 from dpoptim.app.cli import main
 from dpoptim.app.comparison import compare as compare_module
-from dpoptim.app.runs.progress import ProgressDisplay
+from dpoptim.app.progress import ProgressReporter
 from tests.app.comparisons import recipe_for, write_rows
 
 TABLE = """
@@ -84,7 +84,7 @@ def test_one_seed_has_no_interval_and_says_so(place, capsys, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(place, tmp_path, capsys, monkeypatch):
-    class CtrlC(ProgressDisplay):
+    class CtrlC(ProgressReporter):
         def step(self, *, step, epsilon, seconds):
             signal.raise_signal(signal.SIGINT)
 

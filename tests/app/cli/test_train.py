@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from dpoptim.app import progress
 from dpoptim.app.cli import main
-from dpoptim.app.demo import demonstration
-from dpoptim.app.runs import progress
 from dpoptim.integrations.named_settings import noise_words
 from tests.app.cli.arguments import changed
 from tests.app.runs import write_bert, write_rows
@@ -203,44 +200,6 @@ def test_a_log_is_never_silent_for_long(tmp_path, base, capsys, monkeypatch):
     assert steps[-1].startswith("step 4/4; epsilon 4.0000 so far")
 
 
-def test_a_stage_that_takes_long_is_named_and_a_short_one_is_not(capsys, monkeypatch):
-    with progress.Lines(Console(stderr=True)) as lines:
-        lines.tell("reading the records")
-        monkeypatch.setattr(progress, "SILENCE", 0.0)
-        lines.tell("making the privacy plan")
-        assert lines._stage is not None
-        lines._stage.join()
-        monkeypatch.setattr(progress, "SILENCE", 60.0)
-        lines.tell("trying the model")
-    lines._stage.join()  # it ended with the block
-    assert capsys.readouterr().err == "making the privacy plan ...\n"
-
-
-def test_the_demonstration_names_its_stages_where_there_is_no_terminal(capsys, monkeypatch):
-    with demonstration.Stages(Console(stderr=True)) as stages:
-        stages.begin("reading", 8)
-        stages.at(1)
-        monkeypatch.setattr(demonstration, "SILENCE", 0.0)
-        stages.begin("post_processing", 20, line="fine-tuning, 1 of 5")
-        stages.at(10)
-    assert capsys.readouterr().err == "reading ...\nfine-tuning, 1 of 5 ...\nfine-tuning, 1 of 5 10/20\n"
-
-
-def test_the_table_of_the_demonstration_fits_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    scores = {"private": True, "epsilon": 8.0, "loss": 12.345, "perplexity": 123456.7, "seconds": 1234.0}
-    rows = [{"name": method.name, "idea": method.idea, **scores} for method in demonstration.METHODS]
-    sizes = {"public_records": 9, "num_examples": 9, "batch_size": 3, "steps": 3, "parameters": 9, "seconds": 1.0}
-    demonstration.show(
-        {"test_records": 943, "results": rows, "delta": 1e-5, "statement": "Private\n", "kept": None, **sizes}
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "…" not in "".join(lines)
-    for method in demonstration.METHODS:
-        assert sum(line.startswith(f"│ {method.name} ") and "12.345 │   123456.7 │" in line for line in lines) == 1
-
-
 def test_a_person_is_told_where_nothing_is_held_out(tmp_path, base, capsys):
     assert main([*base, "--run-dir", "out", "--validation-fraction", "0"]) == 0
     assert "note: nothing is held out, so no scores will be shown: validation_fraction is 0" in capsys.readouterr().err
@@ -310,30 +269,3 @@ def test_help_reads_well(capsys):
         assert told in text
     for kind in noise_words():
         assert kind in text
-
-
-@pytest.mark.slow
-def test_the_demonstration_runs_without_arguments(tmp_path):
-    """Little text and few steps, but every part: reading, vocabulary, pretraining, five runs in two processes."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "dpoptim", "train", "--quick", "--json", "--run-dir", str(tmp_path / "demo")],
-        capture_output=True, text=True, encoding="utf-8", timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
-    names = [row["name"] for row in found["results"]]
-    private = ["post_processing", "bias_correction", "independent_moments", "scale_then_privatize"]
-    assert names == ["no fine-tuning", "not_private", *private]
-    for row in found["results"]:
-        assert 1 < row["loss"] < 12
-        if row["name"] in private:
-            assert row["private"]
-            assert 7.9 < row["epsilon"] <= 8.0
-            assert (tmp_path / "demo" / row["name"] / "statement.txt").is_file()
-    assert found["results"][1]["epsilon"] is None
-    texts = {
-        name: set((tmp_path / "demo" / f"{name}.jsonl").read_text().splitlines())
-        for name in ("public", "private", "test")
-    }
-    assert not texts["public"] & texts["private"]
-    assert not texts["private"] & texts["test"]

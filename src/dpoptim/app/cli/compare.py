@@ -90,7 +90,7 @@ def run(options: Namespace) -> int:
     from dpoptim.app.cli.compare_watch import Told
     from dpoptim.app.comparison.compare import Interrupted, compare
     from dpoptim.app.comparison.request import read_request
-    from dpoptim.app.support.plain import plain
+    from dpoptim.app.format import plain
 
     request = read_request(
         options.recipe,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from dpoptim.app.cli.training_text import wide_console
-from dpoptim.app.support.plain import duration
+from dpoptim.app.format import duration
 from dpoptim.privacy.format_epsilon import format_epsilon
 
 

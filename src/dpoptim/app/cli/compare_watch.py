@@ -8,8 +8,8 @@ from typing import Self
 from rich.console import Console
 
 from dpoptim.app.comparison.compare import Watch
-from dpoptim.app.runs.progress import Bar, ProgressDisplay
-from dpoptim.app.support.plain import duration
+from dpoptim.app.format import duration
+from dpoptim.app.progress import ProgressReporter
 
 
 class Told(Watch):
@@ -39,5 +39,5 @@ class Told(Watch):
         left = "" if seconds_left is None else f"; about {duration(seconds_left)} left for all"
         self._console.print(f"run {number} of {total}: {name}{left}", highlight=False, markup=False, soft_wrap=True)
 
-    def progress(self) -> ProgressDisplay:
-        return Bar(self._console) if self._console.is_terminal else ProgressDisplay()
+    def progress(self) -> ProgressReporter:
+        return ProgressReporter(self._console, brief=True)

@@ -13,7 +13,7 @@ import torch
 
 from dpoptim.app import load_model
 from dpoptim.app.cli.units import count
-from dpoptim.app.models.task_of_model import task_of_model
+from dpoptim.app.models.loading import task_of_model
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.optional import require
 

@@ -54,7 +54,7 @@ def run(options: Namespace) -> int:
     """Write the page, or print the numbers, or both."""
     from dpoptim.app.report.numbers import all_numbers
     from dpoptim.app.report.write import check_output, write_report  # late, so that other commands start fast
-    from dpoptim.app.runs.logged_run import read_runs
+    from dpoptim.app.runs.run_log import read_runs
 
     output = None
     if options.output is not None or not options.json:

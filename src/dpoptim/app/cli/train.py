@@ -13,8 +13,8 @@ from rich.console import Console
 
 from dpoptim.app.cli.quiet import silence_libraries
 from dpoptim.app.cli.units import count
+from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import SCHEDULES, VARIANTS
-from dpoptim.app.support.plain import plain
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import CLIP_NORM, noise_words
 from dpoptim.privacy import Adjacency
@@ -182,7 +182,7 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
     if options.recipe is not None or options.run_dir is not None or options.dry_run or options.quick or strange:
         given = _flag(strange[0]) if strange else "anything else"
         raise ValueError(f"--resume goes on with the run's own recipe and takes no {given}; leave it out")
-    from dpoptim.app.runs.run_result import is_finished
+    from dpoptim.app.runs.run_log import is_finished
 
     if Path(options.resume, "request.json").is_file():
         raise ValueError(
@@ -214,10 +214,10 @@ def _dry_run(recipe: Any, options: Namespace, console: Console) -> int:
 
     progress = _progress(console)
     with progress:
-        setup = prepare_run(recipe, tell=progress.tell)
-        progress.tell("timing a step on random examples")
+        setup = prepare_run(recipe, stage=progress.stage)
+        progress.stage("timing a step on random examples")
         found = estimate(setup)
-    for line in setup.said:
+    for line in setup.messages:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if options.json:
         print(json.dumps(plain(train_estimate.as_json(setup, found)), indent=2))
@@ -237,7 +237,7 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
         say(f"interrupted after step {summary['step']} of {summary['steps']}, which is saved; go on with:")
         say(f"  dpoptim train --resume {summary['run']}")
         return 128 + summary.get("signal", 2)
-    from dpoptim.app.runs.progress import scores_line
+    from dpoptim.app.progress import scores_line
 
     say(summary["guarantee"])
     if summary["validation"] is not None:
@@ -250,9 +250,9 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
 
 
 def _progress(console: Console) -> Any:
-    from dpoptim.app.runs.progress import Bar, Lines
+    from dpoptim.app.progress import ProgressReporter
 
-    return Bar(console) if console.is_terminal else Lines(console)
+    return ProgressReporter(console)
 
 
 def _default_directory(recipe: Any) -> str:

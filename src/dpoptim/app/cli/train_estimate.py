@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from dpoptim.app.format import duration
 from dpoptim.app.runs.estimate import Estimate
 from dpoptim.app.runs.setup import RunSetup
-from dpoptim.app.support.plain import duration
 from dpoptim.theory import Candidate, format_bytes
 
 

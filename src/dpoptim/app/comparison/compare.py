@@ -16,15 +16,15 @@ from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, name_of_setting, 
 from dpoptim.app.comparison.request import LOOSE, PUBLIC, Request
 from dpoptim.app.comparison.result import summarize
 from dpoptim.app.comparison.tuning import best_setting, check_tuning_data, run_recipe, trial_recipe
+from dpoptim.app.files import write_text
+from dpoptim.app.format import plain
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.app.runs.checkpoints import checkpoints
-from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.run_result import Diverged, RunResult, has_diverged, is_finished, read_result
+from dpoptim.app.runs.run_log import Diverged, RunResult, has_diverged, is_finished, read_result
 from dpoptim.app.runs.setup import prepare_run
-from dpoptim.app.support.files import write_text
-from dpoptim.app.support.plain import plain
 from dpoptim.privacy import PrivacyPlan
 
 
@@ -40,9 +40,9 @@ class Watch:
     def begin(self, number: int, total: int, name: str, seconds_left: float | None) -> None:
         """Run `number` of `total` starts; `seconds_left` is for all that are left, None before one was timed."""
 
-    def progress(self) -> ProgressDisplay:
+    def progress(self) -> ProgressReporter:
         """What shows a single run."""
-        return ProgressDisplay()
+        return ProgressReporter()
 
 
 class Interrupted(Exception):
@@ -210,7 +210,7 @@ def _base_recipe(request: Request, layout: Layout, watch: Watch) -> Recipe:
     if layout.path.exists() and (not layout.path.is_dir() or any(layout.path.iterdir())):
         raise ValueError(f"{layout.path} is there already and holds no comparison; choose another folder with -o")
     first = request.variants[0]
-    setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), tell=watch.tell)
+    setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), stage=watch.tell)
     check_tuning_data(request, setup)
     for note in setup.notes if setup.validation is not None else ():
         watch.note(note)

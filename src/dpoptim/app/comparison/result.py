@@ -10,7 +10,7 @@ from dpoptim.app.comparison.grids import NON_PRIVATE, Setting
 from dpoptim.app.comparison.intervals import CONFIDENCE, Interval, mean_interval, paired_difference
 from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, Request
 from dpoptim.app.comparison.tuning import badness
-from dpoptim.app.runs.run_result import RunResult
+from dpoptim.app.runs.run_log import RunResult
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import epsilon_of_runs

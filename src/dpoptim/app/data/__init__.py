@@ -1,1 +1,1 @@
-"""Private records: read from where they lie, as a model takes them, and masked."""
+"""Private records: reading them, choosing their columns, and turning them into a model's inputs."""

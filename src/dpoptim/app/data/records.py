@@ -1,18 +1,19 @@
-"""Private records: texts, images or rows of numbers, with labels, read from where they lie.
+"""Private records: texts, images or rows of numbers, with labels.
 
-A record is the unit of privacy: what the guarantee protects is one of them. So reading drops none and merges none; an
-empty text stays a record, and is counted. (A blank line of a .txt, .jsonl or .csv file is no record; hidden files are
-not read. Who has two records is protected as two.)
+A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record and is counted. A
+blank line of a .txt, .jsonl or .csv file is not a record, and hidden files are not read. A person with two records is
+protected as two.
 
-What is computed over all private records is not private. Nothing here normalises features by the data's own mean, and
-the label set is PUBLIC BY DECLARATION: names that are found in the data (and not declared by `label_names=` or by the
-dataset's schema) are taken as known to everyone.
+Anything computed over all private records is not private. Features are not normalized by the data's own mean, and the
+label set is PUBLIC BY DECLARATION: label names that are found in the data, and not declared by `label_names=` or by the
+dataset's schema, are treated as known to everyone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.app.data import sources
-from dpoptim.app.data.columns import (
-    Choice,
-    Kind,
-    count_empty,
-    feature_matrix,
-    label_column_of,
-    labels_among,
-    labels_of,
-    text_column_of,
-    texts_of,
-)
+from dpoptim.app.data import readers
+from dpoptim.app.data.readers import Columns, HubColumn, Locate
+
+
+class RecordKind(enum.Enum):
+    """What a record consists of."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    TABULAR = "tabular"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Records:
-    """Records of one kind in the order of their source, with a label each where there are labels.
+    """Records of one kind in the order of their source, each with a label if there are labels.
 
-    Exactly one of `texts`, `images` (paths, or images that are decoded when asked for) and `features` is filled.
+    Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
     `labels[i]` is the place of record i's label in `label_names`, which are public by declaration.
 
-    >>> records = Records(kind=Kind.TEXT, source="memory", texts=["one", "", "two"], empty=1)
+    >>> records = Records(kind=RecordKind.TEXT, source="memory", texts=["one", "", "two"], empty=1)
     >>> len(records), records.summary()
     (3, '3 text records from memory, 1 of them empty (kept)')
     """
 
-    kind: Kind
+    kind: RecordKind
     source: str
     texts: Sequence[str] = ()
     images: Sequence[Any] = ()
@@ -54,30 +53,25 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    empty: int = 0  # texts without any character but blanks
-    text_column: str | None = None  # where the texts stood in a table
-    place: Callable[[int], str] = sources.record_number  # where the record of an index lies, for errors
+    empty: int = 0  # texts that are blank
+    text_column: str | None = None  # the table's column that the texts were read from
+    locate: Locate = readers.record_number
 
     def __post_init__(self) -> None:
         if len(self) == 0:
             raise ValueError(f"data {self.source!r} has no records; there is nothing to train on")
         if self.labels is not None and len(self.labels) != len(self):
-            raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one a record")
+            raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one per record")
 
     def __len__(self) -> int:
-        if self.kind is Kind.TEXT:
+        if self.kind is RecordKind.TEXT:
             return len(self.texts)
-        if self.kind is Kind.IMAGE:
+        if self.kind is RecordKind.IMAGE:
             return len(self.images)
         return 0 if self.features is None else len(self.features)
 
-    @property
-    def length(self) -> int:
-        """How many records there are; private under add-remove adjacency, public under the others."""
-        return len(self)
-
     def summary(self) -> str:
-        """One line: how many records, of which kind, from where; how many are empty; the classes."""
+        """One line: number, kind and source of the records, how many are empty, and the labels."""
         text = f"{len(self):,} {self.kind.value} records from {self.source}"
         if self.empty:
             text += f", {self.empty:,} of them empty (kept)"
@@ -87,43 +81,42 @@ class Records:
         return text
 
     def refuse_empty(self) -> None:
-        """One ValueError line where texts are missing: they would count as records, and teach nothing.
+        """Raise a ValueError if texts are missing: they would count as records and teach nothing.
 
-        >>> Records(kind=Kind.TEXT, source="notes", texts=["one", " "], empty=1, text_column="text").refuse_empty()
+        >>> Records(kind=RecordKind.TEXT, source="notes", texts=["one", " "], empty=1).refuse_empty()
         Traceback (most recent call last):
-        ValueError: 1 of 2 records of data 'notes' have no 'text' (first: record 2); remove them
+        ValueError: 1 of 2 records of data 'notes' have no text (first: record 2); remove them
         """
         if self.empty:
             first = next(index for index, text in enumerate(self.texts) if not text.strip())
             what = "text" if self.text_column is None else repr(self.text_column)
             raise ValueError(
                 f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: "
-                f"{self.place(first)}); remove them"
+                f"{self.locate(first)}); remove them"
             )
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
-        """The records at these places, in this order; for holding some out before any training.
+        """The records at these places, in this order; use it to hold some out before training.
 
-        >>> Records(kind=Kind.TEXT, source="memory", texts=["one", "two", "three"]).take([2, 0]).texts
+        >>> Records(kind=RecordKind.TEXT, source="memory", texts=["one", "two", "three"]).take([2, 0]).texts
         ['three', 'one']
         """
         chosen = np.asarray(indices, dtype=np.int64)
+        texts = [self.texts[i] for i in chosen] if self.kind is RecordKind.TEXT else []
+        images = self.images
+        if isinstance(images, HubColumn):
+            images = images.take(chosen.tolist())  # without decoding one
+        elif images:
+            images = [images[i] for i in chosen]
         return dataclasses.replace(
             self,
-            texts=[self.texts[i] for i in chosen] if self.kind is Kind.TEXT else (),
-            images=_picked(self.images, chosen.tolist()),
+            texts=texts,
+            images=images,
             features=None if self.features is None else self.features[chosen],
             labels=None if self.labels is None else self.labels[chosen],
-            empty=sum(not self.texts[i].strip() for i in chosen) if self.kind is Kind.TEXT else 0,
-            place=lambda index: self.place(int(chosen[index])),
+            empty=_count_empty(texts),
+            locate=lambda index: self.locate(int(chosen[index])),
         )
-
-
-def _picked(images: Sequence[Any], indices: list[int]) -> Sequence[Any]:
-    """Without opening one."""
-    if not images:
-        return images
-    return images.take(indices) if isinstance(images, sources.HubColumn) else [images[i] for i in indices]
 
 
 def read_records(
@@ -132,32 +125,37 @@ def read_records(
     text_column: str | None = None,
     label_column: str | None = None,
     split: str = "train",
-    kind: Kind | None = None,
+    kind: RecordKind | None = None,
     label_names: Sequence[str] | None = None,
 ) -> Records:
-    """The records of a file, a folder or an HF dataset.
+    """Read the records of a file, a folder or a Hugging Face dataset.
 
     | source | a record is |
     |---|---|
     | .jsonl, .csv, .tsv, .parquet | a line or row |
     | .txt | a line that is not blank |
-    | a folder with such tables | a row of the files whose names begin with `split`, or of all where none has a split |
+    | a folder with such tables | a row of the files whose names begin with `split`, or of all if none has a split |
     | a folder with .txt files | a file |
     | a folder with CLASS/*.png (.jpg, …) | a file; its label is the name of its folder |
     | a folder written by `datasets` | a row of `split` |
     | any other name, or name:configuration | a row of `split` of that dataset on the Hugging Face hub |
 
-    The text is in `text_column`, else in "text", else in the only column of strings. Labels are in `label_column`, else
-    in "label" or "labels". Without a column of strings, the numeric columns beside the label are tabular features.
-    `kind` forces one of the ways. `label_names` declares the labels in their order; give those of the training records
-    to the records of an evaluation.
+    Args:
+        source: A file, a folder or the name of a dataset.
+        text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
+            column of strings is tabular: the numeric columns beside the label are the features, as they are.
+        label_column: The column of labels. Defaults to "label" or "labels".
+        split: Which part to read if the source has several.
+        kind: The kind of record, if it should not be inferred.
+        label_names: The labels in their order. Give those of the training records when reading evaluation records.
 
-    Guarantee: every record of the source is there, once, in order. Texts without a character (or null) stay as records
-    and are counted in `.empty`.
-    Not private: label names that are found in the data. Declare them if they are not known to everyone. Features come
-    as they are.
-    Edge cases: one ValueError line for a source that is missing, empty or broken, for a column that is not there, and
-    for a label or a feature that is missing.
+    Returns:
+        Every record of the source, once and in order. Blank and null texts are kept and counted in `.empty`.
+
+    Raises:
+        ValueError: The source is missing, empty or broken, or a column, label or feature is missing.
+
+    Not private: label names that are found in the data. Declare them if they are not known to everyone.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -167,121 +165,257 @@ def read_records(
     >>> found.texts, found.labels, found.label_names, found.empty
     (['fine', ''], array([1, 0]), ('bad', 'good'), 1)
     """
-    if not str(source).strip():
-        raise ValueError(f"data {str(source)!r} names nothing; give a file, a folder, or a dataset's name")
+    name = str(source)
+    if not name.strip():
+        raise ValueError(f"data {name!r} is blank; give a file, a folder or a dataset's name")
     path = Path(source).expanduser()
-    chosen = Choice(source=str(source), text=text_column, label=label_column, kind=kind, names=label_names)
+    asked = _Asked(source=name, text=text_column, label=label_column, kind=kind, names=label_names)
     if path.is_dir():
-        return _from_folder(path, split, chosen)
+        return _from_folder(path, split, asked)
     if path.is_file():
         if path.suffix.lower() == ".txt":
-            return _only_texts(sources.read_lines(path), chosen)
-        if path.suffix.lower() in sources.TABLE_SUFFIXES:
-            return _from_columns(sources.read_table(path), _in_files(chosen, [path]))
+            return _only_texts(readers.read_lines(path), asked)
+        if path.suffix.lower() in readers.TABLE_SUFFIXES:
+            return _from_columns(*readers.read_tables([path]), asked)
         raise ValueError(
-            f"data {str(source)!r} {f'ends in {path.suffix!r}' if path.suffix else 'has no ending'}; give "
-            f"{', '.join(sources.TABLE_SUFFIXES)} or .txt, a folder, or a dataset's name"
+            f"data {name!r} is not a kind of file that can be read; give {', '.join(readers.TABLE_SUFFIXES)} or .txt, "
+            "a folder, or a dataset's name"
         )
-    looks_local = path.suffix in (*sources.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute()
-    if looks_local or str(source).startswith((".", "~")):
-        raise ValueError(f"data {str(source)!r} does not exist; check the path")
-    return _from_dataset(sources.load_hub_dataset(str(source), split), chosen)
+    looks_local = path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute()
+    if looks_local or name.startswith((".", "~")):
+        raise ValueError(f"data {name!r} does not exist; check the path")
+    return _from_dataset(readers.load_hub_dataset(name, split), asked)
 
 
-def _from_folder(folder: Path, split: str, asked: Choice) -> Records:
-    if sources.is_saved_dataset(folder):
-        return _from_dataset(sources.load_saved_dataset(folder, split), asked)
-    texts = sources.text_files(folder) if asked.kind is not Kind.IMAGE else []
-    images = sources.image_files(folder) if asked.kind is not Kind.TEXT else []
-    tables = sources.table_files(folder, split) if asked.kind is not Kind.IMAGE else []
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the caller of `read_records` asked for."""
+
+    source: str
+    text: str | None
+    label: str | None
+    kind: RecordKind | None
+    names: Sequence[str] | None
+
+    def refuse_columns(self) -> None:
+        for name, value in (("text_column", self.text), ("label_column", self.label)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} was given, but data {self.source!r} has no columns; leave it out")
+
+
+def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
+    if readers.is_saved_dataset(folder):
+        return _from_dataset(readers.load_saved_dataset(folder, split), asked)
+    texts = readers.text_files(folder) if asked.kind is not RecordKind.IMAGE else []
+    images = readers.image_files(folder) if asked.kind is not RecordKind.TEXT else []
+    tables = readers.table_files(folder, split) if asked.kind is not RecordKind.IMAGE else []
     if bool(texts) + bool(images) + bool(tables) > 1:
         raise ValueError(
             f"data {asked.source!r} holds {len(texts)} .txt files, {len(images)} images in folders and {len(tables)} "
-            "tables; point to those of one kind"
+            "tables; give a folder with one kind"
         )
     if tables:
-        return _from_columns(sources.read_tables(folder, tables), _in_files(asked, tables))
+        return _from_columns(*readers.read_tables(tables), asked)
     if texts:
-        return _only_texts(sources.read_texts(texts), _in_files(asked, texts))
+        return _only_texts(readers.read_texts(texts), asked, lambda index: str(texts[index]))
     if images:
-        _refuse_columns(asked)
-        kinds = [name for _, name in images]
-        labels, names = labels_among(
-            kinds, asked.names, "the names of its folders", lambda index: str(images[index][0])
+        asked.refuse_columns()
+        labels, names = _label_places(
+            [name for _, name in images], asked.names, f"data {asked.source!r}", lambda index: str(images[index][0])
         )
-        return Records(
-            kind=Kind.IMAGE, source=asked.source, images=[path for path, _ in images], labels=labels, label_names=names
-        )
+        paths = [path for path, _ in images]
+        return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
     raise ValueError(
-        f"data {asked.source!r} is a folder without tables, without .txt files, without images in folders of their "
-        "classes (CLASS/*.png), and not saved by save_to_disk; point to a file, or to such a folder"
+        f"data {asked.source!r} is a folder without tables, .txt files or images in folders of their classes "
+        "(CLASS/*.png), and was not written by save_to_disk"
     )
 
 
-def _from_dataset(dataset: Any, asked: Choice) -> Records:
-    columns = sources.columns_of(dataset)
-    images = [name for name, values in columns.items() if isinstance(values, sources.HubColumn) and values.is_image]
-    if asked.kind is Kind.IMAGE or (asked.kind is None and asked.text is None and images):
+def _from_dataset(dataset: Any, asked: _Asked) -> Records:
+    columns = readers.columns_of(dataset)
+    images = [name for name, values in columns.items() if isinstance(values, HubColumn) and values.is_image]
+    if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
         if len(images) != 1:
-            raise ValueError(
-                f"data {asked.source!r} has {len(images)} columns of images among {', '.join(columns)}; one is needed"
-            )
-        labels, names = labels_of(columns, label_column_of(columns, asked), asked)
+            raise ValueError(f"data {asked.source!r} has {len(images)} columns of images; exactly one is needed")
+        labels, names = _labels(columns, _label_column(columns, asked), readers.record_number, asked)
         return Records(
-            kind=Kind.IMAGE, source=asked.source, images=columns[images[0]], labels=labels, label_names=names
+            kind=RecordKind.IMAGE, source=asked.source, images=columns[images[0]], labels=labels, label_names=names
         )
-    return _from_columns({name: values for name, values in columns.items() if name not in images}, asked)
+    others = {name: values for name, values in columns.items() if name not in images}
+    return _from_columns(others, readers.record_number, asked)
 
 
-def _from_columns(columns: sources.Columns, asked: Choice) -> Records:
-    if asked.kind is Kind.IMAGE:
+def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
+    if asked.kind is RecordKind.IMAGE:
         raise ValueError(f"data {asked.source!r} is a table; images are read from folders CLASS/*.png")
     if not columns or not len(next(iter(columns.values()))):
         raise ValueError(f"data {asked.source!r} has no records; there is nothing to train on")
-    label = label_column_of(columns, asked)
-    text = None if asked.kind is Kind.TABULAR else text_column_of(columns, label, asked)
-    labels, names = labels_of(columns, label, asked, needed=text is None)
+    label = _label_column(columns, asked)
+    text = None if asked.kind is RecordKind.TABULAR else _text_column(columns, label, asked)
+    labels, names = _labels(columns, label, locate, asked, needed=text is None)
+    common: dict[str, Any] = {
+        "source": asked.source, "labels": labels, "label_names": names, "locate": locate
+    }  # fmt: skip
     if text is not None:
-        texts = texts_of(columns, text, asked)
-        return Records(
-            kind=Kind.TEXT,
-            source=asked.source,
-            texts=texts,
-            labels=labels,
-            label_names=names,
-            empty=count_empty(texts),
-            text_column=text,
-            place=asked.place,
-        )
+        texts = _texts(columns, text, locate)
+        return Records(kind=RecordKind.TEXT, texts=texts, empty=_count_empty(texts), text_column=text, **common)
     if label is None:
         raise ValueError(
-            f"data {asked.source!r}: which column is to be predicted? Set label_column (--label-column) to one of "
+            f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
             f"{', '.join(columns)}"
         )
     features = [name for name in columns if name != label]
     return Records(
-        kind=Kind.TABULAR,
-        source=asked.source,
-        features=feature_matrix(columns, features, asked),
+        kind=RecordKind.TABULAR,
+        features=_features(columns, features, locate, asked),
         feature_names=tuple(features),
-        labels=labels,
-        label_names=names,
+        **common,
     )
 
 
-def _only_texts(texts: list[str], asked: Choice) -> Records:
-    _refuse_columns(asked)
-    if asked.kind not in (None, Kind.TEXT):
-        raise ValueError(f"data {asked.source!r} holds texts, and the task reads {asked.kind.value} records")
-    return Records(kind=Kind.TEXT, source=asked.source, texts=texts, empty=count_empty(texts), place=asked.place)
+def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record_number) -> Records:
+    asked.refuse_columns()
+    if asked.kind not in (None, RecordKind.TEXT):
+        raise ValueError(f"data {asked.source!r} holds texts, but the task needs {asked.kind.value} records")
+    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, empty=_count_empty(texts), locate=locate)
 
 
-def _in_files(asked: Choice, files: Sequence[Path]) -> Choice:
-    """The choice, whose errors name file and line."""
-    return dataclasses.replace(asked, place=lambda index: sources.place_of(files, index))
+def _count_empty(texts: Sequence[str]) -> int:
+    return sum(not text.strip() for text in texts)
 
 
-def _refuse_columns(asked: Choice) -> None:
-    for name, value in (("text_column", asked.text), ("label_column", asked.label)):
-        if value is not None:
-            raise ValueError(f"{name}={value!r} was given, and data {asked.source!r} has no columns; leave it out")
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _label_column(columns: Columns, asked: _Asked) -> str | None:
+    if asked.label is not None:
+        _require(asked.label, "label_column", columns)
+        return asked.label
+    return next((name for name in ("label", "labels") if name in columns and name != asked.text), None)
+
+
+def _text_column(columns: Columns, label: str | None, asked: _Asked) -> str | None:
+    """The column of texts; None for a table of numbers."""
+    if asked.text is not None:
+        _require(asked.text, "text_column", columns)
+        return asked.text
+    if "text" in columns and label != "text":
+        return "text"
+    strings = [name for name, values in columns.items() if name != label and _is_strings(values)]
+    if len(strings) == 1:
+        return strings[0]
+    if strings or asked.kind is RecordKind.TEXT:
+        raise ValueError(
+            f"data {asked.source!r} has no column 'text' and {len(strings) or 'no'} columns of strings; set "
+            f"text_column (--text-column) to one of {', '.join(columns)}"
+        )
+    return None
+
+
+def _require(name: str, argument: str, columns: Columns) -> None:
+    if name not in columns:
+        raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(columns)}")
+
+
+def _is_strings(values: Sequence[Any]) -> bool:
+    """Whether a column holds strings that are not all numbers, as a .csv file writes them."""
+    if isinstance(values, HubColumn):
+        return values.is_string
+    some = [value for value in values if value is not None and value != ""]
+    return all(isinstance(value, str) for value in some) and not all(_is_number(value) for value in some)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _texts(columns: Columns, column: str, locate: Locate) -> list[str]:
+    """The text of each record; null is an empty text."""
+    for index, value in enumerate(columns[column]):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(
+                f"text_column={column!r} holds {type(value).__name__} values (first: {locate(index)}); choose a column "
+                "of strings"
+            )
+    return [value or "" for value in columns[column]]
+
+
+def _labels(
+    columns: Columns, label: str | None, locate: Locate, asked: _Asked, *, needed: bool = False
+) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+    """The labels; none if there is no such column, or if one that was not asked for holds something else."""
+    if label is None:
+        return None, ()
+    values = columns[label]
+    declared = values.class_names if isinstance(values, HubColumn) else None
+    if declared is not None:
+        values = [declared[value] if value is not None and value >= 0 else None for value in values]
+    try:
+        return _label_places(list(values), asked.names or declared, f"label_column={label!r}", locate)
+    except ValueError:
+        if needed or asked.label is not None or asked.names is not None:
+            raise
+        return None, ()
+
+
+def _label_places(
+    values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
+) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
+
+    def refuse(wrong: Sequence[int], text: str) -> None:
+        if wrong:
+            raise ValueError(f"{what} has {len(wrong)} {text.format(first=locate(wrong[0]))}")
+
+    places = range(len(values))
+    refuse(
+        [i for i in places if values[i] is None or values[i] == ""],
+        "records without a label (first: {first}); every record needs one",
+    )
+    refuse(
+        [i for i in places if not _may_be_label(values[i])],
+        "values that are neither class names nor whole numbers (first: {first}); choose another column",
+    )
+    found = [value if isinstance(value, str) else str(int(value)) for value in values]
+    if declared is None:
+        names = tuple(sorted(set(found), key=lambda name: (0, int(name), "") if _is_whole(name) else (1, 0, name)))
+    else:
+        names = tuple(str(name) for name in declared)
+        if len(set(names)) < len(names):
+            raise ValueError(f"label_names={list(names)} has a name twice; give each once")
+        refuse(  # without quoting a label, which is private
+            [i for i in places if found[i] not in names],
+            "labels that are not in label_names (first: {first}); add their names, or remove the records",
+        )
+    number = {name: place for place, name in enumerate(names)}
+    return np.array([number[name] for name in found], dtype=np.int64), names
+
+
+def _may_be_label(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
+
+
+def _is_whole(name: str) -> bool:
+    return name.removeprefix("-").isdecimal()
+
+
+def _features(columns: Columns, names: list[str], locate: Locate, asked: _Asked) -> NDArray[np.float32]:
+    """The named columns, [records, columns]; every value must be a finite number."""
+    if not names:
+        raise ValueError(f"data {asked.source!r} has no column beside the label, so there are no features")
+    found = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
+    for place, name in enumerate(names):
+        values = np.array([float(value) if _is_number(value) else np.nan for value in columns[name]])
+        with np.errstate(over="ignore"):
+            found[:, place] = values
+        wrong = np.flatnonzero(~np.isfinite(found[:, place]))
+        if len(wrong):
+            raise ValueError(
+                f"column {name!r} has {len(wrong)} values that are not finite numbers (first: "
+                f"{locate(int(wrong[0]))}); fill or encode them by a rule that does not look at other records"
+            )
+    return found

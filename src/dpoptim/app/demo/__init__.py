@@ -1,1 +1,1 @@
-"""The built-in demonstration, on text that is on every machine."""
+"""The built-in demonstration: a small BERT is fine-tuned on private text in several ways."""

@@ -1,106 +1,64 @@
-"""The built-in demonstration: a small BERT learns from public text, and then, privately, from other text.
+"""The built-in demonstration: fine-tune a small BERT on private text, with and without privacy.
 
-The texts are documentation strings of Python and installed libraries, each string a record, divided by library into
-public ones and private ones. A WordPiece vocabulary is counted on the public ones alone, and a BERT of two layers is
-trained on them without privacy. From there it is fine-tuned on the private ones: not at all, without privacy, and by
-four private variants of Adam at one (ε, δ), each an ordinary run of `dpoptim train`. Scores are on private-domain
-records that no run trained on; they are outside the guarantee.
+The model comes with the package. It was trained on public documentation strings by `experiments/demo/make_model.py`.
+The private texts are documentation strings of two other installed libraries, one record per string. Each way of
+fine-tuning is an ordinary run of `dpoptim train` from that model at the same (ε, δ). Scores are on texts that no run
+trained on; they are outside the guarantee, and ε holds for each model by itself.
 
-Learning rates were chosen by trial on the same records (1e-2 over 3e-3 for post-processing, bias correction and
-scale-then-privatize, one run each; independent moments take the same), which a real project would not do: ε does not
-cover that choice. Other settings are the defaults. ε holds for each model by
-itself, not for all of them at once.
+The learning rates were chosen on the same texts, which a real project should not do: ε does not cover that choice.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import datetime
 import json
-import multiprocessing
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dpoptim.app.data.records import read_records
-from dpoptim.app.demo.model import LENGTH, pretrain
 from dpoptim.app.demo.text import texts_of
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs.metrics import evaluate
-from dpoptim.app.runs.progress import SILENCE, ProgressDisplay
+from dpoptim.app.report.write import write_report
 from dpoptim.app.runs.run import train
+from dpoptim.app.runs.run_log import read_runs
 from dpoptim.integrations.optional import require
 from dpoptim.privacy.format_epsilon import format_epsilon
 
-PUBLIC = ("python", "numpy", "scipy", "setuptools", "pip", "rich")
-PRIVATE = ("sympy", "networkx")
-TEST_EVERY = 6
+MODEL = Path(__file__).parent / "model"
+LIBRARIES = ("sympy", "networkx")  # installed with torch
+LENGTH = 24  # tokens per record
+TEST_EVERY = 6  # one record in six is held out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is done: the whole demonstration, or a quick look."""
+    """How much to do: the whole demonstration, or a quick look."""
 
-    records_per_library: int
-    pretraining_steps: int
+    texts_per_library: int
     batch_size: int
     steps: int
 
 
-FULL = Size(records_per_library=4000, pretraining_steps=300, batch_size=384, steps=20)
-QUICK = Size(records_per_library=150, pretraining_steps=5, batch_size=32, steps=3)
+FULL = Size(texts_per_library=3000, batch_size=384, steps=16)
+QUICK = Size(texts_per_library=150, batch_size=32, steps=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """One row of the table: how the model is fine-tuned, with a learning rate that was chosen by trial."""
-
-    name: str
-    idea: str
-    settings: dict[str, Any]
-
-    @property
-    def private(self) -> bool:
-        return "noise_multiplier" not in self.settings
-
-
-METHODS = (
-    Method(
-        name="not_private",
-        idea="Adam: no noise, no clipping",
-        settings={"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3},
-    ),
-    Method(
-        name="post_processing",
-        idea="Adam on the noisy gradient",
-        settings={"variant": "post_processing", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="bias_correction",
-        idea="less the noise's share of the second moment",
-        settings={"variant": "bias_correction", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="independent_moments",
-        idea="the square has noise of its own (IME)",
-        settings={"variant": "independent_moments", "learning_rate": 1e-2},
-    ),
-    Method(
-        name="scale_then_privatize",
-        idea="Adam's scaling before clipping and noise",
-        settings={"variant": "scale_then_privatize", "learning_rate": 1e-2},
-    ),
-)
+NOT_PRIVATE = "not_private"
+METHODS = {
+    "post_processing": "Adam on the noisy gradient",
+    "bias_correction": "subtracts the noise's part of the second moment",
+    "independent_moments": "separate noise for the squared gradient",
+    "scale_then_privatize": "applies Adam's scaling before clipping and noise",
+    NOT_PRIVATE: "Adam without clipping and noise",
+}
+"""Ways of fine-tuning, and the idea of each."""
 
 
 def main(
@@ -113,26 +71,57 @@ def main(
     delta: float = 1e-5,
     seed: int = 0,
 ) -> int:
-    """Run the demonstration and print a table or JSON; the runs are kept in the folder `keep`, if there is one."""
+    """Run the demonstration, write its report, and print a table or JSON.
+
+    Returns:
+        The exit code: 0, or 128 plus the signal that interrupted it.
+
+    Args:
+        json_wanted: Print JSON in place of the table.
+        quick: Use little text and few steps.
+        console: Where progress is shown.
+        keep: The folder of the runs and the report. Defaults to runs/demo-TIME.
+        epsilon: ε of each private run.
+        delta: δ of each private run.
+        seed: The seed of the masks.
+    """
     require("transformers", "the demonstration")
     size = QUICK if quick else FULL
-    common: dict[str, Any] = {
+    settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
+    Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work
+    folder = Path(keep or f"runs/demo-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    folder.mkdir(parents=True)
+    torch.set_num_threads(1)  # two threads spend more time waiting than such a small model computes
+    began = time.perf_counter()
+    progress = ProgressReporter(console, brief=True)
+    progress.message(f"reading documentation strings of {' and '.join(LIBRARIES)} ...")
+    private, test = read_texts(size)
+    for name, texts in (("private", private), ("test", test)):
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    summaries = {}
+    for number, name in enumerate(METHODS, start=1):
+        progress.message(f"fine-tuning {number} of {len(METHODS)}: {name} ...")
+        recipe = recipe_of(name, folder, size, settings)
+        summary = summaries[name] = train(recipe, folder / name, progress=progress)
+        if summary["reason"] != "finished":
+            return 128 + summary.get("signal", 2)
+    runs = read_runs([folder / name for name in METHODS])
+    report = write_report(runs, folder / "report.html")
+    guarantee = runs[0].guarantee
+    answer = {
         "epsilon": epsilon,
         "delta": delta,
-        "seed": seed,
+        "num_examples": len(private),
+        "test_records": len(test),
         "batch_size": size.batch_size,
         "steps": size.steps,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
+        "results": list(rows(summaries)),
+        "seconds": time.perf_counter() - began,
+        "report": str(report),
     }
-    Recipe(model="demonstration", data="demonstration", **common)  # a bad value is told before the work
-    began = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        if keep is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dpoptim-")))
-        else:
-            folder = Path(keep)
-            folder.mkdir(parents=True)
-        found = fine_tuned_each_way(folder, size, common, stack.enter_context(Stages(console)))
-    answer = {**found, "delta": delta, "seconds": time.perf_counter() - began, "kept": keep}
     if json_wanted:
         print(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
@@ -140,199 +129,71 @@ def main(
     return 0
 
 
-class Stages:
-    """What is being done: a bar a stage in a terminal; elsewhere a line when one begins, and after `SILENCE`."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._console = console
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._title, self._total, self._said = "", 0, 0.0
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._progress.stop()
-
-    def begin(self, title: str, total: int, *, line: str | None = None) -> None:
-        """A stage of `total` parts; `line` is what a log says where the title alone does not tell."""
-        self._task = self._progress.add_task(title, total=total)
-        self._title, self._total = line or title, total
-        self._say("...")
-
-    def at(self, done: int) -> None:
-        """So many parts are done."""
-        self._progress.update(self._task, completed=done)
-        if time.monotonic() - self._said >= SILENCE:
-            self._say(f"{done}/{self._total}")
-
-    def _say(self, text: str) -> None:
-        if not self._console.is_terminal:
-            self._console.print(f"{self._title} {text}", highlight=False, soft_wrap=True)
-        self._said = time.monotonic()
+def read_texts(size: Size) -> tuple[list[str], list[str]]:
+    """The private texts, and the test texts; no text occurs twice."""
+    texts = list(dict.fromkeys(text for name in LIBRARIES for text in texts_of(name, size.texts_per_library)))
+    test = texts[TEST_EVERY - 1 :: TEST_EVERY]
+    private = [text for place, text in enumerate(texts, 1) if place % TEST_EVERY]
+    if len(private) < size.batch_size:
+        raise ValueError(
+            f"the sources of {' and '.join(LIBRARIES)} are not installed here, and the demonstration needs them; train "
+            "on your own text with --model and --data"
+        )
+    return private, test
 
 
-def fine_tuned_each_way(folder: Path, size: Size, common: dict[str, Any], stages: Stages) -> dict[str, Any]:
-    """Read, pretrain, and fine-tune in processes of one thread each; everything is written into `folder`."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with ProcessPoolExecutor(2, mp_context=context, initializer=_worker, initargs=(queue,)) as pool:
-        try:
-            texts = _read(pool, size, stages)
-            for name in texts:
-                _write(folder / f"{name}.jsonl", texts[name])
-            for _ in range(2):
-                pool.submit(_import_ahead)  # the workers are idle while the model is pretrained
-            stages.begin("pretraining on public text", size.pretraining_steps)
-            prepared = pretrain(
-                folder / "pretrained",
-                texts["public"],
-                steps=size.pretraining_steps,
-                seed=common["seed"],
-                after_step=stages.at,
-            )
-            test = evaluate(prepared.on(read_records(folder / "test.jsonl")))
-            summaries = _fine_tuned(pool, queue, folder, common, stages)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    public = Method(name="no fine-tuning", idea="the public model as it is", settings={})
-    scores = {"loss": test.loss, "perplexity": test.perplexity}
-    first = _row(public, {"epsilon": 0.0, "seconds": 0.0, "validation": {"last": scores}})
-    return {
-        "epsilon": common["epsilon"],
-        "public_records": len(texts["public"]),
-        "num_examples": len(texts["private"]),
-        "test_records": len(texts["test"]),
-        "batch_size": size.batch_size,
-        "steps": size.steps,
-        "parameters": sum(p.numel() for p in prepared.model.parameters()),
-        "results": [first, *(_row(method, summaries[method.name]) for method in METHODS)],
-        "statement": (folder / METHODS[-1].name / "statement.txt").read_text(encoding="utf-8"),
-    }
-
-
-def _fine_tuned(
-    pool: ProcessPoolExecutor, queue: Any, folder: Path, common: dict[str, Any], stages: Stages
-) -> dict[str, dict[str, Any]]:
-    """The summary of each method's run, one after the other: two at once took longer than twice one, by trial."""
-    summaries = {}
-    for number, method in enumerate(METHODS, start=1):
-        told = f"fine-tuning on private text, {number} of {len(METHODS)}, {method.name}"
-        stages.begin(method.name, common["steps"], line=told)
-        settings = {**common, **method.settings}
-        if not method.private:
-            settings.pop("epsilon")
-        running = pool.submit(fine_tune, folder, method.name, settings)
-        while not running.done():
-            with contextlib.suppress(Empty):
-                stages.at(queue.get(timeout=0.2))
-        stages.at(common["steps"])
-        summaries[method.name] = running.result()
-    return summaries
-
-
-def _row(method: Method, summary: dict[str, Any]) -> dict[str, Any]:
-    last = summary["validation"]["last"]
-    return {
-        "name": method.name,
-        "idea": method.idea,
-        "private": method.private,
-        "epsilon": summary["epsilon"],
-        "loss": last["loss"],
-        "perplexity": last["perplexity"],
-        "seconds": summary["seconds"],
-    }
-
-
-def fine_tune(folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One run of `dpoptim train` from the pretrained model, in a process of its own."""
-    recipe = Recipe(
+def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
+    """The recipe of one run."""
+    changes: dict[str, Any] = {"variant": method, "learning_rate": 5e-3}
+    if method == NOT_PRIVATE:
+        settings = {name: value for name, value in settings.items() if name != "epsilon"}
+        changes = {"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3}
+    return Recipe(
         task="masked-lm",
-        model=str(folder / "pretrained"),
+        model=str(MODEL),
         data=str(folder / "private.jsonl"),
         validation_data=str(folder / "test.jsonl"),
         max_length=LENGTH,
         noise="independent",
-        evaluate_every=settings["steps"],
-        checkpoint_every=settings["steps"],
+        batch_size=size.batch_size,
+        steps=size.steps,
+        evaluate_every=size.steps,
+        checkpoint_every=size.steps,
         device="cpu",
         **settings,
+        **changes,
     )
-    return train(recipe, folder / name, progress=_Reporting())
 
 
-class _Reporting(ProgressDisplay):
-    """Sends steps to the process that shows them."""
-
-    queue: Any = None
-
-    def step(self, *, step: int, epsilon: float, seconds: float) -> None:
-        _Reporting.queue.put(step)
-
-
-def _worker(queue: Any) -> None:
-    _Reporting.queue = queue
-    torch.set_num_threads(1)
-
-
-def _import_ahead() -> None:
-    importlib.import_module("transformers.models.bert.modeling_bert")
-
-
-def _read(pool: ProcessPoolExecutor, size: Size, stages: Stages) -> dict[str, list[str]]:
-    """Public texts, private ones, and every sixth private one for the test; no text is there twice."""
-    stages.begin("reading documentation strings", len(PUBLIC + PRIVATE))
-    seen: set[str] = set()
-    found: dict[str, list[str]] = {"public": [], "private": [], "test": []}
-    limits = [size.records_per_library] * len(PUBLIC + PRIVATE)
-    read = zip(PUBLIC + PRIVATE, pool.map(texts_of, PUBLIC + PRIVATE, limits), strict=True)
-    for done, (library, texts) in enumerate(read, start=1):
-        new = [text for text in texts if text not in seen]
-        seen.update(new)
-        if library in PUBLIC:
-            found["public"] += new
-        else:
-            found["test"] += new[TEST_EVERY - 1 :: TEST_EVERY]
-            found["private"] += [text for place, text in enumerate(new, 1) if place % TEST_EVERY]
-        stages.at(done)
-    if not found["public"] or len(found["private"]) < size.batch_size:
-        raise ValueError(
-            f"the sources of {', '.join(PUBLIC)} (public) and {', '.join(PRIVATE)} (private) were not found beside "
-            "this installation; train on your own text with --model and --data"
-        )
-    return found
-
-
-def _write(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+def rows(summaries: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of the table: the model before fine-tuning, then each method."""
+    first = summaries[NOT_PRIVATE]["validation"]["first"]
+    yield {"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": first["loss"]}
+    for name, idea in METHODS.items():
+        last = summaries[name]["validation"]["last"]
+        spent = {"private": name != NOT_PRIVATE, "epsilon": summaries[name]["epsilon"]}
+        yield {"name": name, "idea": idea, **spent, "loss": last["loss"]}
 
 
 def show(answer: dict[str, Any]) -> None:
-    """The table, which fits in 80 columns, and the guarantee."""
+    """Print the table, which fits in 80 columns, the guarantee and the report's path."""
     console = Console()
-    table = Table(title=f"Masked words of {answer['test_records']:,} texts of libraries that no run trained on")
+    table = Table(title=f"Loss on the masked words of {answer['test_records']:,} held-out texts")
     table.add_column("fine-tuning", no_wrap=True)
-    table.add_column("how")
-    for title in ("ε", "loss", "perplexity"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("idea")
+    table.add_column("ε", justify="right", no_wrap=True)
+    table.add_column("loss", justify="right", no_wrap=True)
     best = min((row for row in answer["results"] if row["private"]), key=lambda row: row["loss"])
     for row in answer["results"]:
         style = "bold green" if row is best else "" if row["private"] else "dim"
-        spent = "∞" if row["epsilon"] is None else format_epsilon(row["epsilon"])
-        table.add_row(row["name"], row["idea"], spent, f"{row['loss']:.3f}", f"{row['perplexity']:.1f}", style=style)
+        epsilon = "∞" if row["epsilon"] is None else format_epsilon(row["epsilon"])
+        table.add_row(row["name"], row["idea"], epsilon, f"{row['loss']:.3f}", style=style)
     console.print(table)
     console.print(
-        f"A BERT of {answer['parameters']:,} parameters, pretrained on {answer['public_records']:,} public texts "
-        f"({', '.join(PUBLIC)}), fine-tuned on {answer['num_examples']:,} private ones ({', '.join(PRIVATE)}): "
-        f"{answer['steps']} steps of {answer['batch_size']}, δ = {answer['delta']:g}. In {answer['seconds']:.0f} s.\n"
-        "The test texts are outside the guarantee. Learning rates were chosen by trial on the same "
-        "texts, which ε does not cover. Noise is new in every run: small differences say nothing.\n",
+        f"Each private run: ε = {answer['epsilon']:g} at δ = {answer['delta']:g}, {answer['adjacency']} adjacency, "
+        f"{answer['sampling']} sampling of about {answer['batch_size']} of {answer['num_examples']:,} texts in "
+        f"{answer['steps']} steps",
         highlight=False,
+        soft_wrap=True,
     )
-    console.rule(f"The guarantee of {METHODS[-1].name}, from its statement.txt")
-    console.print(answer["statement"], soft_wrap=True, highlight=False, markup=False, end="")
-    if answer["kept"] is not None:
-        console.print(f"The runs are in {answer['kept']}; each holds a noise.key, which is a secret.", highlight=False)
+    console.print(f"report: {answer['report']} ({answer['seconds']:.0f} s)", highlight=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Models and tokenizers, and everything that is made ready for them."""
+"""Loading models and tokenizers, and preparing records for them."""

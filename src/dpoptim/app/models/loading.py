@@ -1,7 +1,7 @@
-"""Models and tokenizers by name or folder, with every failure in one line.
+"""Load models and tokenizers by name or folder; two small models are built in.
 
-New weights (a classification head, LoRA factors, a whole model from its configuration) are drawn from `seed` and leave
-the global random numbers as they were.
+New weights (a classification head, LoRA factors, a whole model from its configuration) are drawn from `seed` and do not
+change the global random state.
 """
 
 from __future__ import annotations
@@ -10,24 +10,66 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dpoptim.app.models import builtin
-from dpoptim.integrations.losses import Task, trained_elsewhere
+from dpoptim.integrations.losses import Task, tasks_of_classes, trained_elsewhere
 from dpoptim.integrations.optional import first_line, require
 
+CNN_IMAGE_SIZE = 32
 _AUTO_CLASSES = {
     Task.MASKED_LM: "AutoModelForMaskedLM",
     Task.CAUSAL_LM: "AutoModelForCausalLM",
     Task.TEXT_CLASSIFICATION: "AutoModelForSequenceClassification",
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
+_BUILT_IN = {"mlp": Task.TABULAR_CLASSIFICATION, "small-cnn": Task.IMAGE_CLASSIFICATION}
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _ADAPTER = "adapter_config.json"
+_ADAPTER_TASKS = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 _HEADS = ("classifier", "score", "classification_head")
+
+
+class MLP(nn.Sequential):
+    """Two hidden layers of 128 and 64 with ReLU, then the labels; takes [examples, columns].
+
+    >>> sum(p.numel() for p in MLP(columns=4, num_labels=3).parameters())
+    9091
+    """
+
+    def __init__(self, *, columns: int, num_labels: int) -> None:
+        super().__init__(
+            nn.Linear(columns, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, num_labels)
+        )  # fmt: skip
+
+
+class SmallCNN(nn.Module):
+    """Three 3×3 convolutions (32, 64, 128 channels) with GroupNorm, ReLU and pooling, then a linear classifier.
+
+    Takes `pixel_values` [examples, 3, height, width] with sides of at least 8. GroupNorm normalizes each example by
+    itself; BatchNorm would mix examples.
+
+    >>> SmallCNN(num_labels=10)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, *, num_labels: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.GroupNorm(8, outputs),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(128, num_labels)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return cast(Tensor, self.classifier(self.features(pixel_values).mean((2, 3))))
 
 
 def load_model(
@@ -42,55 +84,60 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
-    """The model of a task: a folder, a name on the Hugging Face hub, or one that is built in.
+    """Load the model for a task.
 
-    Built in are "mlp" (tabular; `columns` features) and "small-cnn" (images): see `builtin`. With `from_scratch` only
-    the configuration is read and all weights are new. `lora_rank` freezes the model and adds LoRA factors of that rank
-    (scaled by 2) to the layers that peft names for the architecture, else to all linear layers; a classification head
-    stays trainable. A folder of LoRA factors is its base model with them added.
+    Args:
+        task: What is predicted.
+        name_or_path: A folder, a name on the Hugging Face hub, "mlp" (tabular) or "small-cnn" (images). A folder of
+            LoRA factors stands for its base model with the factors added.
+        num_labels: The number of labels, for classification.
+        label_names: The names of the labels, saved in the model's configuration.
+        columns: The number of features, for "mlp".
+        lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
+        from_scratch: Read the configuration only, and draw all weights.
+        dtype: The dtype of the parameters.
+        seed: The seed of new weights. The same arguments give the same weights.
 
-    Guarantee: the same arguments give the same weights; the global random numbers stay as they were.
-    Edge cases: one ValueError line for a package that is not installed, a name that is not found, a folder without
-    config.json or without weights, and weights that do not fit the task.
+    Raises:
+        ValueError: A package is not installed, nothing has this name, the folder is incomplete, or the model does not
+            fit the task.
 
     >>> load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=4, num_labels=3)[0]
     Linear(in_features=4, out_features=128, bias=True)
     """
     if task.is_classification and (num_labels is None or num_labels < 2):
-        raise ValueError(f"num_labels={num_labels!r}: {task.value} needs two labels or more")
+        raise ValueError(f"num_labels={num_labels!r}: {task.value} needs at least two labels")
     name = _expanded(name_or_path)
-    with _own_randomness(seed):
-        if name == "mlp" or name == "small-cnn" or task is Task.TABULAR_CLASSIFICATION:
-            model = _built_in(task, name, num_labels or 0, columns)
+    with _separate_randomness(seed):
+        if name in _BUILT_IN or task is Task.TABULAR_CLASSIFICATION:
             if lora_rank is not None:
-                raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} starts from random weights")
-            return model.to(dtype)
+                raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
+            return _built_in(task, name, num_labels or 0, columns).to(dtype)
         model = _from_transformers(task, name, num_labels, label_names, from_scratch, dtype)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
-    """The tokenizer in a folder or of a name on the Hugging Face hub.
+    """Load the tokenizer in a folder or of a name on the Hugging Face hub.
 
-    Edge cases: one ValueError line where there is none, or transformers is not installed.
+    Raises:
+        ValueError: There is none, or transformers is not installed.
     """
     name = _expanded(name_or_path)
     transformers = require("transformers", f"the tokenizer of {name!r}")
     _check_folder(name, "tokenizer")
-    try:
+    with _loading("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise ValueError(_not_found("tokenizer", name, error)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one without words where it finds no file
-        raise ValueError(f"tokenizer={name!r} has no vocabulary; save the tokenizer beside the model")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one if it finds no file
+        raise ValueError(f"tokenizer={name!r} has no vocabulary; save the tokenizer in the model's folder")
     return tokenizer
 
 
 def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the colours that a pretrained image model expects, of pixels in [0, 1].
+    """The mean and standard deviation of colours that a pretrained image model expects, for pixels in [0, 1].
 
-    From its preprocessor_config.json; (½, ½, ½) for both where it has none. They come with the model and were not
-    computed on the private images.
+    They are read from its preprocessor_config.json and default to ½. They come with the model and are not computed on
+    private images.
     """
     base = require("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
     try:
@@ -104,68 +151,91 @@ def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple
 
 
 def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str | None = None) -> nn.Module:
-    """`model` frozen, with trainable LoRA factors of this rank beside its layers, and a trainable head.
+    """Freeze a model and add trainable LoRA factors, scaled by 2; a classification head stays trainable.
 
-    `targets` are names of layers; by default those that peft names for the architecture, else all linear ones.
+    Args:
+        model: A model of transformers.
+        task: What the model predicts.
+        rank: The rank of the factors.
+        targets: Names of layers. Defaults to those that peft names for the architecture, then to all linear layers.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
     peft = require("peft", f"lora_rank={rank}")
-    kinds = {Task.CAUSAL_LM: "CAUSAL_LM", Task.TEXT_CLASSIFICATION: "SEQ_CLS"}
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
-
-    def config(chosen: Sequence[str] | str | None) -> Any:
-        return peft.LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules=chosen,
-            exclude_modules=heads or None,
-            modules_to_save=heads or None,
-            task_type=kinds.get(task),
-            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        )
-
     if targets is None:
         known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         targets = known.get(getattr(model.config, "model_type", ""), "all-linear")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets,
+        exclude_modules=heads or None,
+        modules_to_save=heads or None,
+        task_type={found: name for name, found in _ADAPTER_TASKS.items()}.get(task),
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+    )
     try:
-        return peft.get_peft_model(model, config(targets))
+        return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"targets={targets!r} cannot be used: {first_line(error)}") from error
 
 
-def base_of_adapter(name: str) -> str | None:
-    """The model that a folder of LoRA factors belongs to; None for a folder or name of another kind."""
-    file = Path(name).expanduser() / _ADAPTER
+def task_of_model(name: str) -> Task:
+    """The task that a model's configuration names its class for.
+
+    Raises:
+        ValueError: The configuration cannot be read, or it does not name exactly one task.
+
+    >>> task_of_model("mlp")
+    <Task.TABULAR_CLASSIFICATION: 'tabular-classification'>
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    transformers = require("transformers", f"model={name!r}")
+    name = _expanded(name)
+    _check_folder(name, "model")
+    base = _base_of_adapter(name)
+    if base is not None:
+        kind = json.loads(Path(name, _ADAPTER).read_text(encoding="utf-8")).get("task_type")
+        return _ADAPTER_TASKS.get(kind) or task_of_model(base)
+    with _loading("model", name):
+        config = transformers.AutoConfig.from_pretrained(name)
+    found = tasks_of_classes(config.architectures or ())
+    elsewhere = trained_elsewhere(config.architectures or ())
+    if elsewhere is not None:
+        own = f"; or set task (--task) to {' or '.join(task.value for task in found)}" if found else ""
+        raise ValueError(f"model={name!r} ({', '.join(config.architectures)}) is {elsewhere}{own}")
+    if len(found) == 1:
+        return found[0]
+    raise ValueError(
+        f"the configuration of model={name!r} does not name its task ({', '.join(config.architectures or ['no class'])}"
+        f"); set task (--task) to one of {', '.join(task.value for task in Task)}"
+    )
+
+
+def _base_of_adapter(name: str) -> str | None:
+    """The model that a folder of LoRA factors belongs to; None for any other folder or name."""
+    file = Path(name) / _ADAPTER
     if not file.is_file():
         return None
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
-        raise ValueError(f"model={name!r} holds LoRA factors and does not say of which model; give a whole model")
+        raise ValueError(f"{file} does not name the base model of these LoRA factors; give a whole model")
     return str(base)
 
 
-def _with_adapter(name: str, model: Any) -> nn.Module:
-    """The model with the LoRA factors in a folder added to its weights."""
-    peft = require("peft", f"model={name!r}, which holds LoRA factors,")
-    try:
-        merged: nn.Module = peft.PeftModel.from_pretrained(model, name).merge_and_unload()
-    except Exception as error:
-        raise ValueError(f"model={name!r} holds LoRA factors that cannot be loaded: {first_line(error)}") from error
-    return merged.requires_grad_(True)
-
-
 def _built_in(task: Task, name: str, num_labels: int, columns: int | None) -> nn.Module:
-    if task is Task.TABULAR_CLASSIFICATION and name == "mlp":
-        if columns is None:
-            raise ValueError("columns=None: the built-in mlp needs the number of features")
-        return builtin.MLP(columns=columns, num_labels=num_labels)
-    if task is Task.IMAGE_CLASSIFICATION and name == "small-cnn":
-        return builtin.SmallCNN(num_labels=num_labels)
-    raise ValueError(
-        f"model={name!r} does not do {task.value}; 'mlp' does tabular-classification and 'small-cnn' "
-        "image-classification"
-    )
+    if _BUILT_IN.get(name) is not task:
+        raise ValueError(
+            f"model={name!r} does not do {task.value}; 'mlp' does tabular-classification and 'small-cnn' "
+            "image-classification"
+        )
+    if name == "small-cnn":
+        return SmallCNN(num_labels=num_labels)
+    if columns is None:
+        raise ValueError("columns=None: the built-in mlp needs the number of features")
+    return MLP(columns=columns, num_labels=num_labels)
 
 
 def _from_transformers(
@@ -178,6 +248,12 @@ def _from_transformers(
 ) -> Any:
     transformers = require("transformers", f"model={name!r}")
     _check_folder(name, "model", weights=not from_scratch)
+    base = _base_of_adapter(name)
+    if base is not None:
+        peft = require("peft", f"model={name!r}, which holds LoRA factors,")
+        model = _from_transformers(task, base, num_labels, label_names, from_scratch, dtype)
+        with _loading("model", name):
+            return peft.PeftModel.from_pretrained(model, name).merge_and_unload().requires_grad_(True)
     settings: dict[str, Any] = {}
     if task.is_classification:
         names = list(label_names) if label_names is not None else [str(i) for i in range(num_labels or 0)]
@@ -187,26 +263,19 @@ def _from_transformers(
             "label2id": {label: i for i, label in enumerate(names)},
         }
     auto = getattr(transformers, _AUTO_CLASSES[task])
-    base = base_of_adapter(name)
-    if base is not None:
-        return _with_adapter(name, _from_transformers(task, base, num_labels, label_names, from_scratch, dtype))
-    try:
+    with _loading("model", name):
         config = transformers.AutoConfig.from_pretrained(name, **settings)
-    except Exception as error:
-        raise ValueError(_not_found("model", name, error)) from error
     if type(config) not in auto._model_mapping:
         elsewhere = trained_elsewhere(config.architectures or ())
         raise ValueError(
-            f"model={name!r} is a {config.model_type!r}, which transformers has no {_AUTO_CLASSES[task]} for; choose "
-            f"another task or model{'' if elsewhere is None else f'; it is {elsewhere}'}"
+            f"model={name!r} is a {config.model_type!r}, and transformers has no {_AUTO_CLASSES[task]} for it; "
+            f"{'choose another task or model' if elsewhere is None else f'it is {elsewhere}'}"
         )
-    try:
+    with _loading("model", name):
         if from_scratch:
             return auto.from_config(config, dtype=dtype)
         sizes = {"ignore_mismatched_sizes": True} if task.is_classification else {}  # a head for other labels
         return auto.from_pretrained(name, config=config, dtype=dtype, **sizes)
-    except Exception as error:
-        raise ValueError(_not_found("model", name, error)) from error
 
 
 def _expanded(name_or_path: str | Path) -> str:
@@ -223,22 +292,25 @@ def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
     if what == "model" and not any((folder / file).is_file() for file in ("config.json", _ADAPTER)):
         raise ValueError(f"model={name!r} is a folder without config.json; give one made by save_pretrained")
     if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise ValueError(
-            f"model={name!r} is a folder without weights (model.safetensors); set from_scratch to start from new ones"
-        )
-
-
-def _not_found(what: str, name: str, error: Exception) -> str:
-    if Path(name).is_dir():
-        return f"{what}={name!r} cannot be loaded from its folder: {first_line(error)}"
-    return (
-        f"{what}={name!r}: there is no such folder here, and the Hugging Face hub does not give it "
-        f"({first_line(error)}); check the path"
-    )
+        raise ValueError(f"model={name!r} is a folder without weights (model.safetensors); or set from_scratch")
 
 
 @contextlib.contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
+def _loading(what: str, name: str) -> Iterator[None]:
+    """Turn the many errors of transformers, peft and the hub into one line."""
+    try:
+        yield
+    except Exception as error:
+        if Path(name).is_dir():
+            raise ValueError(f"{what}={name!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(
+            f"{what}={name!r} is not a folder here, and the Hugging Face hub did not provide it ({first_line(error)}); "
+            "check the path"
+        ) from error
+
+
+@contextlib.contextmanager
+def _separate_randomness(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""From records and a model's name to everything that a training loop needs."""
+"""Prepare a model and records for a training loop: examples, batches, masks and the loss of each example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dpoptim.app.data.inputs import (
+from dpoptim.app.data.examples import (
     Batch,
     CausalCollate,
     ImageDataset,
@@ -22,17 +22,16 @@ from dpoptim.app.data.inputs import (
     Padding,
     RowDataset,
     TensorCollate,
+    TensorExample,
     TextCollate,
     TextExample,
     TokenDataset,
 )
-from dpoptim.app.data.records import Kind, Records
-from dpoptim.app.models import builtin
-from dpoptim.app.models.finite import check_finite
-from dpoptim.app.models.loading import load_model, load_pixel_scale, load_tokenizer
+from dpoptim.app.data.records import RecordKind, Records
+from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
-from dpoptim.integrations.masking import evaluation_key, masked, training_key
+from dpoptim.integrations.masking import IGNORED, evaluation_key, masked, training_key
 from dpoptim.integrations.padding_check import check_padding
 from dpoptim.integrations.token_losses import can_read_targets
 
@@ -42,7 +41,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A model, its examples and their losses.
+    """A model with its examples and their losses.
 
         loader = dpoptim.private_loader(prepared.dataset, plan, lengths=prepared.lengths, micro_batch_tokens=2**16,
                                         bucket=prepared.bucket, collate_fn=prepared.collate)
@@ -50,9 +49,10 @@ class Prepared:
             prepared.loss_per_example(model, batch).sum().backward()
             optimizer.step()
 
-    Guarantee: example i of `dataset` is record i, none is left out; loss j depends on example j alone. The masks of
-    masked-lm are a pure function of (seed, step, the record's tokens): new at each step, and the same after a restart.
-    `lengths` are tokens an example (None where all have one size), for `private_loader(lengths=)`.
+    `lengths` are the tokens per example for `private_loader(lengths=)`, None if all examples have one size.
+
+    Guarantee: example i of `dataset` is record i, and loss j depends on example j alone. The masks of masked-lm are a
+    function of (seed, step, the record's tokens): new at each step, and the same after a restart.
     """
 
     task: Task
@@ -62,14 +62,14 @@ class Prepared:
     dataset: Dataset[Any]
     lengths: NDArray[np.int64] | None
     collate: Callable[[Sequence[Any]], Batch]
-    targets_only: bool  # language models: targets alone are decoded; elsewhere, and otherwise, all logits are made
+    targets_only: bool  # language models: logits are computed at targets only
     max_length: int | None
     bucket: int
     seed: int
     make_dataset: Callable[[Records], tuple[Dataset[Any], NDArray[np.int64] | None]]
 
     def batches(self, loader: PrivateLoader, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """The loader's batches on the model's device (or `device`), each masked for its step."""
+        """Iterate over the loader's batches on the model's device (or `device`), each masked for its step."""
         where = next(self.model.parameters()).device if device is None else device
         for batch in loader:
             step = loader.next_step - 1 if loader.step_ends else loader.next_step
@@ -77,40 +77,41 @@ class Prepared:
             yield self.at_step(moved, step)
 
     def at_step(self, batch: Batch, step: int) -> Batch:
-        """The batch as it is seen in step `step` (from 0): masked anew for masked-lm, as it is for other tasks.
+        """Mask the batch for step `step` (from 0); only masked-lm changes it.
 
-        A pure function of (seed, step, tokens): how the step is cut into micro-batches, the device and restarts do not
-        matter.
+        The masks are a function of (seed, step, tokens). Micro-batches, device and restarts do not change them.
         """
         return self._masked(batch, training_key(self.seed, step))
 
     def loss_per_example(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of each example, [examples]: the mean over its targets, 0 where it has none."""
+        """The loss of each example, [examples]: the mean over its targets, or 0 if it has none."""
         return example_losses(self.task, model, batch, targets_only=self.targets_only).losses
 
     def evaluate(self, model: nn.Module, batch: Batch) -> ExampleLosses:
-        """Losses and targets of a batch as `collate` gives it, with the one mask that a record has in every evaluation.
+        """Losses and targets of a batch from `collate`, with each record's fixed evaluation mask.
 
-        The mask depends on the record's tokens alone, so losses of different runs, seeds and cuts compare. The mode
-        (`model.eval()`) and gradients are the caller's; `metrics.evaluate` takes care of both.
-        Not private: what it gives on private records is for debugging.
+        The mask depends on the record's tokens alone, so losses of different runs are comparable. The caller sets the
+        mode (`model.eval()`) and turns gradients off; `metrics.evaluate` does both.
+        Not private: use the values of private records for debugging only.
         """
         return example_losses(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
 
     def on(self, records: Records) -> Prepared:
-        """The same model and settings for other records, held-out ones say; labels must be declared the same.
+        """The same model and settings for other records, such as held-out ones.
 
-        Edge cases: read the others with `label_names=` of the first, so that labels have the same numbers.
+        Raises:
+            ValueError: The records do not fit the task, or have other labels or features. Read them with
+                `label_names=` of the training records.
         """
         _check_records(self.task, records)
         if self.task.is_classification and records.label_names != self.records.label_names:
             raise ValueError(
-                f"records from {records.source!r} have labels {list(records.label_names)} and the training records "
-                f"{list(self.records.label_names)}; read them with label_names= of the training records"
+                f"data {records.source!r} has labels {list(records.label_names)} and the training records have "
+                f"{list(self.records.label_names)}; read it with label_names= of the training records"
             )
         if records.feature_names != self.records.feature_names:
             raise ValueError(
-                f"records from {records.source!r} have features {list(records.feature_names)} and the training records "
+                f"data {records.source!r} has features {list(records.feature_names)} and the training records have "
                 f"{list(self.records.feature_names)}; give the same columns in the same order"
             )
         dataset, lengths = self.make_dataset(records)
@@ -119,8 +120,7 @@ class Prepared:
     def _masked(self, batch: Batch, key: int) -> Batch:
         if self.task is not Task.MASKED_LM:
             return batch
-        if "places" in batch:
-            raise ValueError("batch is masked already; give it as collate made it")
+        assert "places" not in batch, "the batch is masked already"
         ids, places, labels = masked(
             batch["input_ids"],
             batch["maskable"],
@@ -152,19 +152,31 @@ def prepare(
 ) -> Prepared:
     """Load the model, turn the records into its inputs, and define the loss of each example.
 
-    `model` is a folder, a hub name, "mlp" or "small-cnn", or a module that is used as it is, in its own dtype
-    (texts then need `tokenizer=`). Texts are cut at `max_length` tokens (512,
-    for causal-lm 1024, or what the model takes if that is less). In causal-lm a text is closed by the tokenizer's
-    end-of-text token, if it has one. Images are resized to `image_size` (the model's own, or 32).
+    Args:
+        task: What is predicted.
+        model: A folder, a hub name, "mlp" or "small-cnn"; or a module, which is used as it is, in its own dtype.
+        records: What to train on.
+        max_length: The number of tokens that texts are cut to. Defaults to 512, for causal-lm to 1024, or to the
+            model's limit if that is less. In causal-lm the tokenizer's end-of-text token closes a text.
+        tokenizer: A tokenizer or its folder. Defaults to the model's own; a module needs one.
+        mask_fraction: The share of tokens that masked-lm masks.
+        lora_rank: Train LoRA factors of this rank.
+        from_scratch: Start from new weights.
+        dtype: The dtype of the parameters.
+        bucket: Texts are padded to a multiple of this.
+        image_size: Images are resized to this. Defaults to the model's size, or 32.
+        seed: The seed of new weights and masks.
 
-    Guarantee: record i is example i. Nothing but the label names is taken from all records: no vocabulary, no mean.
-    Edge cases: a text without tokens is one token of padding without a target, its loss is 0. One ValueError line where
-    records, task and model do not fit, where padding changes the model's losses, where a causal one looks ahead, or
-    where a parameter is not finite.
+    Raises:
+        ValueError: Records, task and model do not fit; padding changes the model's losses; a causal model sees later
+            tokens; or a parameter is not finite.
+
+    Guarantee: record i is example i. Only the label names are taken from all records: no vocabulary, no mean. A text
+    without tokens becomes one token of padding with loss 0.
 
     >>> records = Records(
-    ...     kind=Kind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32), feature_names=("a", "b", "c"),
-    ...     labels=np.array([0, 1, 1]), label_names=("no", "yes"))
+    ...     kind=RecordKind.TABULAR, source="memory", features=np.eye(3, dtype=np.float32),
+    ...     feature_names=("a", "b", "c"), labels=np.array([0, 1, 1]), label_names=("no", "yes"))
     >>> prepared = prepare(task=Task.TABULAR_CLASSIFICATION, model="mlp", records=records)
     >>> batch = prepared.collate([prepared.dataset[i] for i in range(3)])
     >>> prepared.loss_per_example(prepared.model, batch).shape
@@ -174,7 +186,7 @@ def prepare(
     name = None if isinstance(model, nn.Module) else str(model)
     if name is None and (lora_rank is not None or from_scratch):
         raise ValueError(
-            f"lora_rank={lora_rank}, from_scratch={from_scratch}: a model given as a module is used as it is; give its "
+            f"lora_rank={lora_rank} and from_scratch={from_scratch} need the model's folder, not a module; give the "
             "folder, or use add_lora"
         )
     tokenizer = _tokenizer(tokenizer, name, task) if task.reads_text else None
@@ -184,7 +196,12 @@ def prepare(
         columns=len(records.feature_names) or None, lora_rank=lora_rank, from_scratch=from_scratch, dtype=dtype,
         seed=seed,
     )  # fmt: skip
-    check_finite(module, name or type(module).__name__)
+    broken = not_finite(module)
+    if broken:
+        raise ValueError(
+            f"model={name or type(module).__name__!r} has NaN or infinite values in {len(broken)} parameters (first: "
+            f"{broken[0]!r}) before any training; give finite weights"
+        )
     made = _for_text if task.reads_text else _for_images if task is Task.IMAGE_CLASSIFICATION else _for_rows
     make_dataset, collate, length = made(
         _Settings(
@@ -235,7 +252,7 @@ def _check_padding(prepared: Prepared) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Settings:
-    """What inputs depend on beside the records."""
+    """What the inputs depend on besides the records."""
 
     task: Task
     name: str | None
@@ -256,36 +273,38 @@ _Made = tuple[_MakeDataset, Callable[[Sequence[Any]], Batch], int | None]
 
 
 def _check_asked(task: Task, records: Records, mask_fraction: float) -> None:
-    """Refuse what is wrong with task, records and masks before a model is loaded."""
+    """Check task, records and masks before a model is loaded."""
     if not isinstance(task, Task):
-        raise ValueError(f"task must be a Task, got {task!r}; use Task('masked-lm'), for one")
+        raise ValueError(f"task must be a Task, got {task!r}; use for example Task('masked-lm')")
     _check_records(task, records)
     if task.reads_text and records.empty == len(records):
-        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to learn from")
+        raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to train on")
     if not 0 < mask_fraction < 1:
-        raise ValueError(f"mask_fraction must lie between 0 and 1, got {mask_fraction}")
+        raise ValueError(f"mask_fraction must be between 0 and 1, got {mask_fraction}")
 
 
 def _check_records(task: Task, records: Records) -> None:
-    kinds = {Task.IMAGE_CLASSIFICATION: Kind.IMAGE, Task.TABULAR_CLASSIFICATION: Kind.TABULAR}
-    wanted = kinds.get(task, Kind.TEXT)
+    kinds = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
+    wanted = kinds.get(task, RecordKind.TEXT)
     if records.kind is not wanted:
         raise ValueError(
-            f"{task.value} needs {wanted.value} records, and {records.source!r} has {records.kind.value} ones"
+            f"{task.value} needs {wanted.value} records, and data {records.source!r} has {records.kind.value} records"
         )
     if task.is_classification and records.labels is None:
-        raise ValueError(f"{task.value} needs labels, and {records.source!r} has none; set --label-column")
+        raise ValueError(
+            f"{task.value} needs labels, and data {records.source!r} has none; set label_column (--label-column)"
+        )
     if task.is_classification and len(records.label_names) < 2:
         raise ValueError(
-            f"{task.value} needs two labels or more, and {records.source!r} has {list(records.label_names)}; declare "
-            "them by label_names="
+            f"{task.value} needs at least two labels, and data {records.source!r} has {list(records.label_names)}; "
+            "declare them with label_names"
         )
 
 
 def _tokenizer(given: Any, name: str | None, task: Task) -> Any:
-    """The one that was given, as it is or by its folder's name; else the model's own."""
+    """The given tokenizer or the one in the given folder, else the model's own."""
     if given is None and name is None:
-        raise ValueError("tokenizer=None: a model that is given as a module needs its tokenizer beside it")
+        raise ValueError("tokenizer=None: give the tokenizer of a model that is a module")
     named = given is None or isinstance(given, str | Path)
     tokenizer = load_tokenizer(str(name) if given is None else given) if named else given
     if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
@@ -298,12 +317,12 @@ def _for_text(settings: _Settings) -> _Made:
     rows = _embedding_rows(settings.model)
     if rows is not None and len(tokenizer) > rows:
         raise ValueError(
-            f"tokenizer has {len(tokenizer)} tokens and the model {rows} embeddings; give the tokenizer of this model"
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows} embeddings; give this model's tokenizer"
         )
     length = _length(settings)
     pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     if settings.config is not None and getattr(settings.config, "pad_token_id", None) is None:
-        settings.config.pad_token_id = pad_id  # decoders that classify look for the last token that is not padding
+        settings.config.pad_token_id = pad_id  # classifying decoders look for the last token before the padding
     padding = Padding(pad_id=pad_id, bucket=settings.bucket, max_length=length)
     closing = tokenizer.eos_token_id if task is Task.CAUSAL_LM else None
 
@@ -327,7 +346,7 @@ def _for_text(settings: _Settings) -> _Made:
 def _tokenized(
     tokenizer: Any, texts: Sequence[str], length: int, closing: int | None
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
-    """Chunks of texts: their tokens end to end, and how many each has."""
+    """Per chunk of texts: all their tokens in one array, and how many each text has."""
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
         rows = tokenizer(chunk, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
@@ -338,24 +357,24 @@ def _tokenized(
 
 
 def _length(settings: _Settings) -> int:
-    """How many tokens a text may have: what was asked for, if the model has positions for it."""
+    """How many tokens a text may have."""
     most = _positions(settings)
     if settings.max_length is None:
         return min(MAX_LENGTH[settings.task], most)
     if not 2 <= settings.max_length <= most:
-        raise ValueError(f"max_length={settings.max_length} must lie between 2 and {most}, what the model takes")
+        raise ValueError(f"max_length={settings.max_length} must be between 2 and {most}, the model's limit")
     return settings.max_length
 
 
 def _positions(settings: _Settings) -> int:
-    """The most tokens that model and tokenizer take; unbounded (2^31) where neither says."""
+    """The most tokens that model and tokenizer accept; 2^31 if neither has a limit."""
     tables = [
         (module.num_embeddings, module.padding_idx)
         for name, module in settings.model.named_modules()
         if isinstance(module, nn.Embedding)
         and name.rpartition(".")[2] in ("position_embeddings", "wpe", "embed_positions")
     ]
-    # RoBERTa's positions begin behind those of the padding.
+    # RoBERTa's positions begin after those of the padding.
     limits = [rows if padding is None else rows - padding - 1 for rows, padding in tables]
     limits.append(int(getattr(settings.tokenizer, "model_max_length", None) or 2**31))
     if not tables:
@@ -369,12 +388,12 @@ def _embedding_rows(model: Any) -> int | None:
 
 
 def _for_images(settings: _Settings) -> _Made:
-    size = settings.image_size or getattr(settings.config, "image_size", None) or builtin.CNN_IMAGE_SIZE
+    size = settings.image_size or getattr(settings.config, "image_size", None) or CNN_IMAGE_SIZE
     if isinstance(size, list | tuple):
         size = size[0]
     if getattr(settings.config, "num_channels", 3) != 3:
         raise ValueError(
-            f"the model takes {settings.config.num_channels} colour channels; images are read as RGB, with 3"
+            f"the model needs {settings.config.num_channels} colour channels, and images are read as RGB, with 3"
         )
     half = (0.5, 0.5, 0.5)
     has_file = settings.name is not None and settings.name != "small-cnn"
@@ -394,3 +413,49 @@ def _for_rows(settings: _Settings) -> _Made:
         return RowDataset(records.features, records.labels), None
 
     return make_dataset, TensorCollate(name="features"), None
+
+
+# -- checks and examples that touch no record -----------------------------------------------------------------------
+
+
+def random_batch(prepared: Prepared, lengths: Sequence[int], *, seed: int = 0) -> Batch:
+    """Make a batch of random examples on the model's device, masked for masked-lm.
+
+    Args:
+        prepared: The model, and the shape of its examples.
+        lengths: The tokens of each example. For images and rows only their number matters.
+        seed: The seed of the random values.
+
+    Guarantee: the batch contains nothing of a record except the size that all images or rows have.
+    """
+    generator = np.random.default_rng(seed)
+    examples: list[Any] = []
+    classes = max(1, len(prepared.records.label_names))
+    dataset: Any = prepared.dataset
+    shape = None if prepared.lengths is not None else dataset[0].values.shape
+    for length in lengths:
+        label = int(generator.integers(classes)) if prepared.task.is_classification else IGNORED
+        if shape is not None:
+            values = torch.from_numpy(generator.normal(size=tuple(shape)).astype(np.float32))
+            examples.append(TensorExample(values, label))
+            continue
+        words = np.setdiff1d(np.arange(len(prepared.tokenizer)), prepared.tokenizer.all_special_ids)
+        examples.append(TextExample(generator.choice(words, int(length)).astype(np.int32), label, False))
+    device = next(prepared.model.parameters()).device
+    batch = {name: values.to(device) for name, values in prepared.collate(examples).items()}
+    return prepared.at_step(batch, 0)
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """The names of the parameters that hold a NaN or an infinity.
+
+    >>> model = nn.Linear(2, 1)
+    >>> _ = nn.init.constant_(model.bias, float("nan"))
+    >>> not_finite(model)
+    ['bias']
+    """
+    named = list(model.named_parameters())
+    if not named:
+        return []
+    fine = torch.stack([parameter.detach().isfinite().all() for _, parameter in named]).tolist()  # one wait for a GPU
+    return [name for (name, _), finite in zip(named, fine, strict=True) if not finite]

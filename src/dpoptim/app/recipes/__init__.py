@@ -1,1 +1,1 @@
-"""A run's settings: as a file says them, with defaults, and as the plan and optimizer that they mean."""
+"""The settings of a run, and the rules that fill in what a recipe leaves open."""

@@ -1,4 +1,8 @@
-"""A recipe: every setting of a training run, as plain values that a TOML file holds."""
+"""A recipe: every setting of a training run, as plain values in a TOML file.
+
+Each field of `Recipe` carries its check, its command-line flag and its help text. This module does not import torch, so
+that `dpoptim train --help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dpoptim.integrations.losses import Task
-from dpoptim.privacy import Adjacency
-
 VARIANTS = (
     "scale_then_privatize",
     "post_processing",
@@ -24,24 +25,120 @@ VARIANTS = (
     "dp_sgd",
 )
 SCHEDULES = ("linear", "cosine", "constant")
+TASKS = ("masked-lm", "causal-lm", "text-classification", "image-classification", "tabular-classification")
+ADJACENCIES = ("zero-out", "add-remove", "replace")
 BUILT_IN = ("mlp", "small-cnn")
-"""Models without files."""
+"""Models that need no files."""
+
+# -- checks: (name, value) -> the value as the recipe stores it
+
+Check = Callable[[str, Any], Any]
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ValueError(f"{name}={value!r} must be a name or a path")
+    return str(value)
+
+
+def _one_of(*allowed: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        return str(value)
+
+    return check
+
+
+def _adjacency(name: str, value: Any) -> str:
+    return _one_of(*ADJACENCIES)(name, str(value).replace("_", "-")).replace("-", "_")
+
+
+def yes_or_no(name: str, value: Any) -> bool:
+    """Check that a setting is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false")
+    return value
+
+
+def _whole(low: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+            raise ValueError(f"{name}={value!r} must be a whole number, {low} or more")
+        return value
+
+    return check
+
+
+def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> Check:
+    """low ≤ value < high, or low < value < high."""
+
+    def check(name: str, value: Any) -> float:
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value < high
+        if not fits or (value == low and not low_allowed):
+            least = f"{low:g} or more" if low_allowed else f"above {low:g}"
+            most = "" if math.isinf(high) else f" and below {high:g}"
+            raise ValueError(f"{name}={value!r} must be a finite number {least}{most}")
+        return float(value)
+
+    return check
+
+
+_above_0 = _number(0, low_allowed=False)
+
+
+def _betas(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers such as [0.9, 0.999]")
+    beta = _number(0, 1)
+    return beta(f"{name}[0]", value[0]), beta(f"{name}[1]", value[1])
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
+        raise ValueError(f"{name}={value!r} must be a list of names")
+    return tuple(value)
+
+
+# -- the recipe --------------------------------------------------------------------------------------------------------
+
+DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
+
+
+def _setting(
+    default: Any,
+    check: Check,
+    group: str,
+    help: str,
+    *,
+    type: type = str,
+    metavar: str | tuple[str, ...] | None = None,
+    choices: tuple[str, ...] | None = None,
+    **more: Any,
+) -> Any:
+    """A field with what the command line needs; `flag` defaults to the field's name, and None leaves it without one."""
+    metadata = {
+        "check": check, "group": group, "help": help, "type": type, "metavar": metavar, "choices": choices, **more
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to train, on what, under which guarantee, and how; None leaves a setting to the rules in `defaults`.
+    """What to train, on what data, under which guarantee, and how.
 
-    `model`, `data` and one of `epsilon` and `noise_multiplier` are all that is needed. `validation_fraction` of the
-    records of `data` are held out before anything else, by their places alone; scores on them are outside the
-    guarantee. `noise` is "auto" (the least error that is proved for the sampling), "independent",
-    "banded-toeplitz:32", "buffered-toeplitz:3", "banded-inverse:16" or "square-root"; `sampling` is "auto" (secret
-    sampling where it is proved for the noise, else shuffled), "poisson", "shuffled" or "cyclic" (with as many groups as
-    the noise has bands, or "cyclic:32"). `epochs` is rounded up to whole steps. `warmup` is the share of the steps in
-    which the learning rate rises. In dp_sgd the momentum is betas[0].
+    `model`, `data` and one of `epsilon` and `noise_multiplier` are required. None leaves a setting to the rules in
+    `dpoptim.app.recipes.defaults`. The metadata of each field holds `check`, `group`, `help`, `type`, `metavar`,
+    `choices` and, if it is not --field-name, `flag`; `flags` lists them.
 
-    Guarantee: a recipe that exists is within the range of every setting; what only the data can tell (a column, a
-    batch larger than the data) is checked when the run is set up, before anything is trained or written.
+    `validation_fraction` of the records are held out by their places alone before anything else; scores on them are
+    outside the guarantee. `noise` "auto" has the least error that is proved for the sampling. `sampling` "auto" is
+    secret sampling if it is proved for the noise, else shuffled; "cyclic" has as many groups as the noise has bands. In
+    dp_sgd the momentum is betas[0].
+
+    Raises:
+        ValueError: A setting is out of range, or two settings contradict each other. What depends on the data (a
+            column, a batch larger than the data) is checked when the run is prepared, before anything is written.
 
     >>> recipe = Recipe(model="mlp", data="train.csv", epsilon=3)
     >>> recipe.variant, recipe.epsilon, recipe.steps
@@ -51,109 +148,121 @@ class Recipe:
     ValueError: epsilon=0 must be a finite number above 0
     """
 
-    model: str
-    data: str
-    task: str | None = None
-    validation_data: str | None = None
-    validation_fraction: float | None = None
-    split: str = "train"
-    text_column: str | None = None
-    label_column: str | None = None
-    label_names: tuple[str, ...] | None = None
-    max_length: int | None = None
-    image_size: int | None = None
-    from_scratch: bool = False
-    lora_rank: int | None = None
+    # fmt: off
+    model: str = _setting(dataclasses.MISSING, _text, DATA, 'a folder, a Hugging Face name, "mlp" or "small-cnn"',
+        metavar="M")
+    data: str = _setting(dataclasses.MISSING, _text, DATA,
+        ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name", metavar="D")
+    task: str | None = _setting(None, _one_of(*TASKS), DATA,
+        f"{', '.join(TASKS)} (default: the task in the model's configuration)", metavar="NAME", choices=TASKS)
+    validation_data: str | None = _setting(None, _text, DATA, "other records to score the model on", metavar="D")
+    validation_fraction: float | None = _setting(None, _number(0, 1), DATA,
+        "share of the records to hold out, by place (default: 0.05)", type=float, metavar="F")
+    split: str = _setting("train", _text, DATA, "split of the data (default: train)", metavar="NAME")
+    text_column: str | None = _setting(None, _text, DATA, "column of the texts (default: text)", metavar="NAME")
+    label_column: str | None = _setting(None, _text, DATA, "column of the labels (default: label)", metavar="NAME")
+    label_names: tuple[str, ...] | None = _setting(None, _names, DATA, "the labels in their order", flag=None)
+    max_length: int | None = _setting(None, _whole(2), DATA, "tokens that texts are cut to", type=int, metavar="N")
+    image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels", type=int, metavar="N")
+    from_scratch: bool = _setting(False, yes_or_no, DATA, "start from new weights of M's configuration", type=bool)
+    lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank", type=int,
+        metavar="R")
 
-    epsilon: float | None = None
-    delta: float | None = None
-    noise_multiplier: float | None = None
-    adjacency: str = Adjacency.ZERO_OUT.value
-    num_examples: int | None = None
-    sampling: str = "auto"
-    noise: str = "auto"
-    clip_norm: float | None = None
+    epsilon: float | None = _setting(None, _above_0, PRIVACY, "of the whole run: 1 is strong, 8 usual, 20 weak",
+        type=float, metavar="E")
+    delta: float | None = _setting(None, _number(0, 1, low_allowed=False), PRIVACY,
+        "below 1/records (default: a power of ten, at most 1/(10 records))", type=float, metavar="D")
+    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "instead of --epsilon", type=float,
+        metavar="S")
+    adjacency: str = _setting("zero_out", _adjacency, PRIVACY, f"{', '.join(ADJACENCIES)} (default: zero-out)",
+        metavar="NAME", choices=ADJACENCIES)
+    num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove",
+        type=int, metavar="N")
+    sampling: str = _setting("auto", _text, PRIVACY,
+        "auto (default: secret if proved for the noise), poisson, shuffled, cyclic, cyclic:GROUPS", metavar="S")
+    noise: str = _setting("auto", _text, PRIVACY,
+        "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
+        "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32", metavar="N")
+    clip_norm: float | None = _setting(None, _above_0, PRIVACY, "of one example's gradient (default: 0.1)", type=float,
+        metavar="C")
 
-    variant: str = "scale_then_privatize"
-    learning_rate: float | None = None
-    eps: float | None = None
-    eps_scale: float | None = None
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    schedule: str = "linear"
-    warmup: float = 0.05
-    batch_size: int | None = None
-    steps: int | None = None
-    epochs: float | None = None
-    micro_batch_size: int | None = None
-    micro_batch_tokens: int | None = None
+    variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER,
+        f"{', '.join(VARIANTS)} (default: {VARIANTS[0]})", metavar="NAME", choices=VARIANTS)
+    learning_rate: float | None = _setting(None, _number(0), OPTIMIZER,
+        "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd", type=float, metavar="LR")
+    eps: float | None = _setting(None, _number(0), OPTIMIZER, "Adam's eps; a floor in bias_correction", type=float,
+        metavar="E", flag="--adam-eps")
+    eps_scale: float | None = _setting(None, _above_0, OPTIMIZER, "of scale_then_privatize", type=float, metavar="E")
+    betas: tuple[float, float] = _setting((0.9, 0.999), _betas, OPTIMIZER, "default: 0.9 0.999", type=float,
+        metavar=("B1", "B2"), nargs=2)
+    weight_decay: float = _setting(0.0, _number(0), OPTIMIZER, "decoupled (default: 0)", type=float, metavar="W")
+    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0", choices=SCHEDULES)
+    warmup: float = _setting(0.05, _number(0, 1), OPTIMIZER, "share of the steps (default: 0.05)", type=float,
+        metavar="F")
+    batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
+        "expected size (default: up to 2048, by the size of the data)", type=int, metavar="N")
+    steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer", type=int, metavar="N")
+    epochs: float | None = _setting(None, _above_0, OPTIMIZER,
+        "instead of --steps, rounded up to whole steps (default: 10)", type=float, metavar="N")
+    micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once", type=int,
+        metavar="N")
+    micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once", type=int,
+        metavar="N")
 
-    dtype: str | None = None
-    device: str = "auto"
-    seed: int = 0
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
-    log_every: int = 10
-    debug: bool = False
+    dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32",
+        choices=("fp32", "bf16"))
+    device: str = _setting("auto", _text, RUN, "auto (default), cpu, cuda, cuda:1", metavar="D")
+    seed: int = _setting(0, _whole(0), RUN, "of new weights and masks, never of noise (default: 0)", type=int,
+        metavar="N")
+    evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)", type=int,
+        metavar="N")
+    checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)", type=int,
+        metavar="N")
+    log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)", type=int, metavar="N")
+    report_to: str | None = _setting(None, _one_of("tensorboard"), RUN, "also write the log for TensorBoard",
+        choices=("tensorboard",))
+    debug: bool = _setting(False, yes_or_no, RUN, "also log training losses and clipping: NOT private", type=bool)
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            value = getattr(self, name)
-            if value is None and name not in ("model", "data"):
-                continue
-            object.__setattr__(self, name, rule(name, value))
+        for part in dataclasses.fields(self):
+            value = getattr(self, part.name)
+            if value is not None or part.name in ("model", "data"):
+                object.__setattr__(self, part.name, part.metadata["check"](part.name, value))
         if self.epsilon is None and self.noise_multiplier is None:
-            raise ValueError("epsilon is not given: say how private the model is to be, as epsilon = 8 or --epsilon 8")
-        if self.epsilon is not None and self.noise_multiplier is not None:
-            raise ValueError(
-                f"epsilon={self.epsilon:g} and noise_multiplier={self.noise_multiplier:g}: one follows from the other; "
-                "give one of the two"
-            )
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: give one of the two")
-        if self.validation_data is not None and self.validation_fraction:
-            raise ValueError(
-                f"validation_data={self.validation_data!r} and validation_fraction={self.validation_fraction}: give "
-                "one of the two"
-            )
+            raise ValueError("epsilon is missing; set it, as epsilon = 8 or --epsilon 8")
+        for one, other in _PAIRS:
+            first, second = getattr(self, one), getattr(self, other)
+            if first is not None and second is not None and not (other == "validation_fraction" and second == 0):
+                raise ValueError(f"{one}={first!r} and {other}={second!r} were both given; give one of them")
         if self.from_scratch and self.lora_rank is not None:
-            raise ValueError(
-                f"from_scratch=true and lora_rank={self.lora_rank}: LoRA leaves the model's own weights as they are, "
-                "and new ones know nothing; leave one of the two out"
-            )
-        if self.adjacency == Adjacency.ADD_REMOVE.value:
-            self._check_add_remove()
-
-    def _check_add_remove(self) -> None:
-        """There the number of records is private: it must be declared, and no rule may depend on a record's place."""
-        if self.num_examples is None:
-            raise ValueError(
-                "num_examples is not given: under adjacency='add_remove' the size of the data is private; declare a "
-                "public one"
-            )
-        if self.validation_fraction:
-            raise ValueError(
-                f"validation_fraction={self.validation_fraction} holds records out by their places, which shift where "
-                "one is removed; under adjacency='add_remove' give validation_data, or validation_fraction=0"
-            )
+            raise ValueError(f"from_scratch=true and lora_rank={self.lora_rank}: LoRA needs pretrained weights")
+        if self.adjacency == "add_remove":  # the number of records is private, and so are their places
+            if self.num_examples is None:
+                raise ValueError("num_examples is missing; adjacency='add_remove' needs a public size of the data")
+            if self.validation_fraction:
+                raise ValueError(
+                    f"validation_fraction={self.validation_fraction} holds records out by their places, which "
+                    "adjacency='add_remove' does not allow; give validation_data"
+                )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """The recipe of these plain values; unknown keys are refused by name.
+        """Make a recipe from plain values; unknown names are refused.
 
         >>> Recipe.from_dict({"model": "mlp", "data": "a.csv", "epsilon": 1, "learning_rat": 0.1})
         Traceback (most recent call last):
-        ValueError: learning_rat=0.1 is no setting of a recipe; did you mean learning_rate?
+        ValueError: learning_rat=0.1 is not a setting of a recipe; did you mean learning_rate?
         """
         known = [part.name for part in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in known:
                 near = get_close_matches(name, known, 1)
-                mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-                raise ValueError(f"{name}={value!r} is no setting of a recipe; {mend}")
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+                raise ValueError(f"{name}={value!r} is not a setting of a recipe; {hint}")
         for name in ("model", "data"):
             if name not in values:
-                raise ValueError(f"{name} is not given; add --{name} NAME_OR_PATH, or {name} = ... to the recipe")
+                raise ValueError(f"{name} is missing; add --{name} NAME_OR_PATH, or {name} = ... to the recipe")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +275,7 @@ class Recipe:
         }
 
     def to_toml(self) -> str:
-        """The recipe as a TOML document; a setting that is None is left out.
+        """The recipe as a TOML document; settings that are None are left out.
 
         >>> recipe = Recipe(model="mlp", data="train.csv", epsilon=3.0, betas=(0.9, 0.99))
         >>> Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
@@ -175,7 +284,7 @@ class Recipe:
         return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
 
     def with_whole_paths(self) -> Recipe:
-        """Local paths from the root on, so that a run can be taken up from any folder."""
+        """Make local paths absolute, so that a run can be resumed from any folder."""
         paths = {name: getattr(self, name) for name in ("model", "data", "validation_data")}
         return self.replace(**{name: whole_path(path) for name, path in paths.items() if path is not None})
 
@@ -184,22 +293,36 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
 
-def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
-    """The recipe in a TOML file (none for None), with settings put over those of the file.
+_PAIRS = (("epsilon", "noise_multiplier"), ("steps", "epochs"), ("validation_data", "validation_fraction"))
+"""Settings that replace each other."""
 
-    A setting of None in `over` leaves the file's. One of a pair (epsilon and noise_multiplier, steps and epochs) that
-    is put over takes the other's place. A table [compare] is for `dpoptim compare` and is passed over here.
-    Edge cases: one ValueError line for a file that is missing or no TOML, and for a setting that is unknown or out of
-    range.
+
+def flags() -> dict[str, dataclasses.Field[Any]]:
+    """The command-line flag of each setting that has one, in order.
+
+    >>> flags()["--adam-eps"].name, "--label-names" in flags()
+    ('eps', False)
+    """
+    named = {part: part.metadata.get("flag", f"--{part.name.replace('_', '-')}") for part in dataclasses.fields(Recipe)}
+    return {flag: part for part, flag in named.items() if flag is not None}
+
+
+def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
+    """Read a recipe from a TOML file and override some of its settings.
+
+    Args:
+        path: The file, or None for a recipe that consists of `over` alone.
+        over: Settings that replace those of the file; None keeps the file's. If one of a pair (epsilon and
+            noise_multiplier, steps and epochs, validation_data and validation_fraction) is given, the file's other
+            one is dropped. A table [compare] is for `dpoptim compare` and is ignored here.
+
+    Raises:
+        ValueError: The file is missing or not TOML, or a setting is unknown or out of range.
     """
     values = {} if path is None else read_toml(path)
     values.pop("compare", None)
     given = {name: value for name, value in over.items() if value is not None}
-    for one, other in (
-        ("epsilon", "noise_multiplier"),
-        ("steps", "epochs"),
-        ("validation_data", "validation_fraction"),
-    ):
+    for one, other in _PAIRS:
         for name, rival in ((one, other), (other, one)):
             if name in given and rival not in given:
                 values.pop(rival, None)
@@ -207,26 +330,19 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The values in a recipe's file.
-
-    Edge cases: what is no TOML file is one ValueError line; a folder or a table says by which flag it would be given.
-    """
-    file = Path(path).expanduser()
-    if file.is_dir():
-        mends = {"recipe.toml": "to go on with this run: --resume", "config.json": "for a model: --model"}
-        mend = next((mends[name] for name in mends if (file / name).is_file()), "for records: --data")
-        raise ValueError(f"RECIPE {str(path)!r} is a folder, and must be a TOML file; {mend} {path}")
+    """Read the values of a recipe's file."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
+    except IsADirectoryError:
+        raise ValueError(f"recipe {str(path)!r} is a folder; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        mend = "" if file.suffix == ".toml" else f"; if it holds records: dpoptim train --data {path}"
-        raise ValueError(f"recipe {str(path)!r} is no TOML file: {error}{mend}") from None
+        raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}") from None
 
 
 def whole_path(name: str) -> str:
-    """From the root on where it is a local path, else as it is.
+    """Make a local path absolute; other names stay as they are.
 
     >>> whole_path("mlp"), whole_path("no/such:dataset")
     ('mlp', 'no/such:dataset')
@@ -243,80 +359,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_toml(part) for part in value)}]"
     return repr(value)
-
-
-_Rule = Callable[[str, Any], Any]
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(f"{name}={value!r} must be a name or a path")
-    return str(value)
-
-
-def _one_of(*allowed: str) -> _Rule:
-    def rule(name: str, value: Any) -> str:
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
-        return str(value)
-
-    return rule
-
-
-def yes_or_no(name: str, value: Any) -> bool:
-    """The value, or one ValueError line where it is neither."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be true or false")
-    return value
-
-
-def _whole(low: int) -> _Rule:
-    def rule(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
-            raise ValueError(f"{name}={value!r} must be a whole number, {low} or more")
-        return value
-
-    return rule
-
-
-def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> _Rule:
-    """low ≤ value < high, or low < value."""
-
-    def rule(name: str, value: Any) -> float:
-        fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value < high
-        if not fits or (value == low and not low_allowed):
-            least = f"{low:g} or more" if low_allowed else f"above {low:g}"
-            most = "" if math.isinf(high) else f" and below {high:g}"
-            raise ValueError(f"{name}={value!r} must be a finite number {least}{most}")
-        return float(value)
-
-    return rule
-
-
-def _betas(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{name}={value!r} must be two numbers such as [0.9, 0.999]")
-    beta = _number(0, 1)
-    return beta(f"{name}[0]", value[0]), beta(f"{name}[1]", value[1])
-
-
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
-        raise ValueError(f"{name}={value!r} must be a list of names")
-    return tuple(value)
-
-
-_above_0 = _number(0, low_allowed=False)
-_RULES: dict[str, _Rule] = {
-    "model": _text, "data": _text, "task": _one_of(*(task.value for task in Task)), "validation_data": _text,
-    "validation_fraction": _number(0, 1), "split": _text, "text_column": _text, "label_column": _text,
-    "label_names": _names, "max_length": _whole(2), "image_size": _whole(1), "from_scratch": yes_or_no,
-    "lora_rank": _whole(1), "epsilon": _above_0, "delta": _number(0, 1, low_allowed=False),
-    "noise_multiplier": _number(0), "adjacency": _one_of(*(kind.value for kind in Adjacency)),
-    "num_examples": _whole(1), "sampling": _text, "noise": _text, "clip_norm": _above_0, "variant": _one_of(*VARIANTS),
-    "learning_rate": _number(0), "eps": _number(0), "eps_scale": _above_0, "betas": _betas,
-    "weight_decay": _number(0), "schedule": _one_of(*SCHEDULES), "warmup": _number(0, 1), "batch_size": _whole(1),
-    "steps": _whole(1), "epochs": _above_0, "micro_batch_size": _whole(1), "micro_batch_tokens": _whole(1),
-    "dtype": _one_of("fp32", "bf16"), "device": _text, "seed": _whole(0), "evaluate_every": _whole(1),
-    "checkpoint_every": _whole(1), "log_every": _whole(1), "debug": yes_or_no,
-}  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dpoptim.app.runs.logged_run import Series
+from dpoptim.app.runs.run_log import Series
 
 WIDTH, HEIGHT = 360, 220
 """Of every drawing, in its own units: near to one pixel each on a phone, so that letters keep their size."""

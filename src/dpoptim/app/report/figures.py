@@ -9,7 +9,7 @@ from enum import Enum
 from html import escape
 
 from dpoptim.app.report.charts import Layer, Point, axis, colour_class, drawing, figures, layers, mean, thin
-from dpoptim.app.runs.logged_run import RunHistory, Series, number, series, value_at
+from dpoptim.app.runs.run_log import RunHistory, Series, number, series, value_at
 from dpoptim.privacy.format_epsilon import format_epsilon
 
 QUANTILES = ("least", "5 %", "25 %", "median", "75 %", "95 %", "greatest")

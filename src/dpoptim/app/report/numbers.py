@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from dpoptim.app.format import plain
 from dpoptim.app.report.figures import CURVES, Mark, quantiles_of
-from dpoptim.app.runs.logged_run import RunHistory, number, series, value_at
-from dpoptim.app.support.plain import plain
+from dpoptim.app.runs.run_log import RunHistory, number, series, value_at
 
 _SETTINGS = ("task", "model", "variant", "mechanism", "noise_multiplier", "clip_norm", "batch_size", "device")
 _COUNTS = ("parameters", "trained_parameters", "examples", "validation_examples")

@@ -11,11 +11,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from dpoptim.app.format import duration
 from dpoptim.app.report.charts import colour_class, figures
 from dpoptim.app.report.figures import COSTS, DIAGNOSTICS, LOSSES, Mark, chip, curve_figure, scale_figures
 from dpoptim.app.report.numbers import final_numbers
-from dpoptim.app.runs.logged_run import UNKNOWN_END, RunHistory, value_at
-from dpoptim.app.support.plain import duration
+from dpoptim.app.runs.run_log import UNKNOWN_END, RunHistory, value_at
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 

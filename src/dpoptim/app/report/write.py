@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpoptim.app.files import write_text
 from dpoptim.app.report.page import page
-from dpoptim.app.runs.logged_run import RunHistory
-from dpoptim.app.support.files import write_text
+from dpoptim.app.runs.run_log import RunHistory
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:

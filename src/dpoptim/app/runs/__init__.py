@@ -1,1 +1,1 @@
-"""A private training run, in its directory: made, logged, stopped, resumed, scored."""
+"""Training runs: preparing them, the training loop, their directories and logs, and metrics."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpoptim.app.support.files import make_folder, remove_unfinished
+from dpoptim.app.files import make_folder, remove_unfinished
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})")

@@ -1,4 +1,4 @@
-"""What a run would take: memory and time, measured on random examples; nothing is released and nothing written."""
+"""Estimate the memory and time of a run by taking a step on random examples; nothing is released or written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.app.models.synthetic import random_batch
+from dpoptim.app.models.prepared import random_batch
 from dpoptim.app.recipes.plans import optimizer_of
 from dpoptim.app.runs.run import bytes_on_disk
 from dpoptim.app.runs.setup import RunSetup
@@ -21,7 +21,7 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes and seconds; `working_bytes` is what one micro-batch took beside what is kept between steps."""
+    """Bytes and seconds of a run; `working_bytes` is the extra memory of one micro-batch."""
 
     parameter_bytes: int
     optimizer_bytes: int
@@ -33,16 +33,17 @@ class Estimate:
 
     @property
     def memory_bytes(self) -> int:
+        """All memory that the run needs."""
         return self.parameter_bytes + self.optimizer_bytes + self.noise_bytes + self.working_bytes
 
 
 def estimate(setup: RunSetup) -> Estimate:
-    """Take a private step on random examples, cut as a real batch would be, and count.
+    """Take a private step on random examples, cut into micro-batches as a real batch would be, and measure it.
 
-        seconds a step = parts of a batch · seconds a part + seconds of the update
+        seconds per step = micro-batches · seconds per micro-batch + seconds per update
 
-    The model's parameters are moved by it: `setup` is used up. Lengths are drawn from those of the records, so the
-    time depends on them; tokens, labels and pixels are random.
+    It changes the model's parameters, so `setup` cannot be used afterwards. Lengths are drawn from those of the
+    records; tokens, labels and pixels are random.
     """
     recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
     setup.model.train()
@@ -81,7 +82,7 @@ def estimate(setup: RunSetup) -> Estimate:
 
 
 def _parts(setup: RunSetup) -> list[list[int]]:
-    """The lengths of the examples of each micro-batch of a batch of the expected size."""
+    """The lengths of the examples in each micro-batch of a batch of the expected size."""
     recipe, prepared = setup.recipe, setup.prepared
     assert recipe.batch_size is not None
     if prepared.lengths is None:
@@ -107,7 +108,7 @@ def _now(device: torch.device) -> float:
 
 
 def _peak(device: torch.device) -> int:
-    """The most memory that was ever taken."""
+    """The peak memory so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""The private steps of a run, one after another, as a pure function of recipe, key and step."""
+"""The private steps of a run; each is a function of recipe, key and step alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim.app.progress import StepTimes, two_digits
 from dpoptim.app.recipes.plans import learning_rate_at, optimizer_of
-from dpoptim.app.runs.diagnostics import Diagnostics
+from dpoptim.app.runs.metrics import Diagnostics
 from dpoptim.app.runs.setup import RunSetup
-from dpoptim.app.support.step_times import StepTimes, two_digits
 from dpoptim.data import private_loader
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.run_identity import recipe_settings, run_header
@@ -23,14 +23,14 @@ from dpoptim.privacy.composition import EpsilonSpent
 
 
 class Loop:
-    """Iterating takes the steps that are left; each gives an entry for the log.
+    """Iterating takes the remaining steps and yields an entry for the log after each.
 
-    An entry has `step` (from 1), `learning_rate`, `epsilon` (of the steps so far, with `epsilon_note` where that is the
-    whole run's) and `seconds` a step (a mean of ten or more, with two digits; None before); every `log_every` steps,
-    and at the first and the last, also `released`, and with `debug` `not_private`.
+    An entry has `step` (from 1), `learning_rate`, `epsilon` (of the steps so far; `epsilon_note` tells if it is the
+    whole run's) and `seconds` per step (a mean of ten or more steps with two digits; None before). Every `log_every`
+    steps, and at the first and last step, it also has `released`, and with `debug` `not_private`.
 
-    Guarantee: batches, masks, dropout, learning rate and noise of step t depend on (recipe, key, run, t) alone, so a
-    run that goes on from `state_dict` is the run that never stopped, bit for bit where arithmetic is.
+    Guarantee: batches, masks, dropout, learning rate and noise of step t depend on (recipe, key, run, t) alone. So a
+    run that resumes from `state_dict` equals the run that never stopped, bit for bit if the arithmetic repeats.
     """
 
     def __init__(self, setup: RunSetup, key: NoiseKey, *, digest: str) -> None:
@@ -52,25 +52,27 @@ class Loop:
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan as it runs."""
+        """The plan, with the release that the optimizer chose."""
         return self._optimizer.plan
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """The number of steps taken."""
         return self._loader.next_step
 
     @property
     def steps(self) -> int:
+        """The number of steps in the plan."""
         return self.plan.steps
 
     @property
     def batch_size(self) -> int:
+        """The expected batch size."""
         return self.plan.batch_size
 
     @property
     def epsilon_is_whole(self) -> bool:
-        """Whether ε so far is the whole run's."""
+        """Whether the ε of the steps so far is reported as the whole run's."""
         return self._spent.note is not None
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
@@ -81,11 +83,11 @@ class Loop:
         return ledger
 
     def close(self) -> None:
-        """Give the model its own forward back."""
+        """Detach the optimizer from the model."""
         self._optimizer.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds; no secret is in it."""
+        """The content of a checkpoint; it contains no secret."""
         return {
             "step": self.step,
             "model": self._setup.model.state_dict(),
@@ -94,7 +96,7 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where the state was taken."""
+        """Restore a checkpoint."""
         self._setup.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._loader.load_state_dict(state["loader"])
@@ -118,7 +120,7 @@ class Loop:
             optimizer.step()
             opens = loader.step_ends
             if opens:
-                seed_generators(recipe.seed)  # forget the secret one
+                seed_generators(recipe.seed)  # drop the secret state
                 entry = {"step": number + 1, "learning_rate": rate, **self._epsilon(number + 1)}
                 if self._is_logged(number):
                     entry["released"] = self._diagnostics.after()
@@ -130,7 +132,7 @@ class Loop:
                 yield entry
 
     def _begin(self, number: int) -> float:
-        """Make the step's learning rate and the model's own randomness (dropout) what they are for this step."""
+        """Set the learning rate and the model's own randomness (dropout) for this step."""
         recipe = self._setup.recipe
         rate = learning_rate_at(recipe, number)
         for group in self._optimizer.param_groups:
@@ -153,7 +155,7 @@ class Loop:
         return {"epsilon": self._spent.at(step), **note}
 
     def _not_private(self, losses: list[Tensor]) -> dict[str, Any]:
-        """Of the step's own examples."""
+        """Values of the step's own examples."""
         examples, clipped, nonfinite = (now - then for now, then in zip(self._counts(), self._counted, strict=True))
         return {
             "loss": float(torch.cat(losses).mean()),

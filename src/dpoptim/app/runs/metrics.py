@@ -1,24 +1,34 @@
-"""How good a model is on records that are not private, or, for debugging, on private ones."""
+"""What is measured of a run: scores on held-out records, and diagnostics of released values."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dpoptim.app.models.prepared import Prepared
+from dpoptim.clipping import Released
 from dpoptim.data.lengths import cut_by_length
 from dpoptim.integrations.modes import in_eval_mode
+from dpoptim.integrations.released_norms import norm_of, released_norms
+from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
+from dpoptim.theory import second_moment_bias
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+_MOST_SORTED = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Averages over records: of their losses, of their targets' losses, of right answers.
+    """Mean losses and accuracy over records.
 
-    NOT PRIVATE when taken on private records: publish those of public or held-out records alone.
+    NOT PRIVATE on private records: publish scores of public or held-out records only.
 
     >>> Scores(examples=10, targets=40, loss=2.1, target_loss=2.0).perplexity
     7.38905609893065
@@ -26,13 +36,13 @@ class Scores:
 
     examples: int
     targets: int
-    loss: float  # mean over examples with targets of the mean over theirs: what training minimises
+    loss: float  # mean over examples of the mean over their targets: what training minimizes
     target_loss: float  # mean over all targets
     accuracy: float | None = None  # classification only
 
     @property
     def perplexity(self) -> float:
-        """exp(target_loss); infinite where that overflows."""
+        """exp(target_loss), or infinity if that overflows."""
         return math.exp(self.target_loss) if self.target_loss < 700 else math.inf
 
 
@@ -43,11 +53,16 @@ def evaluate(
     batch_size: int = 64,
     batch_tokens: int = 2**16,
 ) -> Scores:
-    """The scores of `model` (by default the prepared one) on the prepared records.
+    """Score a model on the prepared records, in eval mode and without gradients.
 
-    In eval mode and without gradients; both are put back. Masked-lm uses each record's one evaluation mask, so scores
-    of different runs compare. At most `batch_size` examples and about `batch_tokens` tokens run together.
-    Edge cases: an example without targets counts in neither loss; where none has any, both are 0.
+    Masked-lm uses each record's fixed evaluation mask, so scores of different runs are comparable. An example without
+    targets counts in neither loss.
+
+    Args:
+        prepared: The records, and how to compute their losses.
+        model: The model to score. Defaults to the prepared one.
+        batch_size: The most examples to run at once.
+        batch_tokens: About the most tokens to run at once.
     """
     model = prepared.model if model is None else model
     device = next(model.parameters()).device
@@ -80,10 +95,99 @@ def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[n
         yield from (places[start : start + batch_size] for start in range(0, len(places), batch_size))
         return
     order = np.argsort(lengths, kind="stable")
-    block = 64 * batch_size  # the best cut takes time that grows with the square of what is cut
+    block = 64 * batch_size  # finding the best cut takes time quadratic in the number of examples
     for start in range(0, len(order), block):
         own = order[start : start + block]
         cuts = cut_by_length(
             lengths[own], max_tokens=batch_tokens, max_examples=batch_size, bucket=prepared.bucket, price=1024
         )
         yield from (own[cut] for cut in cuts)
+
+
+class Diagnostics:
+    """Measures chosen steps of an optimizer, from released values only.
+
+        diagnostics.before()    # then the step
+        diagnostics.after()     # the values, as plain numbers
+
+    | value | meaning |
+    |---|---|
+    | gradient_norm | ‖g̃‖ |
+    | noise_norm | √(φ·Σ 1/s²), the expected norm of the noise alone |
+    | signal_norm | √max(‖g̃‖² − noise_norm², 0), an estimate of the norm without noise |
+    | negative_fraction | share of second moments below the noise's part; None if gradients are scaled |
+    | scale_quantiles | quantiles of s |
+    | update_norm | how far the parameters moved |
+
+    Guarantee: the values are computed from what a step made public and from the plan's public numbers, so they may be
+    shown to anyone who may see the model.
+    """
+
+    def __init__(self, optimizer: PrivateOptimizer) -> None:
+        self._optimizer = optimizer
+        self._wanted = False
+        self._found: dict[str, Any] = {}
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._old: list[Tensor] = []
+        optimizer.observers.append(self._observe)
+
+    def before(self) -> None:
+        """Measure the next step."""
+        self._wanted = True
+        self._old = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def after(self) -> dict[str, Any]:
+        """The values of that step."""
+        moved = [parameter.detach() - old for parameter, old in zip(self._parameters, self._old, strict=True)]
+        found = {**self._found, "negative_fraction": self._negative_fraction(), "update_norm": float(norm_of(moved))}
+        self._wanted, self._old, self._found = False, [], {}
+        return found
+
+    @torch.no_grad()
+    def _observe(self, released: Released) -> None:
+        if not self._wanted:
+            return
+        scale = self._optimizer.mechanism.scale
+        gradient, noise = map(float, released_norms(released, scale))
+        signal = math.sqrt(max(gradient**2 - noise**2, 0.0))
+        self._found = {
+            "gradient_norm": gradient,
+            "noise_norm": noise,
+            "signal_norm": signal,
+            "signal_over_clip": signal / self._optimizer.plan.clip_norm,
+            "noise_to_signal": noise / signal if signal > 0 else None,
+            "scale_quantiles": None if scale is None else _quantiles(list(scale.values())),
+        }
+
+    def _negative_fraction(self) -> float | None:
+        optimizer = self._optimizer
+        if not isinstance(optimizer.rule, Adam) or optimizer.mechanism.scale is not None:
+            return None
+        bias = 0.0
+        if isinstance(optimizer.second_moment, OfNoisyGradient | NoiseCorrected):
+            bias = self._noise_share() * (1 - optimizer.param_groups[0]["betas"][1] ** optimizer.mechanism.step)
+        elif not isinstance(optimizer.second_moment, OfReleasedSquare):
+            return None
+        moments = [optimizer.state[parameter]["second_moment"] for parameter in self._parameters]
+        negative = sum(int((moment < bias).sum()) for moment in moments)
+        return negative / sum(moment.numel() for moment in moments)
+
+    def _noise_share(self) -> float:
+        """b_t: what the noise adds to the debiased second moment on average."""
+        return float(self._noise_shares[self._optimizer.mechanism.step - 1])
+
+    @functools.cached_property
+    def _noise_shares(self) -> Any:
+        optimizer = self._optimizer
+        plan, beta2 = optimizer.plan, optimizer.param_groups[0]["betas"][1]
+        unit = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size
+        return unit**2 * second_moment_bias(plan.strategy, beta2=beta2)
+
+
+def _quantiles(tensors: list[Tensor]) -> list[float]:
+    """Quantiles of at most a million evenly spaced coordinates; minimum and maximum are exact."""
+    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+    some = flat[:: -(-flat.numel() // _MOST_SORTED)]
+    inner = torch.quantile(some, torch.tensor(QUANTILES[1:-1], device=flat.device))
+    return [float(flat.min()), *inner.tolist(), float(flat.max())]

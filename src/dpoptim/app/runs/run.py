@@ -1,4 +1,4 @@
-"""A private training run: from a recipe to a trained model in a run directory, and on again after an interruption."""
+"""Run private training: from a recipe to a trained model in a run directory; resume it; load the model."""
 
 from __future__ import annotations
 
@@ -6,28 +6,41 @@ import contextlib
 import math
 import platform
 import shutil
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
-from dpoptim.app.models.finite import not_finite
-from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.app.files import make_folder
+from dpoptim.app.models.loading import MLP, SmallCNN, load_model
+from dpoptim.app.models.prepared import not_finite
+from dpoptim.app.progress import ProgressReporter, two_digits
+from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
-from dpoptim.app.runs.progress import ProgressDisplay
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.run_log import RunLog, cut_log, read_log
-from dpoptim.app.runs.run_result import Diverged, ending_by, is_finished
+from dpoptim.app.runs.run_log import (
+    Diverged,
+    RunLog,
+    cut_log,
+    ending_by,
+    is_finished,
+    read_log,
+    tensorboard_writer,
+    write_scalars,
+)
 from dpoptim.app.runs.setup import RunSetup, prepare_run
 from dpoptim.app.runs.shared_records import training_digest
-from dpoptim.app.runs.tensorboard import tensorboard_writer, write_scalars
-from dpoptim.app.support.files import make_folder
-from dpoptim.app.support.interrupts import StopRequest, stopping_between_steps
-from dpoptim.app.support.step_times import two_digits
+from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
@@ -38,22 +51,33 @@ from dpoptim.privacy.step_ledger import released_count
 from dpoptim.version import __version__
 
 
-def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | None = None) -> dict[str, Any]:
-    """Set a run up, make its directory and train; returns the summary, which is also in summary.json.
+def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Prepare a run, make its directory and train.
 
-    Guarantee: what can be wrong with the input is told before the directory is made. The whole run satisfies the
-    statement in statement.txt; scores on held-out records, and what `debug` logs, are outside of it.
-    Edge cases: Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
-    `Diverged`, a ValueError, where parameters are no finite numbers at a log, an evaluation or a checkpoint. Where
-    not even the checkpoint before the first step can be written, the directory is removed again.
+    Ctrl-C stops at the end of a step with a checkpoint; the summary's `reason` is then "interrupted".
+
+    Args:
+        recipe: The settings.
+        directory: The run directory to make. It is removed again if the first checkpoint cannot be written.
+        progress: Shows the run. Defaults to silence.
+
+    Returns:
+        The summary, which is also in summary.json.
+
+    Raises:
+        ValueError: Something is wrong with the input; the directory is not made then.
+        Diverged: Parameters are not finite at a log, an evaluation or a checkpoint.
+
+    Guarantee: the whole run satisfies statement.txt. Scores on held-out records, and what `debug` logs, are outside of
+    it.
     """
-    progress = progress or ProgressDisplay()
+    progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     place.check_new()
     with progress:
-        setup = prepare_run(recipe, tell=progress.tell)
-        for line in setup.said:
-            progress.say(line)
+        setup = prepare_run(recipe, stage=progress.stage)
+        for line in setup.messages:
+            progress.note(line)
         place.check_new(bytes_needed=bytes_on_disk(setup))
         key = NoiseKey.generate()
         place.create(setup.recipe, setup.plan, key)
@@ -67,35 +91,44 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressDisplay | 
 
 
 def resume(
-    directory: str | Path, *, device: str | None = None, progress: ProgressDisplay | None = None
+    directory: str | Path, *, device: str | None = None, progress: ProgressReporter | None = None
 ) -> dict[str, Any]:
-    """Go on with a run where its last checkpoint stands; bit for bit on the same machine.
+    """Resume a run at its last checkpoint; it continues bit for bit on the same machine.
 
-    Guarantee: no step is released twice but for exactly the same values. One ValueError line, before anything is
-    computed, where records or settings are not those that the run was begun with; and one before a step is released
-    again that comes out otherwise (another device, other versions, other micro-batches).
-    Edge cases: a run that is finished returns its summary, and needs no key for that; one ValueError line where the
-    directory is no run.
+    Args:
+        directory: The run directory.
+        device: A different device. Defaults to the recipe's.
+        progress: Shows the run. Defaults to silence.
+
+    Returns:
+        The summary. A finished run returns it at once and needs no key.
+
+    Raises:
+        ValueError: The folder is not a run directory, its records or settings have changed, or a repeated step would
+            release different content.
+
+    Guarantee: a released step is released again with exactly the same content or not at all.
     """
-    progress = progress or ProgressDisplay()
+    progress = progress or ProgressReporter()
     place = RunDirectory(Path(directory).expanduser())
     if is_finished(place.path):
         return _summary(place, place.read_plan())
     recipe, plan, key = place.read()
     with progress:
-        setup = prepare_run(recipe if device is None else recipe.replace(device=device), plan=plan, tell=progress.tell)
+        recipe = recipe if device is None else recipe.replace(device=device)
+        setup = prepare_run(recipe, plan=plan, stage=progress.stage)
         return _run(setup, place, progress, key)
 
 
 def bytes_on_disk(setup: RunSetup) -> int:
-    """What a run writes at most: two checkpoints beside the one being written, and the model."""
+    """The most that a run keeps on the disk: three checkpoints while one is replaced, and the model."""
     everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
     return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
-def _run(setup: RunSetup, place: RunDirectory, progress: ProgressDisplay, key: NoiseKey) -> dict[str, Any]:
+def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
-    progress.tell("taking digests of the records")
+    progress.stage("taking digests of the records")
     with contextlib.closing(Loop(setup, key, digest=training_digest(setup.prepared, key))) as loop:
         if found:
             loop.load_state_dict(load_checkpoint(found[-1]))
@@ -103,28 +136,30 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressDisplay, key: N
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
             if step is not None:
                 cut_log(place.log_file, step)
-            with RunLog(place.log_file) as log, stopping_between_steps() as wish:
+            with RunLog(place.log_file) as log, stopping_between_steps() as stop:
                 try:
-                    return _Run(setup, place, progress, log, loop, wish).train(resumed_from=step)
+                    return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except (OSError, torch.OutOfMemoryError) as error:
-                    raise _told(error, place) from error
+                    raise _reworded(error, place) from error
 
 
 class _Run:
-    """The loop with everything around it: log, evaluations, checkpoints."""
+    """The loop with its log, evaluations and checkpoints."""
 
     def __init__(
         self,
         setup: RunSetup,
         place: RunDirectory,
-        progress: ProgressDisplay,
+        progress: ProgressReporter,
         log: RunLog,
         loop: Loop,
-        wish: StopRequest,
+        stop: StopRequest,
     ) -> None:
         self._setup, self._place, self._progress = setup, place, progress
-        self._log, self._loop, self._wish = log, loop, wish
-        self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
+        self._log, self._loop, self._stop = log, loop, stop
+        self._writer = None
+        if setup.recipe.report_to == "tensorboard":
+            self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
         self._finite_at, self._loss_noted = loop.step, False
 
@@ -138,18 +173,17 @@ class _Run:
         )
         try:
             if resumed_from is None:
-                self._checkpoint()  # the first steps' noise must be the same if they are ever repeated
+                self._checkpoint()  # repeated first steps must get the same noise
                 self._evaluate()
             for entry in loop:
                 if "released" in entry:
-                    self._log.write("step", **entry)
-                    write_scalars(self._writer, {"kind": "step", **entry})
+                    self._write("step", entry)
                     if "not_private" in entry:
                         self._progress.not_private(entry["not_private"]["loss"])
                 self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 last = loop.step == loop.steps
                 evaluates = last or loop.step % recipe.evaluate_every == 0
-                stops = not last and self._wish.signal is not None  # asked once: it may come at any moment
+                stops = not last and self._stop.signal is not None  # read once: it may change at any moment
                 saves = last or stops or loop.step % recipe.checkpoint_every == 0
                 if "released" in entry or evaluates or saves:
                     self._check_finite()
@@ -164,6 +198,11 @@ class _Run:
         except BaseException as error:
             self._end_with(error)
             raise
+
+    def _write(self, kind: str, entry: dict[str, Any]) -> None:
+        self._log.write(kind, **entry)
+        if self._writer is not None:
+            write_scalars(self._writer, {"kind": kind, **entry})
 
     def _description(self, resumed_from: int | None) -> dict[str, Any]:
         setup, plan = self._setup, self._loop.plan
@@ -187,18 +226,17 @@ class _Run:
         }
 
     def _check_finite(self) -> None:
-        """Stop where training diverged, before such parameters are saved; they are released, so looking is free."""
+        """Stop before parameters that are not finite are saved; they are released, so looking costs no privacy."""
         found = not_finite(self._setup.model)
         if not found:
             self._finite_at = self._loop.step
             return
         saved = step_of(checkpoints(self._place.checkpoints)[-1])
         raise Diverged(
-            f"training stopped after step {self._loop.step} of {self._loop.steps}: {len(found)} parameters (first: "
-            f"{found[0]!r}) hold NaN or infinite values, and none did after step {self._finite_at}; learning_rate="
-            f"{self._setup.recipe.learning_rate:g} is probably too large. Train anew with a smaller one in another run "
-            "directory (its privacy loss adds to this one's); --resume would only repeat the same steps. The last good "
-            f"checkpoint, of step {saved}, is kept in {self._place.checkpoints}"
+            f"training diverged between steps {self._finite_at} and {self._loop.step}: {len(found)} parameters (first: "
+            f"{found[0]!r}) are not finite; the last checkpoint is of step {saved} in {self._place.checkpoints}. "
+            f"Train in a new directory with a learning_rate below {self._setup.recipe.learning_rate:g} (its privacy "
+            "loss adds to this one's)"
         )
 
     def _evaluate(self) -> None:
@@ -216,14 +254,13 @@ class _Run:
             "examples": scores.examples,
             "outside_guarantee": True,
         }
-        self._log.write("evaluation", **entry)
-        write_scalars(self._writer, {"kind": "evaluation", **entry})
+        self._write("evaluation", entry)
         self._progress.evaluation(entry)
         if not math.isfinite(scores.loss) and not self._loss_noted:
             self._loss_noted = True
-            self._progress.say(
-                f"note: the held-out loss is not finite after step {self._loop.step}, while all parameters are; the "
-                "learning rate is probably too large, or a held-out record is far out"
+            self._progress.message(
+                f"note: the held-out loss is not finite after step {self._loop.step}, but all parameters are; the "
+                "learning rate is probably too large, or a held-out record is extreme"
             )
 
     def _checkpoint(self) -> None:
@@ -231,7 +268,7 @@ class _Run:
         self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
 
     def _save_model(self) -> None:
-        """As `save_pretrained` writes it, with its tokenizer; a plain module as model.pt."""
+        """Save with `save_pretrained` and the tokenizer; a plain module as model.pt."""
         model: Any = self._setup.model
         tokenizer = self._setup.prepared.tokenizer
         self._loop.close()
@@ -250,8 +287,8 @@ class _Run:
     def _end(self, reason: str) -> dict[str, Any]:
         self._log.write("end", step=self._loop.step, reason=reason, seconds=self._seconds())
         summary = _summary(self._place, self._loop.plan)
-        if self._wish.signal is not None:
-            summary["signal"] = int(self._wish.signal)
+        if self._stop.signal is not None:
+            summary["signal"] = int(self._stop.signal)
         self._place.write_summary(summary)
         return summary
 
@@ -259,12 +296,12 @@ class _Run:
         return two_digits(time.perf_counter() - self._began)
 
     def _end_with(self, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: what matters is the checkpoint, which is whole
+        with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
             self._log.write("end", step=self._loop.step, reason=ending_by(error), seconds=self._seconds())
 
 
 def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
-    """How a run stands, from its log."""
+    """Summarize a run from its log."""
     entries = read_log(place.log_file)
     start = next(entry for entry in reversed(entries) if entry["kind"] == "start")
     end = next(entry for entry in reversed(entries) if entry["kind"] == "end")
@@ -284,13 +321,13 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
-def _told(error: Exception, place: RunDirectory) -> Exception:
+def _reworded(error: Exception, place: RunDirectory) -> Exception:
     found = checkpoints(place.checkpoints)
     text = first_line(error)
     saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
     if isinstance(error, OSError):
         return OSError(f"training stopped: {text}{saved}")
-    return ValueError(f"the device has too little memory ({text}); give a smaller --micro-batch-size or -tokens")
+    return ValueError(f"the device ran out of memory ({text}); set a smaller micro_batch_size or micro_batch_tokens")
 
 
 def _versions() -> dict[str, str]:
@@ -303,3 +340,76 @@ def _versions() -> dict[str, str]:
 
 def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+# -- stopping between steps --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StopRequest:
+    """The signal that asked for a stop, or None."""
+
+    signal: int | None = None
+
+
+@contextlib.contextmanager
+def stopping_between_steps() -> Iterator[StopRequest]:
+    """Record the first Ctrl-C or SIGTERM, and let a second one interrupt at once; only in the main thread.
+
+    >>> with stopping_between_steps() as stop:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     stop.signal == signal.SIGINT
+    True
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.signal is not None:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- the trained model -------------------------------------------------------------------------------------------------
+
+
+def load_trained(directory: str | Path) -> nn.Module:
+    """Load the model of a finished run in evaluation mode, on the CPU; LoRA factors are merged.
+
+    Its tokenizer is `load_tokenizer(directory / "model")`. Its labels, in order, are the recipe's `label_names`.
+
+    Raises:
+        ValueError: The folder is not a run directory, or the run has not finished.
+
+    Guarantee: the noise key is not read.
+    """
+    place = RunDirectory(Path(directory).expanduser())
+    place.check_is_run()
+    if not place.model.is_dir():
+        raise ValueError(f"{place.path} has no model yet; finish the run with: dpoptim train --resume {place.path}")
+    recipe = read_recipe(place.recipe_file)
+    names = recipe.label_names
+    if recipe.model in BUILT_IN:
+        state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
+        labels = len(names or ())
+        model: nn.Module = SmallCNN(num_labels=labels)
+        if recipe.model == "mlp":
+            model = MLP(columns=next(iter(state.values())).shape[1], num_labels=labels)
+        model.load_state_dict(state)
+        return model.eval()
+    return load_model(
+        Task(recipe.task),
+        place.model,
+        num_labels=None if names is None else len(names),
+        label_names=names,
+        seed=recipe.seed,
+    ).eval()

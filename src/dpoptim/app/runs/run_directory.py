@@ -1,38 +1,36 @@
-"""The folder of a run: recipe, plan, statement, key, log, checkpoints, model and summary; complete from the start."""
+"""The folder of a run: recipe, plan, statement, key, log, checkpoints, model and summary."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpoptim.app.files import make_folder, write_text
+from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
-from dpoptim.app.support.files import UNFINISHED, make_folder, write_text
-from dpoptim.app.support.plain import plain
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where the parts of a run lie.
+    """The files of a run.
 
     | name | what it holds |
     |---|---|
-    | recipe.toml | every setting, as it was used |
+    | recipe.toml | every setting, as used |
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
-    | noise.key | SECRET, mode 0600: who has it can take the noise off |
+    | noise.key | SECRET, mode 0600: whoever has it can remove the noise |
     | noise.steps | the step ledger: a digest of each released step |
-    | log.jsonl | what happened, line by line |
-    | checkpoints/step-000100/ | where the run can be taken up; the last two |
+    | log.jsonl | the log, one JSON object per line |
+    | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
-    | summary.json | how it ended |
+    | summary.json | how the run ended |
     """
 
     path: Path
@@ -74,22 +72,22 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def check_new(self, *, bytes_needed: int = 0) -> None:
-        """Refuse, in one line, a place where no run can be written; nothing is left there."""
+        """Raise a ValueError if no run can be written here."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            mend = f"continue it with --resume {self.path}, or " if self.recipe_file.exists() else ""
-            raise ValueError(f"run directory {self.path} is there already; {mend}choose another name")
+            hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
+            raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
-        if not _may_write(parent):
-            raise ValueError(f"run directory {self.path} cannot be made: {parent} is not a folder one may write to")
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
         free = shutil.disk_usage(parent).free
         if free < bytes_needed:
             raise ValueError(
-                f"run directory {self.path}: checkpoints need {bytes_needed / 1e6:.0f} MB and the disk has "
-                f"{free / 1e6:.0f} MB left; make room, or choose another disk"
+                f"run directory {self.path} needs {bytes_needed / 1e6:.0f} MB, but the disk has {free / 1e6:.0f} MB "
+                "left; make room, or choose another disk"
             )
 
     def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
-        """Make the folder (mode 0700) with all that is known before training; it appears whole or not at all."""
+        """Make the folder (mode 0700) with all files that exist before training; it appears complete or not at all."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
@@ -104,32 +102,27 @@ class RunDirectory:
         make_folder(self.path, fill)
 
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
-        """What a run is taken up with.
+        """What a run needs to resume.
 
-        Edge cases: one ValueError line where the folder is no run, or a part of it is missing.
+        Raises:
+            ValueError: The folder is not a run directory, or a file is missing.
         """
-        if not self.recipe_file.is_file():
-            raise ValueError(f"{self.path} is no run directory (it has no recipe.toml); check the path")
+        self.check_is_run()
         recipe = read_recipe(self.recipe_file)
         try:
             return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is missing, and the run cannot go on without it") from None
+            raise ValueError(f"{error.filename} is missing; the run cannot resume without it") from None
+
+    def check_is_run(self) -> None:
+        """Raise a ValueError if the folder is not a run directory."""
+        if not self.recipe_file.is_file():
+            raise ValueError(f"{self.path} is not a run directory: it has no recipe.toml")
 
     def read_plan(self) -> PrivacyPlan:
-        """The plan that the run keeps to."""
+        """The run's plan."""
         return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
         write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
-
-
-def _may_write(folder: Path) -> bool:
-    """Whether a folder can be made there: modes alone say yes to an administrator where the system says no."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    try:
-        Path(tempfile.mkdtemp(prefix=".", suffix=UNFINISHED, dir=folder)).rmdir()
-    except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)  # a full disk is told as one
-    return True

@@ -1,39 +1,49 @@
-"""The log of a run: one JSON object a line, written through at once."""
+"""The log of a run: writing it, mirroring it to TensorBoard, and reading a run's history and result back."""
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import math
+import shutil
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from dpoptim.app.support.files import write_text
-from dpoptim.app.support.plain import plain
+from dpoptim.app.files import write_text
+from dpoptim.app.format import plain
+from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.privacy import PrivacyPlan
+from dpoptim.privacy.accounting import describe_accountant
+from dpoptim.privacy.composition import EpsilonSpent
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: two processes in one run are then not noticed
-    fcntl = None  # type: ignore[assignment]
+Series = list[tuple[int, float]]
+"""(step, value), steps ascending, values finite."""
+
+UNKNOWN_END = "still running, or killed"
+"""How a run ended if its log does not tell."""
+
+_LOG = "log.jsonl"
+
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 class RunLog:
-    """Appends entries; holds the run for this process while it is open.
+    """Appends entries to a log: one JSON object per line, flushed at once.
 
-    Entries have a `kind`: start, step, evaluation, checkpoint, end. Numbers that are not finite are written as null.
-    Start and end have the time of day; the others have none, since the time of steps tells of their batches.
+    The `kind` of an entry is start, step, evaluation, checkpoint or end. Numbers that are not finite become null. Only
+    start and end have the time of day, because the times of steps reveal the sizes of their batches.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._file.close()
-                raise ValueError(f"{path.parent} is being trained by another process; wait for it to end") from None
 
     def write(self, kind: str, **values: Any) -> None:
+        """Append an entry."""
         entry: dict[str, Any] = {"kind": kind}
         if kind in ("start", "end"):
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -48,18 +58,60 @@ class RunLog:
         self._file.close()
 
 
+def cut_log(path: Path, step: int) -> None:
+    """Drop the entries after `step`, before a run resumes there; repeated steps then appear once."""
+    kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
+    write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
+
+
+def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
+    """A TensorBoard writer into `folder`.
+
+    The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
+    versions of a step, on a device that sums in a different order, would contain no noise.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = SummaryWriter(str(folder))
+    for entry in entries:
+        if entry["kind"] in ("step", "evaluation"):
+            write_scalars(writer, entry)
+    return writer
+
+
+def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
+    """Write every number of a step or evaluation to TensorBoard; the names of values that are not private say so."""
+    step = entry["step"]
+    if entry["kind"] == "evaluation":
+        parts = {"held-out": {name: entry[name] for name in ("loss", "accuracy", "perplexity")}}
+    else:
+        parts = {
+            "run": {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")},
+            "released": entry["released"],
+            "not private, for debugging": entry.get("not_private", {}),
+        }
+    for group, values in parts.items():
+        for name, value in values.items():
+            if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
+                writer.add_scalar(f"{group}/{name}", value, step, walltime=0.0)
+    writer.flush()
+
+
+# -- reading the log ---------------------------------------------------------------------------------------------------
+
+
 class LogLine(NamedTuple):
-    """One line of a log; `entry` is None where the line is no JSON object."""
+    """One line of a log; `entry` is None if the line is not a JSON object."""
 
     place: int  # from 1
     entry: dict[str, Any] | None
-    is_open: bool  # nothing ends the line: it is the file's last, and was cut off where it cannot be read
 
 
 def log_lines(path: Path) -> list[LogLine]:
     """The lines of a log that are not blank, in order, readable or not."""
     lines = path.read_bytes().split(b"\n")
-    return [LogLine(place, _entry(line), place == len(lines)) for place, line in enumerate(lines, 1) if line.strip()]
+    return [LogLine(place, _entry(line)) for place, line in enumerate(lines, 1) if line.strip()]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -71,21 +123,296 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log in order; a last line that was cut off by a crash is left out."""
-    entries: list[dict[str, Any]] = []
-    lines = log_lines(path)
-    for line in lines:
-        if line.entry is not None:
-            entries.append(line.entry)
-        elif line is not lines[-1]:
-            raise ValueError(f"{path}, line {line.place} is no JSON; was the file changed?")
-    return entries
+    """The entries of a log, in order; a last line that a crash cut off is left out.
 
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop what lies behind `step`, before the run is taken up there again.
-
-    Steps that are repeated come out the same, and are written once.
+    Raises:
+        ValueError: Another line is not JSON.
     """
-    kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
-    write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
+    lines = log_lines(path)
+    for line in lines[:-1]:
+        if line.entry is None:
+            raise ValueError(f"{path}, line {line.place} is not JSON; the file was changed")
+    return [line.entry for line in lines if line.entry is not None]
+
+
+# -- reading a run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What the plan guarantees for all its steps; `epsilon` is ∞ if there is no guarantee."""
+
+    epsilon: float
+    delta: float
+    adjacency: str
+    sampling: str
+    accountant: str
+
+    @property
+    def is_private(self) -> bool:
+        """Whether ε is finite."""
+        return math.isfinite(self.epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """A run directory, read back: its settings, its plan, and its log's entries by kind.
+
+    `steps` and `evaluations` are sorted by step, one entry per step: after a resume the later entry counts.
+    """
+
+    name: str
+    folder: Path
+    recipe: dict[str, Any]
+    recipe_text: str
+    plan: dict[str, Any]  # the plan's fields, with the accountant's ε and δ
+    privacy_plan: PrivacyPlan
+    statement: str
+    starts: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    ends: list[dict[str, Any]]
+    is_ended: bool  # the last session of the run logged its end
+    notes: list[str]
+
+    def setting(self, name: str) -> Any:
+        """A value as the last start logged it, or of the recipe, or of the plan; None if there is none."""
+        for place in (self.starts[-1] if self.starts else {}, self.recipe, self.plan):
+            if place.get(name) is not None:
+                return place[name]
+        return None
+
+    @property
+    def last_step(self) -> int:
+        """How many steps were taken."""
+        return max((entry["step"] for entry in (*self.steps, *self.evaluations, *self.ends)), default=0)
+
+    @property
+    def planned_steps(self) -> int:
+        """How many steps the guarantee covers."""
+        return self.privacy_plan.steps
+
+    @property
+    def ending(self) -> str:
+        """How the run ended, as the log has it."""
+        return str(self.ends[-1]["reason"]) if self.is_ended else UNKNOWN_END
+
+    @property
+    def resumes(self) -> int:
+        """How often the run was resumed."""
+        return sum(start.get("resumed_from") is not None for start in self.starts)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it worked: what its sessions logged, or its steps at their mean time if one ended unlogged."""
+        if self.ends and len(self.ends) >= len(self.starts):
+            return math.fsum(end["seconds"] for end in self.ends)
+        steps = series(self.steps, "seconds")
+        return math.fsum(value for _, value in steps) / len(steps) * self.last_step if steps else None
+
+    @functools.cached_property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of the whole run, from plan.json."""
+        plan = self.privacy_plan
+        sampling = self.plan["sampling"]
+        return Guarantee(
+            epsilon=float(self.plan["epsilon"]) if plan.is_private else math.inf,
+            delta=float(self.plan["delta"]),
+            adjacency=plan.adjacency.value,
+            sampling=str(sampling["kind"] if isinstance(sampling, dict) else sampling),
+            accountant=describe_accountant(plan.run),
+        )
+
+    @functools.cached_property
+    def epsilon_spent(self) -> float:
+        """ε of the steps taken: as logged, or as the accountant has it if steps after the last entry count too."""
+        if not self.guarantee.is_private:
+            return math.inf
+        logged = series(self.steps, "epsilon")
+        if logged and logged[-1][0] >= self.last_step:
+            return max(value for _, value in logged)
+        if self.last_step >= self.planned_steps:
+            return self.guarantee.epsilon
+        return EpsilonSpent(self.privacy_plan).at(self.last_step)
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
+    """Read run directories. A folder of runs, as `dpoptim compare` or the demonstration writes it, stands for all.
+
+    The runs are named by their folders, with as much of the path as it takes to make the names differ. The trials of a
+    comparison are left out.
+
+    Raises:
+        ValueError: A folder is not a run directory and contains none, or a file of a run cannot be read.
+    """
+    paths = [path for folder in folders for path in _runs_in(Path(folder).expanduser())]
+    return [read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if (folder / _LOG).is_file():
+        return [folder]
+    logs = (*folder.glob(f"runs/*/*/seed-*/{_LOG}"), *folder.glob(f"*/{_LOG}"))
+    return sorted(log.parent for log in logs if log.stat().st_size) or [folder]  # an empty log has just begun
+
+
+def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
+    """Read one run directory; the noise key is never opened.
+
+    Entries after the step that a later start resumed from are superseded.
+
+    Raises:
+        ValueError: The folder is not a run directory, its log is empty, or one of its files cannot be read.
+    """
+    folder = Path(folder)
+    log = folder / _LOG
+    if not log.is_file():
+        raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
+    entries = read_log(log)
+    if not entries:
+        raise ValueError(f"{log} is empty; nothing was logged yet")
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        if entry["kind"] == "start" and entry["resumed_from"] is not None:
+            for kept in (steps, evaluations):
+                for late in [step for step in kept if step > entry["resumed_from"]]:
+                    del kept[late]
+        elif entry["kind"] in ("step", "evaluation"):
+            (steps if entry["kind"] == "step" else evaluations)[entry["step"]] = entry
+    try:
+        recipe_text = (folder / "recipe.toml").read_text(encoding="utf-8")
+        statement = (folder / "statement.txt").read_text(encoding="utf-8")
+        described = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{error.filename} is missing; the run directory is incomplete") from None
+    except ValueError as error:
+        raise ValueError(f"a file of {folder} cannot be read: {error}") from None
+    try:
+        recipe = tomllib.loads(recipe_text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{folder / 'recipe.toml'} is not TOML: {error}") from None
+    try:
+        plan = {**described["plan"], "epsilon": described["epsilon"], "delta": described["delta"]}
+        privacy_plan = PrivacyPlan.from_dict(described["plan"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder / 'plan.json'} is not a plan: {error}") from None
+    sessions = [entry["kind"] for entry in entries if entry["kind"] in ("start", "end")]
+    cut_off = log_lines(log)[-1].entry is None
+    return RunHistory(
+        name=name or _names([folder])[0],
+        folder=folder,
+        recipe=recipe,
+        recipe_text=recipe_text,
+        plan=plan,
+        privacy_plan=privacy_plan,
+        statement=statement.strip(),
+        starts=[entry for entry in entries if entry["kind"] == "start"],
+        steps=[steps[step] for step in sorted(steps)],
+        evaluations=[evaluations[step] for step in sorted(evaluations)],
+        ends=[entry for entry in entries if entry["kind"] == "end"],
+        is_ended=sessions[-1:] == ["end"],
+        notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
+    )
+
+
+def series(records: Iterable[dict[str, Any]], path: str) -> Series:
+    """The finite values at a dotted path, by step; entries without one are left out.
+
+    >>> series([{"step": 1, "released": {"update_norm": 2.0}}, {"step": 2}], "released.update_norm")
+    [(1, 2.0)]
+    """
+    found = ((record["step"], number(value_at(record, path))) for record in records)
+    return [(step, value) for step, value in found if value is not None]
+
+
+def value_at(record: Any, path: str) -> Any:
+    """The value at a dotted path of nested dictionaries, or None."""
+    for part in path.split("."):
+        record = record.get(part) if isinstance(record, dict) else None
+    return record
+
+
+def number(value: Any) -> float | None:
+    """A finite number as float; None for everything else, such as NaN, a text or True.
+
+    >>> number(2), number(float("nan")), number("2"), number(True)
+    (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{place}: {path}" for place, path in enumerate(paths, 1)]
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+class Diverged(ValueError):
+    """Training stopped because parameters are no longer finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished run; `first` and `last` are scores on held-out records before and after training.
+
+    A score of None was not finite: the run diverged, and may have stopped early.
+    """
+
+    path: Path
+    recipe: Recipe
+    plan: PrivacyPlan
+    first: dict[str, Any]
+    last: dict[str, Any]
+    seconds: float
+
+
+def read_result(directory: Path) -> RunResult:
+    """Read the result of a run that finished or diverged.
+
+    Raises:
+        ValueError: A file of the run cannot be read, or no records were held out.
+    """
+    run = read_run(directory)
+    if not run.evaluations:
+        raise ValueError(f"{directory} has no scores, because no records were held out; set validation_fraction")
+    last = run.evaluations[-1]
+    if has_diverged(directory):
+        last = {**last, "loss": None, "accuracy": None, "perplexity": None}
+    return RunResult(
+        path=directory,
+        recipe=Recipe.from_dict(run.recipe),
+        plan=run.privacy_plan,
+        first=run.evaluations[0],
+        last=last,
+        seconds=run.seconds or 0.0,
+    )
+
+
+def is_finished(directory: Path) -> bool:
+    """Whether the folder is a run that took all its steps."""
+    return _last_end(directory) == "finished"
+
+
+def has_diverged(directory: Path) -> bool:
+    """Whether the folder is a run that stopped with `Diverged`, and would again."""
+    return _last_end(directory) == ending_by(Diverged())
+
+
+def ending_by(error: BaseException) -> str:
+    """How a log records an error: by its type only, because a message may quote records."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
+
+
+def _last_end(directory: Path) -> str | None:
+    log = directory / _LOG
+    sessions = [entry for entry in read_log(log) if entry["kind"] in ("start", "end")] if log.is_file() else []
+    return sessions[-1].get("reason") if sessions else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.app.data.records import Kind, Records
+from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.prepared import Prepared
 from dpoptim.data import RecordFingerprint, fingerprint_records
 from dpoptim.noise import NoiseKey
@@ -19,7 +19,7 @@ def training_digest(prepared: Prepared, key: NoiseKey) -> str:
     It reads every record once: 10 s for a million short texts, and every file of an image folder.
     """
     records = prepared.records
-    if records.kind is not Kind.IMAGE:
+    if records.kind is not RecordKind.IMAGE:
         return fingerprint_records(prepared.dataset, key, name="data").digest
     labels = [] if records.labels is None else records.labels.tolist()
     parts = [fingerprint_records(part, key, name="data").digest for part in (records.images, labels)]
@@ -47,7 +47,7 @@ def check_held_out_is_other(training: Records, held_out: Records, *, validation_
     key = NoiseKey.generate()
     one, other = _fingerprint(training, key), _fingerprint(held_out, key)
     shared = other.shared_with(one)
-    if shared == len(held_out) and (training.kind is not Kind.TABULAR or one.mostly_distinct):
+    if shared == len(held_out) and (training.kind is not RecordKind.TABULAR or one.mostly_distinct):
         raise ValueError(
             f"all {shared} records of validation_data={validation_data!r} are training records. Use different records, "
             "or validation_fraction."
@@ -57,8 +57,8 @@ def check_held_out_is_other(training: Records, held_out: Records, *, validation_
 
 def _fingerprint(records: Records, key: NoiseKey) -> RecordFingerprint:
     content: Any = records.texts
-    if records.kind is Kind.IMAGE:
+    if records.kind is RecordKind.IMAGE:
         content = records.images
-    elif records.kind is Kind.TABULAR:
+    elif records.kind is RecordKind.TABULAR:
         content = records.features
     return fingerprint_records(content, key, name=records.source)

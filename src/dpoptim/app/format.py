@@ -1,4 +1,4 @@
-"""Values as JSON writes them, and times as people say them."""
+"""Values for JSON, and times for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON knows it: null for numbers that are not finite, text for what JSON has no type for.
+    """The value as JSON can write it: null for numbers that are not finite, text for types that JSON lacks.
 
     >>> plain({"epsilon": math.inf, "steps": (1, 2.5)})
     {'epsilon': None, 'steps': [1, 2.5]}
@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it, in its two largest units.
+    """A time in its two largest units.
 
     >>> duration(0.04), duration(4.26), duration(50), duration(125), duration(7325)
     ('0.04 s', '4.3 s', '50 s', '2 min 5 s', '2 h 2 min')

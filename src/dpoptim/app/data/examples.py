@@ -1,6 +1,6 @@
-"""Records as a model takes them: indexable datasets of single examples, and how examples are put into one batch.
+"""A model's inputs: datasets of single examples, and functions that collate examples into a batch.
 
-A batch is a dict of tensors with the examples on the first axis of each.
+A batch is a dict of tensors. The first axis of each is the examples.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ Batch = dict[str, Tensor]
 
 
 class TextExample(NamedTuple):
+    """One text as token ids."""
+
     tokens: NDArray[np.int32]
-    label: int  # IGNORED where there is none
-    is_empty: bool  # the one token stands in for a text without tokens, and is no target
+    label: int  # IGNORED if there is none
+    is_empty: bool  # the text has no tokens; the one token here is padding and not a target
 
 
 class TensorExample(NamedTuple):
+    """One image or row of numbers."""
+
     values: Tensor  # [columns], or [3, height, width]
     label: int
 
 
 class TokenDataset(Dataset[TextExample]):
-    """Token ids of all texts end to end, and where each ends; a text without tokens has `filler` in their place.
+    """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`.
 
-    `chunks` are some texts each: all their tokens end to end, and how many each text has.
+    Args:
+        chunks: Some texts per chunk: all their tokens in one array, and the number of tokens of each text.
+        labels: One label per text, or None.
+        filler: The token that stands for a text without tokens.
 
     >>> dataset = TokenDataset([(np.array([5, 6, 7]), np.array([2, 0, 1]))], None, filler=0)
     >>> [example.tokens.tolist() for example in dataset], dataset.lengths
@@ -70,7 +77,7 @@ class TokenDataset(Dataset[TextExample]):
 
 
 class RowDataset(Dataset[TensorExample]):
-    """Rows of numbers with a label each."""
+    """Rows of numbers, each with a label."""
 
     def __init__(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
         self._features, self._labels = torch.from_numpy(features), labels
@@ -83,7 +90,7 @@ class RowDataset(Dataset[TensorExample]):
 
 
 class ImageDataset(Dataset[TensorExample]):
-    """Images opened when they are asked for: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
+    """Images, opened when needed: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
 
     def __init__(
         self,
@@ -112,14 +119,14 @@ class ImageDataset(Dataset[TensorExample]):
                 image.convert("RGB").resize((self._size, self._size), pillow.Resampling.BILINEAR), dtype=np.float32
             )
         except OSError as error:
-            raise ValueError(f"{image} is no readable image ({error}); mend or remove it before training") from error
+            raise ValueError(f"{image} is not a readable image ({error}); fix or remove it before training") from error
         values = torch.from_numpy(pixels).permute(2, 0, 1) / 255
         return TensorExample((values - self._mean) / self._std, int(self._labels[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Texts are filled up on the right to a multiple of `bucket`, and never beyond `max_length`."""
+    """Pads texts on the right to a multiple of `bucket`, at most to `max_length`."""
 
     pad_id: int
     bucket: int
@@ -129,6 +136,7 @@ class Padding:
         return pad_to_bucket(rows, value=value, bucket=self.bucket)[:, : self.max_length]
 
     def tokens(self, examples: Sequence[TextExample]) -> Batch:
+        """input_ids and attention_mask."""
         ids = self([example.tokens for example in examples], self.pad_id)
         lengths = torch.tensor([len(example.tokens) for example in examples])
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
@@ -136,7 +144,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedCollate:
-    """input_ids (not masked yet), attention_mask, maskable, is_target [examples, most targets], record (hashes)."""
+    """Makes input_ids (not masked yet), attention_mask, maskable, is_target [examples, most targets], record (hash)."""
 
     padding: Padding
     special_ids: tuple[int, ...]
@@ -158,7 +166,7 @@ class MaskedCollate:
 
 @dataclass(frozen=True, kw_only=True)
 class CausalCollate:
-    """input_ids, attention_mask, and labels: at each position the next token of the text, IGNORED behind its last."""
+    """Makes input_ids, attention_mask and labels: at each position the next token, IGNORED after the last."""
 
     padding: Padding
 
@@ -169,7 +177,7 @@ class CausalCollate:
 
 @dataclass(frozen=True, kw_only=True)
 class TextCollate:
-    """input_ids, attention_mask, labels [examples]."""
+    """Makes input_ids, attention_mask and labels [examples]."""
 
     padding: Padding
 
@@ -179,7 +187,7 @@ class TextCollate:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCollate:
-    """The values under the name that the model takes them by, and labels [examples]."""
+    """Makes the values under the model's name for them, and labels [examples]."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What is computed from released values is right, and reads nothing else."""
+"""Diagnostics of released values, and ε of the steps so far."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import dpoptim
-from dpoptim.app.runs.diagnostics import QUANTILES, Diagnostics
+from dpoptim.app.runs.metrics import QUANTILES, Diagnostics
 from dpoptim.privacy.composition import EpsilonSpent
 
 ROWS, WIDTH = 64, 40
 
 
-def watched(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, noise=None):
+def measured(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, noise=None):
     """A few steps of a linear model; the diagnostics and the releases of the last one."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, WIDTH)
@@ -27,25 +27,25 @@ def watched(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, nois
     )  # fmt: skip
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     optimizer = getattr(dpoptim, variant)(model, plan, lr=0.1, key=key, run_id="test", external_batches=True)
-    watch = Diagnostics(optimizer)
+    diagnostics = Diagnostics(optimizer)
     seen: list[Any] = []
     optimizer.observers.append(seen.append)
     found, before, scale = {}, [], None
     for _ in range(steps):
-        watch.before()
+        diagnostics.before()
         before = [parameter.detach().clone() for parameter in model.parameters()]
         scale = None if optimizer.mechanism.scale is None else dict(optimizer.mechanism.scale)
         model(inputs).square().sum(1).sum().backward()
         optimizer.step()
-        found = watch.after()
+        found = diagnostics.after()
     moved = [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
-    assert len(seen) == steps, "an observer is called once a step"
+    assert len(seen) == steps, "an observer is called once per step"
     assert [released.step for released in seen] == list(range(steps))
     return found, seen[-1], torch.cat([m.reshape(-1) for m in moved]), scale, optimizer
 
 
 def test_norms_are_those_of_the_release():
-    found, released, moved, _, _ = watched("post_processing")
+    found, released, moved, _, _ = measured("post_processing")
     flat = torch.cat([value.reshape(-1) for value in released.gradient.values()])
     level = 0.5 * 1.0 / ROWS
     assert found["gradient_norm"] == pytest.approx(float(flat.norm()), rel=1e-5)
@@ -58,10 +58,10 @@ def test_norms_are_those_of_the_release():
     assert found["scale_quantiles"] is None
 
 
-def test_the_signal_is_near_the_truth_where_noise_is_large():
-    """σ = 8: noise makes up most of ‖g̃‖², and its expected part is taken off."""
-    noisy, *_ = watched("dp_sgd", steps=1, noise_multiplier=8.0)
-    exact, *_ = watched("dp_sgd", steps=1, noise_multiplier=0.0)
+def test_signal_estimate_removes_large_noise():
+    """σ = 8: noise is most of ‖g̃‖², and its expected part is subtracted."""
+    noisy, *_ = measured("dp_sgd", steps=1, noise_multiplier=8.0)
+    exact, *_ = measured("dp_sgd", steps=1, noise_multiplier=0.0)
     assert exact["signal_norm"] == pytest.approx(exact["gradient_norm"])
     assert noisy["noise_norm"] > 3 * exact["gradient_norm"]
     assert noisy["gradient_norm"] == pytest.approx(noisy["noise_norm"], rel=0.1)
@@ -69,8 +69,8 @@ def test_the_signal_is_near_the_truth_where_noise_is_large():
     assert wrong < 0.5 * abs(noisy["gradient_norm"] - exact["gradient_norm"])
 
 
-def test_scaled_noise_is_counted_as_it_is_added():
-    found, released, _, scale, _ = watched("scale_then_privatize")
+def test_scaled_noise():
+    found, released, _, scale, _ = measured("scale_then_privatize")
     assert scale is not None
     flat = torch.cat([value.reshape(-1) for value in scale.values()]).double()
     assert (flat < 1).any()
@@ -83,21 +83,21 @@ def test_scaled_noise_is_counted_as_it_is_added():
 
 @pytest.mark.parametrize("noise", [dpoptim.Independent(), dpoptim.BandedToeplitz(bands=3)])
 def test_negative_second_moments_are_counted(noise):
-    found, _, _, _, optimizer = watched("bias_correction", noise_multiplier=4.0, noise=noise)
+    found, _, _, _, optimizer = measured("bias_correction", noise_multiplier=4.0, noise=noise)
     parameters = list(optimizer.param_groups[0]["params"])
     nu = torch.cat([optimizer.state[p]["second_moment"].reshape(-1) for p in parameters]).double()
     bias = float(optimizer.state[parameters[0]]["noise_moment"])
     assert found["negative_fraction"] == pytest.approx(float((nu < bias).double().mean()), abs=2e-3)
     assert 0.2 < found["negative_fraction"] < 0.9
-    plain, *_ = watched("post_processing", noise_multiplier=4.0, noise=noise)
+    plain, *_ = measured("post_processing", noise_multiplier=4.0, noise=noise)
     assert plain["negative_fraction"] is not None
-    squares, *_ = watched("independent_moments", noise_multiplier=4.0)
+    squares, *_ = measured("independent_moments", noise_multiplier=4.0)
     assert 0.3 < squares["negative_fraction"] < 0.7
-    assert watched("dp_sgd")[0]["negative_fraction"] is None
+    assert measured("dp_sgd")[0]["negative_fraction"] is None
 
 
-def test_nothing_is_watched_unless_asked():
-    _, _, _, _, optimizer = watched("post_processing", steps=2)
+def test_steps_are_measured_only_on_request():
+    _, _, _, _, optimizer = measured("post_processing", steps=2)
     other = Diagnostics(optimizer)
     assert other._found == {}
 

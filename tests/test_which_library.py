@@ -1,4 +1,4 @@
-"""The demo runs from end to end, says what it guarantees, and refuses bad input in one line."""
+"""examples/which_library.py runs from end to end, states its guarantee, and refuses bad input in one line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 
-from dpoptim.app.demo.text import docstrings
-
 SCRIPT = Path(__file__).parents[1] / "examples" / "which_library.py"
 PRIVATE = ["dp_sgd", "post_processing", "bias_correction", "scale_then_privatize"]
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The script as a person runs it, on one core."""
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
@@ -32,7 +30,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Any:
+def script() -> Any:
     """The script as a module."""
     spec = importlib.util.spec_from_file_location("which_library", SCRIPT)
     assert spec is not None
@@ -43,8 +41,9 @@ def demo() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_quick_run_gives_one_json_object():
-    finished = run_demo("--quick", "--json", "--steps", "4", "--epsilon", "2.5", "--delta", "1e-5")
+    finished = run_script("--quick", "--json", "--steps", "4", "--epsilon", "2.5", "--delta", "1e-5")
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     assert answer["delta"] == 1e-5
@@ -80,10 +79,10 @@ def test_quick_run_gives_one_json_object():
         (["--colour", "red"], "colour"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(demo, monkeypatch, capsys, arguments, named):
+def test_bad_input_is_one_line_and_exit_code_2(script, monkeypatch, capsys, arguments, named):
     monkeypatch.setattr(sys, "argv", ["which_library.py", "--quick", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        demo.main()
+        script.main()
     assert stopped.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -91,34 +90,26 @@ def test_bad_input_is_one_line_and_exit_code_2(demo, monkeypatch, capsys, argume
     assert named in printed.err
 
 
+@pytest.mark.slow
 def test_bad_input_ends_the_process_with_exit_code_2():
-    finished = run_demo("--epsilon", "0")
+    finished = run_script("--epsilon", "0")
     assert finished.returncode == 2
     assert finished.stderr.count("\n") == 1
     assert "Traceback" not in finished.stderr
 
 
-def test_words_are_hashed_without_the_names_of_the_libraries(demo):
-    assert demo.word_ids("Return a NumPy array") == demo.word_ids("return a array")
-    assert demo.word_ids("torch.numpy np sympy") == []
-    ids = demo.word_ids("word " * 1000)
-    assert len(ids) == demo.WORDS
-    assert 0 < ids[0] < demo.BUCKETS
-    assert demo.word_ids("gradient") == [5977], "the hash must be the same on every machine"
+def test_words_are_hashed_without_the_names_of_the_libraries(script):
+    assert script.word_ids("Return a NumPy array") == script.word_ids("return a array")
+    assert script.word_ids("torch.numpy np sympy") == []
+    ids = script.word_ids("word " * 1000)
+    assert len(ids) == script.WORDS
+    assert 0 < ids[0] < script.BUCKETS
+    assert script.word_ids("gradient") == [5977], "the hash must be the same on every machine"
 
 
-def test_only_documentation_strings_are_read(tmp_path):
-    source = tmp_path / "module.py"
-    source.write_text('"""Of the module."""\nx = "no documentation"\n\ndef f():\n    """Of a function."""\n')
-    assert list(docstrings(source)) == ["Of the module.", "Of a function."]
-    source.write_text("this is not Python")
-    assert list(docstrings(source)) == []
-    assert list(docstrings(tmp_path / "absent.py")) == []
-
-
-def test_padding_does_not_reach_the_model(demo):
-    torch = demo.torch
-    model = demo.WordAverage(3)
+def test_padding_does_not_reach_the_model(script):
+    torch = script.torch
+    model = script.WordAverage(3)
     words = torch.tensor([[5, 6, 7, 0, 0]])
     before = model(words)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Write files and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNFINISHED = ".unfinished"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, make sure that it is on the disk, and rename it."""
+    """Write a file under another name, flush it to the disk, and rename it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -27,10 +27,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True) -> None:
-    """Fill a folder under another name, make sure that it is on the disk, and rename it; a failure leaves none.
+    """Fill a folder under another name, flush it to the disk, and rename it; a failure leaves nothing.
 
-    The folder has mode 0700; with secret=False it and all in it have what the umask says.
-    Edge cases: OSError where `path` is there and not empty.
+    Args:
+        path: The folder to make. An OSError is raised if it exists and is not empty.
+        fill: Writes the files into the folder that it is given.
+        secret: Give the folder mode 0700; otherwise the umask applies to it and to its files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
@@ -53,7 +55,7 @@ def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what `make_folder` left in a folder when it was killed; for a folder that one process fills."""
+    """Remove what `make_folder` left in a folder when its process was killed."""
     for left in folder.glob(f".*{UNFINISHED}"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -65,7 +67,7 @@ def _umask() -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder are on the disk, where the system lets one."""
+    """Flush the names in a folder to the disk, if the system can."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)

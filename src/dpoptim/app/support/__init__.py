@@ -1,1 +1,0 @@
-"""What every part of training needs: whole files, optional packages, interrupts."""
