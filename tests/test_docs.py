@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 API = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("api/*.md"))
-ROOMS = ["privacy", "noise", "data", "clipping", "optim", "theory", "app"]
+ROOMS = ["privacy", "noise", "data", "validation", "clipping", "optim", "theory", "app"]
 INTEGRATIONS = [f"integrations.{name}" for name in ("hugging_face", "accelerate", "opacus")]
 LONGEST_PARAGRAPH = 620  # characters: about five lines
 
