@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dpoptim.app.cli.units import count
+from dpoptim.app.cli.options import count
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -1,4 +1,4 @@
-"""Rows of numbers and recipes for small comparisons."""
+"""Data and recipes for small comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRID = {"learning_rate": [1e-4, 0.03]}
 
 
 def write_rows(path: Path, *, count: int = 240, seed: int = 0) -> str:
-    """Rows of three numbers whose label is the sign of a sum."""
+    """Write rows of three numbers; the label is the sign of a weighted sum."""
     generator = np.random.default_rng(seed)
     rows = generator.normal(size=(count, 3)).round(4)
     names = np.where(rows @ [1.0, -1.0, 0.5] > 0, "yes", "no")
@@ -34,5 +34,5 @@ def recipe_for(folder: Path, **changes: Any) -> Recipe:
 
 
 def request_for(folder: Path, *, recipe: dict[str, Any] | None = None, **changes: Any) -> Request:
-    values: dict[str, Any] = {"variants": VARIANTS, "seeds": (0, 1), "grid": GRID, "budget_for_tuning": 1.0, **changes}
+    values: dict[str, Any] = {"variants": VARIANTS, "seeds": (0, 1), "grid": GRID, "tuning_epsilon": 1.0, **changes}
     return Request(recipe=recipe_for(folder, **(recipe or {})), **values)

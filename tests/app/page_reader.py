@@ -1,4 +1,4 @@
-"""Reads a report's HTML back: elements, texts and tables, with nothing but the standard library."""
+"""Parses a report's HTML into elements, texts and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Element:
         return found
 
     def rows(self) -> list[list[str]]:
-        """The texts of the table rows inside, heads first."""
+        """The texts of the table rows inside, headings first."""
         return [
             [cell.text for cell in row.children if isinstance(cell, Element) and cell.tag in ("th", "td")]
             for row in self.all("tr")
@@ -61,7 +61,7 @@ class _Builder(HTMLParser):
 
 
 def parsed(html: str) -> Element:
-    """The tree of a page; a tag that is closed out of order is an AssertionError."""
+    """Parse a page; a tag that is closed out of order is an AssertionError."""
     builder = _Builder()
     builder.feed(html)
     builder.close()

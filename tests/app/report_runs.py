@@ -1,4 +1,4 @@
-"""Run directories to report on, written without training: the files and records that a run leaves."""
+"""Writes run directories to report on, without training."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def records(*, steps: int = 40, taken: int | None = None, debug: bool = False, s
 def write_run(
     folder: Path, log: list[dict[str, Any]], *, recipe: str = RECIPE, plan: PrivacyPlan | None = None
 ) -> Path:
-    """A run directory with this log; its plan is that of 40 steps unless another is given."""
+    """Write a run directory with this log; its plan has 40 steps unless another is given."""
     plan = calibrated(40) if plan is None else plan
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(recipe)

@@ -1,4 +1,4 @@
-"""Comparisons of two variants, two seeds and two settings: what is run, what it costs, how it goes on."""
+"""Comparisons of two variants, seeds and settings: what runs, what it costs, and how it resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from dpoptim.app import prepare_run, read_log, read_recipe
 from dpoptim.app.comparison import compare as compare_module
-from dpoptim.app.comparison.compare import Interrupted, Watch, compare
-from dpoptim.app.comparison.tuning import trial_recipe
+from dpoptim.app.comparison.compare import Interrupted, compare, trial_recipe
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.runs.run_log import is_finished
 from dpoptim.privacy import PrivacyPlan, gaussian_epsilon
@@ -32,7 +31,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(rows, tmp_path_factory):
-    """Tuned at an ε, with references; shared by the tests that only look."""
+    """A finished comparison tuned at an ε, with references."""
     folder = tmp_path_factory.mktemp("tuned") / "out"
     request = request_for(rows, references=True, tuning_steps=3)
     return folder, request, compare(request, folder)
@@ -53,7 +52,7 @@ def private_plans(folder: Path) -> list[PrivacyPlan]:
     return [plan for name, plan in plans_under(folder).items() if "non_private" not in name]
 
 
-def test_every_setting_and_every_seed_was_run_once(tuned):
+def test_every_setting_and_seed_ran_once(tuned):
     folder, _, result = tuned
     found = plans_under(folder)
     assert sum(name.startswith("trials") for name in found) == 2 * 3
@@ -64,7 +63,7 @@ def test_every_setting_and_every_seed_was_run_once(tuned):
     assert len(keys) == len(found)
 
 
-def test_all_variants_have_one_budget(tuned):
+def test_all_variants_have_the_same_budget(tuned):
     folder, _, result = tuned
     plans = {name: plan for name, plan in plans_under(folder).items() if "runs/" in name and "non_private" not in name}
     assert len(plans) == 4
@@ -74,7 +73,7 @@ def test_all_variants_have_one_budget(tuned):
     assert result["epsilon"]["one_run"] == pytest.approx(3.0, abs=1e-3)
 
 
-def test_trials_together_cost_their_budget(tuned):
+def test_trials_share_their_budget(tuned):
     folder, _, result = tuned
     for variant in VARIANTS:
         plans = list(plans_under(folder / "trials" / variant).values())
@@ -85,8 +84,8 @@ def test_trials_together_cost_their_budget(tuned):
         assert all(plan.epsilon(delta=DELTA) < 0.8 for plan in plans)
 
 
-def test_totals_are_the_accountants(tuned):
-    """Without amplification they have a closed form: squares of sensitivity over noise add up."""
+def test_totals_have_the_closed_form(tuned):
+    """Without amplification, squares of sensitivity over noise add up."""
     folder, _, result = tuned
 
     def closed(plans):
@@ -107,7 +106,7 @@ def test_totals_are_the_accountants(tuned):
         assert cost["one_run"] < cost["one_run_with_tuning"][variant] < cost["one_run"] + 1.0
 
 
-def test_the_best_trial_is_taken_and_runs_are_apart_from_it(tuned):
+def test_the_best_trial_chooses_the_setting_of_the_runs(tuned):
     folder, _, result = tuned
     for row in result["variants"]:
         losses = {run: last_loss(run) for run in (folder / "trials" / row["variant"]).iterdir()}
@@ -119,7 +118,7 @@ def test_the_best_trial_is_taken_and_runs_are_apart_from_it(tuned):
         assert read_recipe(best / "recipe.toml").seed not in seeds
 
 
-def test_scores_are_those_of_the_logs(tuned):
+def test_scores_match_the_logs(tuned):
     _, _, result = tuned
     for row in (*result["variants"], result["references"][1]):
         assert row["loss"]["values"] == [last_loss(Path(run)) for run in row["runs"]]
@@ -147,7 +146,7 @@ def test_references(tuned):
     assert result["epsilon"]["without"] == ["non_private: NOT PRIVATE"]
 
 
-def test_the_result_is_kept_without_secrets_or_checkpoints(tuned):
+def test_the_result_holds_no_secrets_and_checkpoints_are_removed(tuned):
     folder, _, result = tuned
     stored = (folder / "comparison.json").read_text()
     assert json.loads(stored)["epsilon"]["everything"] == result["epsilon"]["everything"]
@@ -158,7 +157,7 @@ def test_the_result_is_kept_without_secrets_or_checkpoints(tuned):
     assert len(list(folder.glob("runs/*/*/*/model"))) == 6
 
 
-def test_finished_runs_are_not_run_again(tuned, monkeypatch):
+def test_finished_runs_never_run_again(tuned, monkeypatch):
     folder, request, result = tuned
 
     def refuse(*values, **options):
@@ -169,40 +168,37 @@ def test_finished_runs_are_not_run_again(tuned, monkeypatch):
     assert compare(request, folder) == result
 
 
-class Counting(Watch):
-    """Notes what is begun; sends Ctrl-C in the chosen run."""
+class Counting(ProgressReporter):
+    """Collects which runs begin, and sends Ctrl-C in step 2 of the chosen one."""
 
     def __init__(self, interrupt: int | None = None) -> None:
-        self.begun: list[tuple[int, int, str]] = []
+        super().__init__()
+        self.begun: list[str] = []
         self._interrupt = interrupt
 
-    def begin(self, number, total, name, seconds_left):
-        assert (seconds_left is None) == (len(self.begun) == 0)
-        self.begun.append((number, total, name))
+    def message(self, text):
+        if text.startswith("run "):
+            assert ("left for all" in text) == bool(self.begun)
+            self.begun.append(text.partition(";")[0])
 
-    def progress(self):
-        return CtrlC() if len(self.begun) == self._interrupt else ProgressReporter()
-
-
-class CtrlC(ProgressReporter):
     def step(self, *, step, epsilon, seconds):
-        if step == 2:
+        if step == 2 and len(self.begun) == self._interrupt:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_stops_and_the_same_call_goes_on(rows, tmp_path):
+def test_ctrl_c_stops_and_the_same_call_resumes(rows, tmp_path):
     request = request_for(rows, grid={})
     with pytest.raises(Interrupted, match="2 of 4") as stopped:
-        compare(request, tmp_path / "out", watch=Counting(interrupt=3))
+        compare(request, tmp_path / "out", progress=Counting(interrupt=3))
     assert stopped.value.signal == signal.SIGINT
     finished = {run: (run / "log.jsonl").read_bytes() for run in sorted((tmp_path / "out" / "runs").glob("*/*/seed-0"))}
     stopped_run = tmp_path / "out" / "runs" / VARIANTS[0] / "as-in-recipe" / "seed-1"
     assert not is_finished(stopped_run)
     key = (stopped_run / "noise.key").read_bytes()
 
-    watch = Counting()
-    result = compare(request, tmp_path / "out", watch=watch)
-    assert [number for number, _, _ in watch.begun] == [3, 4]
+    progress = Counting()
+    result = compare(request, tmp_path / "out", progress=progress)
+    assert [text.partition(":")[0] for text in progress.begun] == ["run 3 of 4", "run 4 of 4"]
     assert {run: (run / "log.jsonl").read_bytes() for run in finished} == finished
     starts = [entry for entry in read_log(stopped_run / "log.jsonl") if entry["kind"] == "start"]
     assert starts[-1]["resumed_from"] == 2
@@ -212,9 +208,9 @@ def test_ctrl_c_stops_and_the_same_call_goes_on(rows, tmp_path):
 
     # A third seed, and a third variant, add runs and change none; all that was ever started is counted.
     more = request_for(rows, grid={}, seeds=(2,), variants=("dp_sgd",))
-    watch = Counting()
-    fewer = compare(more, tmp_path / "out", watch=watch)
-    assert [name for _, _, name in watch.begun] == ["dp_sgd at as-in-recipe, seed 2"]
+    progress = Counting()
+    fewer = compare(more, tmp_path / "out", progress=progress)
+    assert progress.begun == ["run 1 of 1: dp_sgd at as-in-recipe, seed 2"]
     cost = fewer["epsilon"]
     assert (cost["runs_on_private_records"], cost["runs_in_folder"]) == (1, 5)
     assert cost["folder"] > result["epsilon"]["everything"] > cost["everything"]
@@ -224,7 +220,7 @@ def test_ctrl_c_stops_and_the_same_call_goes_on(rows, tmp_path):
 
 def test_public_tuning_costs_nothing_and_has_the_noise_of_the_runs(rows, tmp_path):
     public = str(rows / "public.csv")
-    request = request_for(rows, seeds=(0,), budget_for_tuning="public", tuning_data=public)
+    request = request_for(rows, seeds=(0,), tuning_epsilon="public", tuning_data=public)
     result = compare(request, tmp_path / "out")
     plans = plans_under(tmp_path / "out")
     trials = {name: plan for name, plan in plans.items() if name.startswith("trials")}
@@ -248,17 +244,17 @@ def test_private_records_are_not_public(rows, tmp_path):
     (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")
     (tmp_path / "few.csv").write_text("\n".join([*(rows / "public.csv").read_text().splitlines(), lines[3]]) + "\n")
     with pytest.raises(ValueError, match="is the private data itself"):
-        request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / "link.csv"))
+        request_for(rows, tuning_epsilon="public", tuning_data=str(tmp_path / "link.csv"))
     for name, count in (("copy", 240), ("few", 1)):
-        request = request_for(rows, budget_for_tuning="public", tuning_data=str(tmp_path / f"{name}.csv"))
-        with pytest.raises(ValueError, match=f"is declared public, and {count} of its"):
+        request = request_for(rows, tuning_epsilon="public", tuning_data=str(tmp_path / f"{name}.csv"))
+        with pytest.raises(ValueError, match=f"is declared public, but {count} of its"):
             compare(request, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
 def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_path):
     many = write_rows(tmp_path / "many.csv", count=600, seed=2)
-    request = request_for(rows, recipe={"delta": 0.005}, budget_for_tuning="public", tuning_data=many)
+    request = request_for(rows, recipe={"delta": 0.005}, tuning_epsilon="public", tuning_data=many)
     recipe = trial_recipe(request, request.recipe.replace(num_examples=180), VARIANTS[0], {"learning_rate": 0.03})
     assert prepare_run(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
 
@@ -266,7 +262,7 @@ def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_
 def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):
     """With secret sampling, where the totals are privacy loss distributions."""
     request = request_for(
-        rows, recipe={"sampling": "poisson"}, variants=VARIANTS[:1], seeds=(0,), budget_for_tuning="none"
+        rows, recipe={"sampling": "poisson"}, variants=VARIANTS[:1], seeds=(0,), tuning_epsilon="uncovered"
     )
     result = compare(request, tmp_path / "out")
     assert "TUNING IS NOT COVERED" in result["tuning"]["note"]
@@ -281,29 +277,29 @@ def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):
 
 def test_a_folder_holds_one_comparison(tuned, rows, tmp_path):
     folder, _, _ = tuned
-    with pytest.raises(ValueError, match=r"epsilon=3\.0, and now it is 2\.0; choose another folder"):
+    with pytest.raises(ValueError, match=r"epsilon=3\.0, not 2\.0; use a different --run-dir"):
         compare(request_for(rows, recipe={"epsilon": 2.0}, tuning_steps=3), folder)
-    with pytest.raises(ValueError, match=r"budget_for_tuning=1\.0, and now it is 'none'"):
-        compare(request_for(rows, budget_for_tuning="none", tuning_steps=3), folder)
+    with pytest.raises(ValueError, match=r"tuning_epsilon=1\.0, not 'uncovered'"):
+        compare(request_for(rows, tuning_epsilon="uncovered", tuning_steps=3), folder)
     grid = {"learning_rate": [1e-4, 1e-3, 0.03]}
-    with pytest.raises(ValueError, match="among another number of settings"):
+    with pytest.raises(ValueError, match="a trial of a different grid"):
         compare(request_for(rows, grid=grid, tuning_steps=3), folder)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds no comparison"):
+    with pytest.raises(ValueError, match="does not hold a comparison"):
         compare(request_for(rows), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recipe": {"validation_fraction": 0.0}}, "nothing is held out"),
+        ({"recipe": {"validation_fraction": 0.0}}, "no records are held out"),
         ({"recipe": {"data": "missing.csv"}}, "missing.csv"),
         ({"recipe": {"batch_size": 10_000}}, "batch_size=10000"),
         ({"recipe": {"delta": 0.1}}, "delta=0.1 is not below 1/180"),
-        ({"budget_for_tuning": "public", "tuning_data": "missing.csv"}, "missing.csv"),
+        ({"tuning_epsilon": "public", "tuning_data": "missing.csv"}, "missing.csv"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_written(rows, tmp_path, changes, message):
+def test_bad_input_is_refused_before_anything_is_written(rows, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         compare(request_for(rows, **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Reading a comparison: the [compare] table, flags over it, grids, and what is refused in one line."""
+"""Reading a comparison: the [compare] table, overrides, grids, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ seed = 7
 [compare]
 variants = ["scale_then_privatize", "dp_sgd"]
 seeds = 4
-budget_for_tuning = 0.5
+tuning_epsilon = 0.5
 tuning_steps = 10
 
 [compare.grid]
@@ -44,11 +44,11 @@ def file(tmp_path):
     return path
 
 
-def test_the_table_is_read_and_a_variants_own_values_go_over_those_of_all(file):
+def test_a_variants_own_values_override_those_for_all(file):
     request = read_request(file)
     assert request.variants == ("scale_then_privatize", "dp_sgd")
     assert request.seeds == (7, 8, 9, 10)
-    assert (request.budget_for_tuning, request.tuning_steps, request.metric) == (0.5, 10, "loss")
+    assert (request.tuning_epsilon, request.tuning_steps, request.metric) == (0.5, 10, "loss")
     assert request.points("dp_sgd") == [
         {"learning_rate": 0.1, "clip_norm": 0.5},
         {"learning_rate": 1.0, "clip_norm": 0.5},
@@ -59,24 +59,24 @@ def test_the_table_is_read_and_a_variants_own_values_go_over_those_of_all(file):
     ]
 
 
-def test_flags_go_over_the_table(file):
+def test_arguments_override_the_table(file):
     request = read_request(
         file,
         variants=["dp_sgd"],
         seeds=2,
         grid={"learning_rate": [5.0], "scale_then_privatize": {"eps_scale": [1.0]}},
-        budget_for_tuning="none",
+        tuning_epsilon="uncovered",
         epsilon=1.5,
         device="cpu",
     )
     assert request.recipe.epsilon == 1.5
     assert request.recipe.device == "cpu"
-    assert (request.variants, request.seeds, request.budget_for_tuning) == (("dp_sgd",), (7, 8), "none")
+    assert (request.variants, request.seeds, request.tuning_epsilon) == (("dp_sgd",), (7, 8), "uncovered")
     assert request.points("dp_sgd") == [{"learning_rate": 5.0, "clip_norm": 0.5}]
     assert request.points("scale_then_privatize")[0]["eps_scale"] == 1.0
 
 
-def test_without_a_table_all_variants_are_compared_at_the_recipes_settings(tmp_path):
+def test_without_a_table_all_variants_are_compared(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('model = "mlp"\ndata = "private.csv"\nepsilon = 3\n')
     request = read_request(path)
@@ -90,32 +90,32 @@ def test_without_a_table_all_variants_are_compared_at_the_recipes_settings(tmp_p
     [
         ({"variants": ()}, "variants is empty"),
         ({"variants": ("adam",)}, "no such variant; there are scale_then_privatize"),
-        ({"variants": ("dp_sgd", "dp_sgd")}, "one twice"),
+        ({"variants": ("dp_sgd", "dp_sgd")}, "has a duplicate"),
         ({"seeds": ()}, "seeds is empty"),
         ({"metric": "f1"}, "metric='f1' must be one of loss, accuracy"),
         ({"tuning_steps": 0}, "tuning_steps=0"),
-        ({"grid": {"learning_rate": [0.1, 0.2]}}, r"budget_for_tuning is not given.*2 settings of dp_sgd.*NOT covered"),
+        ({"grid": {"learning_rate": [0.1, 0.2]}}, r"tuning_epsilon is missing.*dp_sgd has 2 settings.*NOT covered"),
         (
             {"grid": {"eps_scale": [0.1]}},
             r"not a setting of dp_sgd; put it under \[compare.grid.scale_then_privatize\]",
         ),
         ({"grid": {"dp_sgd": {"eps": [0.1]}}}, "eps is not a setting of dp_sgd; leave it out"),
         ({"grid": {"steps": [10, 20]}}, "steps is the same for all"),
-        ({"grid": {"speed": [1.0]}}, "speed is no setting to choose; there are learning_rate"),
+        ({"grid": {"speed": [1.0]}}, "speed cannot be tuned; there are learning_rate"),
         ({"grid": {"adam": {"learning_rate": [0.1]}}}, "grid='adam': there is no such variant"),
         ({"grid": {"learning_rate": []}}, "has no value"),
-        ({"grid": {"learning_rate": [1, 1.0]}, "budget_for_tuning": 1.0}, "a value twice"),
+        ({"grid": {"learning_rate": [1, 1.0]}, "tuning_epsilon": 1.0}, "has a duplicate"),
         ({"grid": {"learning_rate": [-1.0]}}, "learning_rate=-1.0"),
         ({"grid": {"learning_rate": ["fast"]}}, "learning_rate='fast'"),
-        ({"budget_for_tuning": "free"}, 'must be an epsilon, "public" or "none"'),
-        ({"budget_for_tuning": 0.0}, "finite epsilon above 0"),
-        ({"budget_for_tuning": True}, "budget_for_tuning=True"),
-        ({"budget_for_tuning": "public"}, "goes with a file"),
-        ({"budget_for_tuning": 1.0, "tuning_data": "public.csv"}, "goes with a file"),
-        ({"budget_for_tuning": "public", "tuning_data": "/nowhere/private.csv"}, "is the private data itself"),
+        ({"tuning_epsilon": "free"}, 'must be a number, "public" or "uncovered"'),
+        ({"tuning_epsilon": 0.0}, "finite number above 0"),
+        ({"tuning_epsilon": True}, "tuning_epsilon=True"),
+        ({"tuning_epsilon": "public"}, "do not match. Give tuning_data with"),
+        ({"tuning_epsilon": 1.0, "tuning_data": "public.csv"}, "do not match. Give tuning_data with"),
+        ({"tuning_epsilon": "public", "tuning_data": "/nowhere/private.csv"}, "is the private data itself"),
     ],
 )
-def test_what_is_refused(changes, message):
+def test_bad_requests_are_refused(changes, message):
     values = {"variants": ("dp_sgd", "post_processing"), "seeds": (0,), **changes}
     with pytest.raises(ValueError, match=message) as error:
         Request(recipe=recipe_for(Path("/nowhere")), **values)
@@ -125,7 +125,7 @@ def test_what_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[compare]\nvariant = 3", "compare.variant=3 is no setting of a comparison; did you mean variants?"),
+        ("[compare]\nvariant = 3", "compare.variant=3 is not a setting of a comparison; did you mean variants?"),
         ("[compare]\nseeds = 0", "seeds=0"),
         ("[compare]\nseeds = 100000", "at most 1000"),
         ("[compare]\nseeds = 1.5", "seeds=1.5"),
@@ -133,11 +133,11 @@ def test_what_is_refused(changes, message):
         ("[compare]\nreferences = 1", "references=1 must be true or false"),
         ("[compare]\ngrid = 3", r"compare.grid=3 must be a table"),
         ("compare = 3", r"compare=3 must be a table"),
-        ("[compare", "no TOML file"),
+        ("[compare", "not (a )?TOML"),
         ("learning_rat = 1", "did you mean learning_rate"),
     ],
 )
-def test_files_that_are_refused(tmp_path, text, message):
+def test_bad_files_are_refused(tmp_path, text, message):
     path = tmp_path / "recipe.toml"
     path.write_text(f'model = "mlp"\ndata = "a.csv"\nepsilon = 1.0\n{text}\n')
     with pytest.raises(ValueError, match=message):
@@ -146,7 +146,7 @@ def test_files_that_are_refused(tmp_path, text, message):
         read_request(tmp_path / "none.toml")
 
 
-def test_what_may_change_in_a_folder_is_not_part_of_it():
+def test_loose_settings_are_not_part_of_what_was_asked():
     def asked(**changes):
         recipe = recipe_for(Path("/nowhere"), **changes.pop("recipe", {}))
         return Request(recipe=recipe, variants=("dp_sgd",), seeds=(0,), **changes).asked()
@@ -162,15 +162,15 @@ def test_what_may_change_in_a_folder_is_not_part_of_it():
         assert asked(**changed) != same
 
 
-def test_the_example_is_a_comparison():
+def test_the_example_recipe_is_read():
     request = read_request(ROOT / "examples" / "recipes" / "compare.toml")
     assert len(request.variants) >= 3
     assert len(request.seeds) >= 3
-    assert request.budget_for_tuning is not None
+    assert request.tuning_epsilon is not None
     assert all(len(request.points(variant)) > 1 for variant in request.variants)
 
 
-def test_the_documentation_shows_what_can_be_read(tmp_path):
+def test_the_documentations_recipes_are_read(tmp_path):
     text = (ROOT / "docs" / "compare.md").read_text()
     blocks = [part.split("```")[0] for part in text.split("```toml\n")[1:]]
     assert blocks

@@ -107,7 +107,7 @@ def test_diverging_variant_has_an_infinite_loss(monkeypatch, tmp_path):
     monkeypatch.setattr(loop, "learning_rate_at", lambda recipe, step: math.inf)
     comparisons.write_rows(tmp_path / "private.csv")
     request = comparisons.request_for(
-        tmp_path, variants=("post_processing",), seeds=(0,), grid={"learning_rate": [1.0]}, budget_for_tuning=None
+        tmp_path, variants=("post_processing",), seeds=(0,), grid={"learning_rate": [1.0]}, tuning_epsilon=None
     )
     row = compare(request, tmp_path / "out")["variants"][0]
     assert row["loss"]["mean"] == row["accuracy"]["mean"] == math.inf

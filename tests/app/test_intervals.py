@@ -1,4 +1,4 @@
-"""Student's intervals: against scipy, by how often they cover, and where there is none."""
+"""Student's intervals against scipy, their coverage, and the cases without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = [2.31, 2.27, 2.40, 2.29, 2.35]
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_the_interval_is_scipys(count, confidence):
+def test_the_interval_equals_scipys(count, confidence):
     values = VALUES[:count]
     found = mean_interval(values, confidence=confidence)
     low, high = stats.t.interval(confidence, count - 1, loc=np.mean(values), scale=stats.sem(values))
@@ -23,7 +23,7 @@ def test_the_interval_is_scipys(count, confidence):
     assert found.mean == pytest.approx(np.mean(values))
 
 
-def test_known_numbers_and_not_the_normal_quantile():
+def test_it_uses_the_t_quantile_and_n_minus_1():
     found = half_width([1.0, 2.0, 3.0])
     assert found == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert found > 2 * 1.959964 / math.sqrt(3)  # the normal quantile would claim far too much
@@ -42,7 +42,7 @@ def coverage(interval, *, draws=2000, count=3):
     return np.mean([abs(np.mean(row) - 0.7) <= interval(row.tolist()) for row in values])
 
 
-def test_it_covers_as_often_as_it_says_and_wrong_widths_do_not():
+def test_coverage():
     slack = 4 * math.sqrt(0.95 * 0.05 / 2000)
     assert coverage(half_width) == pytest.approx(0.95, abs=slack)
     normal = coverage(lambda row: 1.959964 * np.std(row, ddof=1) / math.sqrt(3))
@@ -51,7 +51,7 @@ def test_it_covers_as_often_as_it_says_and_wrong_widths_do_not():
     assert abs(wide - 0.95) > slack
 
 
-def test_pairs_take_off_what_they_share():
+def test_pairing_removes_what_seeds_share():
     seeds = np.array([0.0, 5.0, -3.0, 8.0])
     one, other = seeds + np.array([1.0, 1.1, 0.9, 1.0]), seeds + np.array([0.5, 0.5, 0.6, 0.5])
     found = paired_difference(one.tolist(), other.tolist())
@@ -66,7 +66,7 @@ def test_pairs_take_off_what_they_share():
     assert reverse.mean == pytest.approx(-found.mean)
 
 
-def test_where_there_is_no_interval():
+def test_cases_without_an_interval():
     single = mean_interval([3.0])
     assert (single.mean, single.half_width, single.excludes_zero) == (3.0, None, False)
     diverged = mean_interval([3.0, math.inf])

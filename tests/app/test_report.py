@@ -1,4 +1,4 @@
-"""The report: its numbers are the run's, private ones are marked, hostile text stays text, odd runs are read."""
+"""The report shows the run's numbers, marks what is not private, and escapes all text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpoptim.app.report.charts import axis, drawing, figures, layers, thin
-from dpoptim.app.report.figures import CURVES, Mark
-from dpoptim.app.report.numbers import all_numbers
-from dpoptim.app.report.page import guarantee_sentence, page
-from dpoptim.app.report.write import write_report
+from dpoptim.app.report.charts import CURVES, Mark, axis, format_number, layers, plot, thin
+from dpoptim.app.report.page import all_numbers, guarantee_sentence, page, write_report
 from dpoptim.app.runs.run_log import read_run, read_runs
 from dpoptim.privacy.format_epsilon import format_epsilon
 from tests.app.page_reader import Element, parsed
@@ -36,7 +33,7 @@ from tests.app.report_runs import (
 )
 
 DEBUG_ONLY = {"training-loss", "clipped-fraction"}
-ALL_PLOTS = {curve.name for curve in CURVES} | {"scales", "scale-histogram"}
+ALL_PLOTS = {curve.name for curve in CURVES} | {"scales"}
 
 
 WHERE = {  # each number's place in the log
@@ -75,7 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "plain", records(shift=0.3))
 
 
-def test_every_number_of_a_short_run_is_in_its_table(debugged):
+def test_tables_hold_every_logged_number(debugged):
     root = page_of(debugged)
     assert plots(root) == ALL_PLOTS
     assert WHERE.keys() == {curve.name for curve in CURVES}
@@ -98,27 +95,21 @@ def test_every_number_of_a_short_run_is_in_its_table(debugged):
     last = records(debug=True)[-3]
     assert last["step"] == 40
     assert [finite(text) for text in rows[-1][1:]] == pytest.approx(last["released"]["scale_quantiles"], rel=6e-4)
-    _, *rows = root.by_id("chart-scale-histogram").rows()
-    assert [finite(row[1]) for row in rows] == pytest.approx(last["released"]["scale_quantiles"], rel=6e-6)
 
 
-def test_a_curve_is_drawn_where_its_numbers_say():
-    """Pixels of the path, mapped back through the axes, are the series."""
+def test_plotted_positions_map_back_to_the_values():
     series = [(1, 5.0), (10, 1.0), (20, 3.0)]
-    rows = thin([series], limit=10)
     x, y = axis([1, 10, 20], zero=True), axis([5.0, 1.0, 3.0])
-    svg = parsed(drawing(layers(rows, 1), x=x, y=y, x_label="step", y_label="u", name="n", title="t")).all("svg")[0]
-    (line,) = [path for path in svg.all("path") if str(path.attributes["class"]).startswith("line")]
-    left, right = float(str(svg.attributes["data-left"])), float(str(svg.attributes["data-right"]))
-    points = [tuple(map(float, part.split())) for part in str(line.attributes["d"])[1:].split("L")]
-    grid = [p for p in svg.all("path") if p.attributes["class"] == "grid"]
-    bottom, top = (float(str(g.attributes["d"]).split()[1].split("H")[0]) for g in (grid[0], grid[-1]))
+    drawn = plot(layers(thin([series], limit=10), 1), x=x, y=y, y_label="u")
+    (line,) = [points for kind, points in drawn["paths"] if kind.startswith("line")]
+    points = [tuple(map(float, part.split())) for part in line[1:].split("L")]
+    left, right, bottom, top = drawn["left"], drawn["right"], drawn["grid"][0][0], drawn["grid"][-1][0]
     for (across, height), (step, value) in zip(points, series, strict=True):
-        assert x.low + (across - left) / (right - left) * (x.high - x.low) == pytest.approx(step, abs=0.01)
-        assert y.low + (bottom - height) / (bottom - top) * (y.high - y.low) == pytest.approx(value, abs=0.01)
+        assert x.low + (across - left) / (right - left) * (x.high - x.low) == pytest.approx(step, abs=0.02)
+        assert y.low + (bottom - height) / (bottom - top) * (y.high - y.low) == pytest.approx(value, abs=0.02)
 
 
-def test_titles_axes_and_captions_are_there(debugged):
+def test_charts_have_titles_labels_and_captions(debugged):
     for figure in page_of(debugged).all("figure"):
         assert figure.all("h3")[0].text
         assert figure.all("figcaption")[0].text
@@ -127,7 +118,7 @@ def test_titles_axes_and_captions_are_there(debugged):
         assert all(labels)
 
 
-def test_what_is_not_private_is_marked_and_only_there_with_debug(debugged, plain):
+def test_debug_values_are_marked_not_private(debugged, plain):
     with_debug, without = page_of(debugged), page_of(plain)
     for name in DEBUG_ONLY:
         assert "not private: for debugging" in with_debug.by_id(f"chart-{name}").text
@@ -147,7 +138,7 @@ def test_what_is_not_private_is_marked_and_only_there_with_debug(debugged, plain
     assert all_numbers(read_runs([debugged]))["runs"][0]["final"]["not_private"]["nonfinite"] == 1
 
 
-def test_the_statement_is_whole(debugged):
+def test_the_whole_statement_is_shown(debugged):
     (block,) = [e for e in page_of(debugged).all("div") if e.attributes.get("class") == "statement"]
     words = " ".join(re.sub("<[^>]*>", " ", " ".join(p.text for p in block.all("p"))).split())
     assert words == " ".join((debugged / "statement.txt").read_text().split())
@@ -160,21 +151,17 @@ def test_the_guarantee_in_one_sentence(debugged, tmp_path):
     )
     assert Decimal(calibrated(40).epsilon()) <= Decimal("8.0000")
     half = write_run(tmp_path / "half", records(taken=28))
-    assert guarantee_sentence(read_run(half)).endswith("The run took 28 of the 40 steps, which cost ε = 6.6927.")
+    assert guarantee_sentence(read_run(half)).endswith("The run took 28 of 40 steps, which cost ε = 6.6927.")
     longer = write_run(tmp_path / "longer", records(steps=50))
     assert "does not hold: 50 steps were taken" in guarantee_sentence(read_run(longer))
     loud = write_run(tmp_path / "loud", records(), plan=calibrated(40).replace(noise_multiplier=0.0))
-    text = (loud / "plan.json").read_text()
-    (loud / "plan.json").write_text(text.replace("Infinity", "null"))
     assert guarantee_sentence(read_run(loud)).startswith("Not private")
     (found,) = json.loads(json.dumps(all_numbers([read_run(loud)]), allow_nan=False))["runs"]
     assert found["final"]["private"] is False
     assert found["final"]["epsilon"] is None
-    (loud / "plan.json").unlink()
-    assert guarantee_sentence(read_run(loud)).startswith("The guarantee is unknown")
 
 
-def test_the_guarantee_is_of_the_plan_whatever_the_statement_says(debugged, tmp_path):
+def test_the_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path):
     before = read_run(debugged).guarantee
     other = write_run(tmp_path / "other", records())
     (other / "statement.txt").write_text("NOT PRIVATE: epsilon = inf\nAccountant: nobody\n")
@@ -183,7 +170,7 @@ def test_the_guarantee_is_of_the_plan_whatever_the_statement_says(debugged, tmp_
     assert read_run(other).guarantee == before
 
 
-def test_what_a_variant_has_none_of_does_not_apply(tmp_path):
+def test_numbers_that_a_variant_lacks_do_not_apply(tmp_path):
     log = records()
     for record in log:
         if "released" in record:
@@ -197,7 +184,7 @@ def test_what_a_variant_has_none_of_does_not_apply(tmp_path):
     assert "Negative ν̂: no released diagnostics were logged." in text
 
 
-def test_steps_behind_the_last_record_have_cost_epsilon_too(tmp_path):
+def test_unlogged_steps_cost_epsilon_too(tmp_path):
     """Logged at step 10 of 40, stopped at 17: ε is that of 17 steps or more, never that of 10."""
     log = [record for record in records(taken=17) if record.get("step", 0) <= 10 or record["kind"] == "end"]
     run = read_run(write_run(tmp_path / "run", log))
@@ -213,7 +200,7 @@ def test_epsilon_is_never_rounded_down(epsilon):
     assert float(shown) <= epsilon * 1.01 + 1e-300
 
 
-def test_hostile_text_stays_text(tmp_path):
+def test_hostile_text_is_escaped(tmp_path):
     log = records(debug=True)
     log[0] = start_record(40, versions={HOSTILE: HOSTILE}, device=HOSTILE, variant=HOSTILE, time=HOSTILE)
     log[-1]["reason"] = HOSTILE
@@ -224,9 +211,6 @@ def test_hostile_text_stays_text(tmp_path):
     first = write_run(tmp_path / "<script>alert(2)<" / "first", log, recipe=recipe)
     second = write_run(tmp_path / "<i onclick=x>" / "first", log, recipe=recipe + "debug = true\n")
     (first / "statement.txt").write_text(f"{HOSTILE}: <script>\n  - </p><script>\n")
-    (first / "plan.json").write_text(
-        json.dumps({"plan": {"adjacency": HOSTILE, "sampling": HOSTILE}, "epsilon": 1.0, "delta": 1e-5})
-    )
     for folders in ([first], [first, second]):
         root = page_of(*folders)
         assert {e.tag for e in root.everything()} <= {
@@ -242,7 +226,7 @@ def test_hostile_text_stays_text(tmp_path):
         assert HOSTILE in root.text
 
 
-def test_half_a_surrogate_pair_and_control_letters_do_not_stop_it(tmp_path):
+def test_invalid_unicode_is_replaced(tmp_path):
     folder = write_run(tmp_path / "run", records())
     log = (folder / "log.jsonl").read_text().replace('"device": "cpu"', '"device": "\\ud83d\\u0000\\u202e gpu"')
     (folder / "log.jsonl").write_text(log)
@@ -251,7 +235,7 @@ def test_half_a_surrogate_pair_and_control_letters_do_not_stop_it(tmp_path):
     assert not re.search("[\x00\u202e\ud83d]", text)
 
 
-def test_the_policy_allows_the_pages_own_script_and_style_alone(debugged):
+def test_the_policy_allows_only_the_pages_own_script_and_style(debugged):
     root = page_of(debugged)
     (policy,) = [m.attributes["content"] for m in root.all("meta") if "http-equiv" in m.attributes]
     assert policy is not None
@@ -269,7 +253,7 @@ def test_the_noise_key_is_not_shown(debugged):
     assert "the-secret-noise-key" not in page(read_runs([debugged])) + json.dumps(all_numbers(read_runs([debugged])))
 
 
-def test_ten_thousand_steps_stay_small_and_spikes_visible(tmp_path):
+def test_long_runs_are_thinned_but_keep_spikes(tmp_path):
     log = records(steps=10_000, debug=True)
     (spike,) = [record for record in log if record["kind"] == "step" and record["step"] == 5_003]
     spike["not_private"]["loss"] = 99.5
@@ -306,7 +290,7 @@ def test_thinning_keeps_every_extreme(found, limit):
 
 
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=9), st.booleans(), st.booleans())
-def test_an_axis_holds_its_values(values, zero, log):
+def test_an_axis_contains_its_values(values, zero, log):
     found = axis(values, zero=zero, log=log)
     room = 1e-9 * max(1e-300, max(map(abs, values)))
     assert found.low - room <= min(values)
@@ -344,7 +328,7 @@ def test_several_runs_share_charts_and_a_table(debugged, plain, tmp_path):
     assert {"line c7", "line c0 dashed1", "line c2 dashed1"} <= classes
 
 
-def test_a_crash_while_writing_leaves_a_report_that_says_so(tmp_path):
+def test_a_cut_off_log_is_reported(tmp_path):
     folder = write_run(tmp_path / "run", records(taken=12)[:-1])
     log = folder / "log.jsonl"
     whole = log.read_text()
@@ -356,10 +340,11 @@ def test_a_crash_while_writing_leaves_a_report_that_says_so(tmp_path):
     assert "was cut off while it was written" in root.text
     assert "has not finished (still running, or killed)" in root.text
     log.write_text("rubbish\n" + whole)
-    assert "1 unreadable line(s) ignored: 1" in read_run(folder).notes[0]
+    with pytest.raises(ValueError, match=r"log\.jsonl"):
+        read_run(folder)
 
 
-def test_a_resume_supersedes_what_lay_behind_it(tmp_path):
+def test_resuming_replaces_later_records(tmp_path):
     first, second = records(taken=20), records(shift=0.5)
     log = [*first[:-1], start_record(40, resumed_from=12), *(r for r in second if r.get("step", 0) > 12)]
     run = read_run(write_run(tmp_path / "run", log))
@@ -373,71 +358,40 @@ def test_a_resume_supersedes_what_lay_behind_it(tmp_path):
     short = read_run(write_run(tmp_path / "short", [*first[:-1], start_record(40, resumed_from=12), second[17]]))
     assert [row["step"] for row in short.steps] == [*range(1, 13), second[17]["step"]]
     assert short.last_step == second[17]["step"] < 20
-    assert "1 time(s), from step 12" in page_of(run.folder).by_id("course").text
+    assert "1 time(s), from step 12" in page_of(run.folder).by_id("details").text
 
 
-def test_runs_with_parts_missing_are_read(tmp_path):
-    bare = write_run(tmp_path / "bare", [start_record(40)])
-    for name in ("recipe.toml", "plan.json", "statement.txt"):
-        (bare / name).unlink()
-    root = page_of(bare)
+def test_short_runs_are_shown(tmp_path):
+    begun = write_run(tmp_path / "begun", [start_record(40)])
+    root = page_of(begun)
     assert plots(root) == set()
     assert "no evaluation was logged" in root.text
-    assert "plan.json is missing" in root.text
-    one = write_run(tmp_path / "one", [step_record(1, 40, debug=False)])
+    one = write_run(tmp_path / "one", [start_record(40), step_record(1, 40, debug=False)])
     assert plots(page_of(one)) == ALL_PLOTS - DEBUG_ONLY - {"validation-loss", "validation-accuracy"}
 
 
-def test_odd_values_are_left_out_not_drawn(tmp_path):
+def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     odd: list[dict[str, Any]] = [
-        {"kind": "step", "step": 1, "seconds": math.nan, "released": 3, "epsilon": "much", "not_private": None},
-        {
-            "kind": "step",
-            "step": 2,
-            "seconds": math.inf,
-            "released": {"scale_quantiles": [1, 2], "noise_to_signal": None},
-        },
-        {
-            "kind": "step",
-            "step": 3,
-            "seconds": 10**400,
-            "released": {"scale_quantiles": [1.0] * 7, "noise_to_signal": 4.0},
-        },
-        {"kind": "step", "step": "four", "seconds": 1.0},
-        {"kind": "step", "step": True, "seconds": 1.0},
+        {"kind": "step", "step": 1, "seconds": math.nan, "epsilon": "much", "not_private": None},
+        {"kind": "step", "step": 2, "seconds": math.inf, "released": {"noise_to_signal": None}},
+        {"kind": "step", "step": 3, "seconds": -math.inf, "released": {"noise_to_signal": 4.0}},
         {"kind": "step", "step": 5, "seconds": None},
         {"kind": "step", "step": 6, "seconds": 0.5},
-        {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": [1]},
-        {"kind": "mystery"},
+        {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": None},
     ]
+    odd[1]["released"]["scale_quantiles"], odd[2]["released"]["scale_quantiles"] = [1, 2], [1.0] * 7
     folder = write_run(tmp_path / "odd", [start_record(40, versions=7), *odd])
-    (folder / "log.jsonl").open("a").write("[1, 2]\n3\n" + "[" * 100_000 + "\n")
-    (folder / "recipe.toml").write_text("= nonsense")
-    run = read_run(folder)
-    assert [row["step"] for row in run.steps] == [1, 2, 3, 5, 6]
-    assert "recipe.toml could not be read" in run.notes
-    curves = all_numbers([run])["runs"][0]["curves"]
-    assert curves["seconds-per-step"]["values"] == [[6, 0.5]]
-    assert "validation-loss" not in curves
+    found = all_numbers([read_run(folder)])["runs"][0]
+    assert found["curves"]["seconds-per-step"]["values"] == [[6, 0.5]]
+    assert "validation-loss" not in found["curves"]
+    assert found["scale_quantiles"] == [[3, [1.0] * 7]]
     root = page_of(folder)
-    assert "3 logged value(s) are no finite number" in root.by_id("chart-seconds-per-step").text
-    assert "1 logged step(s) have their gradient hidden" in root.by_id("chart-noise-to-signal").text
+    assert "3 logged value(s) are not finite" in root.by_id("chart-seconds-per-step").text
+    assert "1 logged step(s) are not drawn, because the noise hides" in root.by_id("chart-noise-to-signal").text
     assert "nan" not in "".join(str(p.attributes["d"]) for p in root.all("path")).lower()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [(None, "no run directory"), ("", "empty log"), ("\n\n", "empty log"), ("x", "empty log")]
-)
-def test_what_is_no_run_is_refused(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "log.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_run(tmp_path)
-    with pytest.raises(ValueError, match="does not exist"):
-        read_run(tmp_path / "nowhere")
-
-
-def test_the_numbers_are_json_and_the_runs(debugged):
+def test_all_numbers_are_json_and_match_the_log(debugged):
     found = json.loads(json.dumps(all_numbers(read_runs([debugged])), allow_nan=False))
     (run,) = found["runs"]
     log = [json.loads(line) for line in (debugged / "log.jsonl").read_text().splitlines()]
@@ -451,7 +405,7 @@ def test_the_numbers_are_json_and_the_runs(debugged):
     assert run["recipe"]["learning_rate"] == 0.001
 
 
-def test_the_file_is_written_whole_or_not_at_all(debugged, tmp_path, monkeypatch):
+def test_the_file_is_written_atomically(debugged, tmp_path, monkeypatch):
     runs = read_runs([debugged])
     output = tmp_path / "report.html"
     output.write_text("older")
@@ -470,8 +424,8 @@ def test_the_file_is_written_whole_or_not_at_all(debugged, tmp_path, monkeypatch
         write_report([], output)
 
 
-def test_figures_read_well():
-    assert [figures(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
+def test_format_number():
+    assert [format_number(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
         *("0.1", "1,234.5", "0", "∞", "−∞", "not a number")
     ]
 
@@ -488,7 +442,7 @@ def _contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_letters_can_be_read_in_light_and_dark(debugged):
+def test_text_has_contrast_in_light_and_dark(debugged):
     style = page_of(debugged).all("style")[0].text
     themes = [dict(re.findall(r"--(\w+):(#\w+)", block)) for block in re.findall(r"color-scheme:[^}]*", style)]
     assert len(themes) == 3

@@ -1,6 +1,6 @@
-"""How every picture of the theory looks: one set of colours that the colour-blind can tell apart, one size of letters.
+"""Colours and fonts that all plots share. The colours can be distinguished by colour-blind people.
 
-Matplotlib is optional (`pip install 'dpoptim[plots]'`) and imported when the first figure is made.
+Matplotlib is optional (`pip install 'dpoptim[plots]'`) and is imported when the first figure is made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#777777"
 NAVY, OLIVE, WINE = "#1B2A6B", "#8C8000", "#882255"
-"""Okabe and Ito's colours, a grey for marks that are no data, and three more that are darker than those."""
+"""Okabe and Ito's colours, a grey for annotations, and three darker colours."""
 
 METHODS: dict[str, str] = {
     "without noise": BLACK,
@@ -26,7 +26,7 @@ METHODS: dict[str, str] = {
     "noiseless": GREY,
     "noiseless_scaled": OLIVE,
 }
-"""One colour a method, the same in all pictures."""
+"""One colour per method, the same in all plots."""
 
 NOISES: dict[str, str] = {"independent": BLACK, "BandMF": ORANGE, "BLT": SKY}
 
@@ -40,8 +40,8 @@ FONTS = {
 }
 
 
-def check_matplotlib(what: str = "pictures need") -> None:
-    """Refuse in one line where matplotlib is not installed; `what` begins the line."""
+def check_matplotlib(what: str = "plots need") -> None:
+    """Raise ValueError if matplotlib is not installed; `what` begins the message."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as missing:
@@ -49,10 +49,7 @@ def check_matplotlib(what: str = "pictures need") -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib Figure of that size in inches, with no window behind it.
-
-    Edge cases: without matplotlib a ValueError says how to install it.
-    """
+    """Make a matplotlib Figure of that size in inches, without a window."""
     check_matplotlib()
     import matplotlib
 
@@ -64,7 +61,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def label(axes: Any, title: str, x: str, y: str, *, log: str = "") -> None:
-    """Title and both axes' labels with their units; `log` names the logarithmic axes ("x", "y", "xy")."""
+    """Set the title and both axes' labels; `log` names the logarithmic axes ("x", "y", "xy")."""
     axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, loc="left")
     if "x" in log:
@@ -75,7 +72,7 @@ def label(axes: Any, title: str, x: str, y: str, *, log: str = "") -> None:
 
 
 def legend_below(figure: Any, *axes: Any, columns: int) -> Any:
-    """One legend for all axes, outside of them, each name once."""
+    """Draw one legend for all axes below them, with each name once."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, name in zip(*one.get_legend_handles_labels(), strict=True):
@@ -84,5 +81,5 @@ def legend_below(figure: Any, *axes: Any, columns: int) -> Any:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a PNG, the same bytes each time on one machine."""
+    """Write a PNG; the same figure gives the same bytes on one machine."""
     figure.savefig(file, dpi=120, metadata={"Software": None})

@@ -1,9 +1,8 @@
-"""`dpoptim plan` from the outside: table, JSON, picture, help and mistakes."""
+"""`dpoptim plan` as people call it: table, JSON, plot and mistakes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import dpoptim
 from dpoptim import BandedToeplitz, PrivacyPlan
 from dpoptim.app.cli import main
-from dpoptim.integrations.named_settings import noise_words
 from tests.app.cli.arguments import changed
 
 SMALL = ["plan", "--steps", "60", "--batch-size", "100", "--num-examples", "2000", "--epsilon", "4", "--delta", "1e-6"]
@@ -48,20 +46,24 @@ def test_json_of_the_paper_setting(capsys):
     assert banded["noise_multiplier"] == plan.calibrate(epsilon=10.0, delta=1e-7).noise_multiplier
 
 
-def test_the_table_has_the_ratio_and_the_choice(capsys):
-    text = " ".join(printed(capsys, PAPER).split())
+def test_the_answer_comes_first(capsys):
+    lines = printed(capsys, PAPER).splitlines()
+    assert lines[0].startswith("Use BufferedToeplitz(buffers=")
+    assert len(lines) <= 25
+    text = " ".join(" ".join(lines).split())
     assert "0.1345" in text
-    assert "Use BufferedToeplitz(buffers=" in text
     assert "noise=BufferedToeplitz(buffers=" in text
     assert "3 participations at least 830 steps apart" in text
 
 
-def test_what_is_printed_to_be_typed_keeps_the_guarantee(capsys):
-    """Neighbours that are not the default, and all digits of epsilon and delta, stand in the line."""
+def test_the_printed_plan_keeps_the_guarantee(capsys):
     change = ["--adjacency", "replace", "--epsilon", "4.99999996", "--delta", "1.23456789e-6"]
-    line = printed(capsys, changed(SMALL, change)).strip().splitlines()[-1].strip()
-    names = {**vars(dpoptim), "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given)}
-    plan = eval(line.replace("PrivacyPlan(..., ", "PrivacyPlan("), names)
+    (line,) = [line for line in printed(capsys, changed(SMALL, change)).splitlines() if "PrivacyPlan(" in line]
+    names = {
+        **{name: getattr(dpoptim, name) for name in dpoptim.__all__},
+        "PrivacyPlan": lambda *_, **given: PrivacyPlan(**NUMBERS, **given),
+    }
+    plan = eval(line.strip().replace("PrivacyPlan(..., ", "PrivacyPlan("), names)
     found = json.loads(printed(capsys, changed(SMALL, [*change, "--json"])))
     (row,) = [row for row in found["mechanisms"] if row["name"] == found["chosen"]]
     assert plan.noise_multiplier == row["noise_multiplier"]
@@ -69,8 +71,8 @@ def test_what_is_printed_to_be_typed_keeps_the_guarantee(capsys):
     assert row["total_sensitivity"] >= 2 * row["sensitivity"]
 
 
-def test_without_a_proof_for_groups_independent_noise_is_alone(capsys):
-    found = json.loads(printed(capsys, [*SMALL, "--sampling", "poisson", "--adjacency", "add_remove", "--json"]))
+def test_only_independent_noise_has_a_proof_under_add_remove(capsys):
+    found = json.loads(printed(capsys, [*SMALL, "--sampling", "poisson", "--adjacency", "add-remove", "--json"]))
     assert [row["name"] for row in found["mechanisms"]] == ["Independent()"]
 
 
@@ -79,39 +81,41 @@ def test_a_weak_delta_is_noted(capsys):
     assert "above 1/num-examples" in capsys.readouterr().err
 
 
-def test_a_tight_budget_is_a_sentence(capsys):
+def test_a_tight_memory_budget_is_explained(capsys):
     text = " ".join(printed(capsys, [*SMALL, "--memory-budget", "1"]).split())
     assert "times below independent noise, in no memory; B" in text
     assert "above the 1 B allowed:" in text
 
 
-def test_a_picture_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch, tmp_path):
+def test_a_plot_without_matplotlib_is_refused_first(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*SMALL, "--plot", str(tmp_path / "plan.png")]) == 2
     assert capsys.readouterr().err == "dpoptim: --plot needs matplotlib; install it with: pip install matplotlib\n"
 
 
-def test_secret_sampling(capsys):
+def test_secret_sampling_and_verbose(capsys):
     text = printed(capsys, [*SMALL, "--sampling", "poisson"])
     assert "CyclicPoisson(bands=" in text
     assert "secret Poisson sampling" in text
+    found = json.loads(printed(capsys, [*SMALL, "--sampling", "poisson", "--json"]))
+    whole = printed(capsys, [*SMALL, "--sampling", "poisson", "--verbose"])
+    assert all(row["name"] in whole for row in found["mechanisms"])
+    assert "--verbose" not in whole
 
 
 def test_other_workloads_and_all_mechanisms(capsys):
-    found = json.loads(printed(capsys, [*SMALL, "--all", "--workload", "moments:0.9", "--json"]))
+    change = ["--steps", "20", "--all", "--workload", "moments:0.9", "--json"]
+    found = json.loads(printed(capsys, changed(SMALL, change)))
     names = [row["name"] for row in found["mechanisms"]]
     assert {"Banded(bands=20)", "Dense()"} <= set(names)
     assert found["workload"] == "DecayedSums(beta=0.9)"
-    assert printed(capsys, [*SMALL, "--workload", "momentum:0.9", "--bits", "16"])
+    assert printed(capsys, [*SMALL, "--workload", "momentum:0.9", "--noise-bits", "16"])
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture(capsys, tmp_path, suffix):
-    target = tmp_path / f"plan.{suffix}"
+def test_the_plot(capsys, tmp_path):
+    target = tmp_path / "plan.svg"
     printed(capsys, [*SMALL, "--plot", str(target)])
-    assert target.stat().st_size > 10_000
-    if suffix == "svg":
-        assert target.read_text().count("<!-- BandedToeplitz(bands=20) -->") == 1  # the legend's entry
+    assert target.read_text().count("<!-- BandedToeplitz(bands=20) -->") == 1  # the legend's entry
 
 
 @pytest.mark.parametrize(
@@ -119,18 +123,15 @@ def test_the_picture(capsys, tmp_path, suffix):
     [
         (["--steps", "0"], "Expected steps to be a whole number >= 1, got 0"),
         (["--batch-size", "3000"], "Expected batch_size <= num_examples, got 3000 > 2000"),
-        (["--epsilon", "-1"], "epsilon=-1.0 must be a finite number above 0"),
-        (["--epsilon", "inf"], "epsilon=inf must be a finite number above 0"),
-        (["--epsilon", "nan"], "epsilon=nan must be a finite number above 0"),
+        (["--epsilon", "-1"], "--epsilon -1 must be a finite number above 0"),
+        (["--epsilon", "nan"], "--epsilon nan must be a finite number above 0"),
         (["--delta", "-1e-5"], "--delta -1e-05 must lie strictly between 0 and 1"),
-        (["--delta", "2"], "--delta 2 must lie strictly between 0 and 1"),
         (["--epsilon", "1e6", "--sampling", "poisson"], "up to epsilon=100"),
         (["--steps", "1e6", "--num-examples", "10000000"], "at most 100,000 steps"),
         (["--parameters", "9e18"], "--parameters 9,000,000,000,000,000,000 must be"),
-        (["--adjacency", "add_remove"], "no proof"),
         (["--adjacency", "add-remove"], "no proof"),
         (["--plot", "none/plan.png"], "there is no folder none"),
-        (["--plot", "plan.docx"], "must be a file name that ends in .png"),
+        (["--plot", "plan.docx"], "must end in .png"),
     ],
 )
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
@@ -139,7 +140,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert words in captured.err
-    assert len([line for line in captured.err.strip().splitlines() if not line.endswith(" ...")]) == 1
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -153,40 +154,8 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
         ["--parameters", "-4"],
     ],
 )
-def test_what_cannot_be_read_is_quoted(capsys, change):
+def test_values_that_cannot_be_parsed_are_quoted(capsys, change):
     with pytest.raises(SystemExit) as stopped:
         main(changed(SMALL, change))
     assert stopped.value.code == 2
     assert change[1] in capsys.readouterr().err
-
-
-def test_the_help_lists_what_train_can_be_given(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    assert ", ".join(noise_words()) in capsys.readouterr().out
-
-
-def test_as_a_program(capsys):
-    helped = subprocess.run(
-        [sys.executable, "-m", "dpoptim", "plan", "--help"], capture_output=True, text=True, check=True
-    )
-    for words in ("--num-examples", "--json", "--plot", "examples:", "RMSE is"):
-        assert words in helped.stdout
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "compare mechanisms" in capsys.readouterr().out
-    assert main([]) == 2
-
-
-def test_a_reader_that_has_seen_enough_is_no_error():
-    settings = "plan --steps 20 --batch-size 10 --num-examples 200 --epsilon 3 --delta 1e-6 --json"
-    ran = subprocess.Popen(
-        [sys.executable, "-m", "dpoptim", *settings.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert ran.stdout is not None
-    assert ran.stderr is not None
-    ran.stdout.close()
-    said = ran.stderr.read()
-    assert ran.wait() == 141
-    assert "Broken pipe" not in said
-    assert "Traceback" not in said

@@ -1,9 +1,13 @@
-"""The game: examples made to be noticed are in or out by a coin, and a whole private training runs over them.
+"""The game: a coin flip decides whether each canary is in, a whole private training runs, and an attack scores them.
 
-Each canary has a coordinate of its own, along which its gradient is a million clip norms long: clipped, it moves the
-release by exactly the clip norm there, which is the most that the guarantee allows. What is out is a blank, whose
-gradient is zero; under replace neighbours it is the same canary, pointing the other way. Loader, engine, clipping,
-noise and optimizer are the ones that train models; nothing is taken apart for the game.
+Each canary has its own coordinate, along which its gradient is a million clip norms long. Clipped, it moves the release
+by exactly the clip norm there, which is the most that the guarantee allows. A canary that is out is a blank with zero
+gradient; under replace adjacency it is the same canary pointing the other way. Loader, engine, clipping, noise and
+optimizer are the ones that train models.
+
+In units of the clip norm, the releases along a canary's coordinate are y = x + std·κ·C⁻¹z. Here x is its direction at
+the steps that drew it, and κ is the largest column norm of C. So w = Cy/(κ·std) contains unit normals, and a step that
+draws the canary adds v = (its column of C)/(κ·std). A released square has the same form, with its own C, std and x.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,9 +24,9 @@ from torch import Tensor, nn
 
 from dpoptim.clipping import Released
 from dpoptim.data import PrivateLoader, private_loader
-from dpoptim.noise import NoiseKey
+from dpoptim.noise import Independent, NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
 
 _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
@@ -31,20 +35,20 @@ Floats = NDArray[np.float64]
 
 
 class MakeOptimizer(Protocol):
-    """Makes the optimizer whose releases are attacked; key and run make its noise, so that a game can be repeated."""
+    """Makes the optimizer to attack; its noise comes from key and run, so that a game can be repeated."""
 
     def __call__(self, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey, run_id: str) -> PrivateOptimizer: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Observed:
-    """What one game showed; a column a canary."""
+class GameResult:
+    """What one game showed, with one column per canary."""
 
-    gradient: Floats  # [steps, canaries]: each step's release along it, of the sum, in clip norms
-    square: Floats | None  # the same of the released square, as it is
-    drawn: NDArray[np.bool_]  # [steps, canaries]: whether it was in the batch; an attack may not know it
-    directions: Floats  # [canaries]: 1 for what is in; for what is out 0, or −1 where neighbours replace
-    batches: list[NDArray[np.int64]]  # who was drawn at each step, of all examples
+    gradient: Floats  # [steps, canaries]: the released sum along each canary, in clip norms
+    square: Floats | None  # [steps, canaries]: the released square, if there is one
+    drawn: NDArray[np.bool_]  # [steps, canaries]: whether it was in the batch, which an attack may not know
+    directions: Floats  # [canaries]: 1 if it is in; if it is out, 0, or −1 under replace adjacency
+    batches: list[NDArray[np.int64]]  # the examples drawn at each step
 
     @property
     def included(self) -> NDArray[np.bool_]:
@@ -60,11 +64,21 @@ def play(
     seed: int,
     steps: int | None = None,
     after_step: Callable[[], None] = lambda: None,
-) -> Observed:
-    """Train over a dataset of canaries and blanks as large as the plan says, in micro-batches; `steps` stop it early.
+) -> GameResult:
+    """Train, in micro-batches, over a dataset of canaries and blanks that is as large as the plan says.
 
-    Edge cases: of an order that is known (`Shuffled`), canaries stand where examples take part most often. One
-    ValueError line where a release is not finite: the optimizer has diverged, and nothing can be judged.
+    Under a known order (`Shuffled`), canaries take the places that are drawn most often.
+
+    Args:
+        plan: The plan to attack.
+        make_optimizer: Makes the optimizer.
+        canaries: How many examples are canaries.
+        seed: Determines coins, batches and noise.
+        steps: Stop after this many steps.
+        after_step: Called after each step.
+
+    Raises:
+        ValueError: If a release is not finite: the optimizer diverged, and nothing can be judged.
     """
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
@@ -92,15 +106,15 @@ def play(
     square = np.zeros((steps, canaries)) if plan.noise_stddevs().square else None
 
     def observe(released: Released) -> None:
-        seen = _ends_to_end(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / plan.clip_norm)
+        seen = _along_canaries(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / plan.clip_norm)
         if not np.isfinite(seen).all():
             raise ValueError(
-                f"release {released.step + 1} of the training over canaries is not finite: the optimizer has diverged "
-                "and nothing can be judged; audit a plan or variant that trains"
+                f"release {released.step + 1} of the training over canaries is not finite: the optimizer diverged. "
+                "Audit a plan or variant that trains"
             )
         gradient[released.step] = seen
         if square is not None and released.square is not None:
-            square[released.step] = _ends_to_end(released.square, None)
+            square[released.step] = _along_canaries(released.square, None)
 
     optimizer.observers.append(observe)
     for rows, lengths in loader:
@@ -111,13 +125,13 @@ def play(
             if loader.next_step == steps:
                 break
     drawn = np.stack([_rows_drawn(batch, players.row, canaries) for batch in batches])
-    return Observed(gradient=gradient, square=square, drawn=drawn, directions=directions, batches=batches)
+    return GameResult(gradient=gradient, square=square, drawn=drawn, directions=directions, batches=batches)
 
 
-def _ends_to_end(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | None) -> Floats:
-    """What was released along each canary, in the coordinates in which it was clipped and noised."""
+def _along_canaries(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | None) -> Floats:
+    """The release along each canary, in the coordinates in which it was clipped and noised."""
     parts = [value.double() if scale is None else value.double() * scale[name] for name, value in values.items()]
-    return torch.cat([part[:-1, 0] for part in parts]).numpy()  # the last row of a table is for blanks
+    return torch.cat([part[:-1, 0] for part in parts]).numpy()  # the last row of each table belongs to blanks
 
 
 def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
@@ -128,7 +142,7 @@ def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
 def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.random.Generator) -> NDArray[np.int64]:
     """Examples in the order in which they become canaries."""
     order = generator.permutation(plan.num_examples)
-    if plan.sampling.is_random:  # who is drawn is secret, and nothing may be chosen by it
+    if plan.sampling.is_random:  # batches are secret, so they may not influence the choice
         return order
     often = np.bincount(np.concatenate(batches), minlength=len(order))
     return order[np.argsort(-often[order], kind="stable")]
@@ -141,7 +155,7 @@ def _rows_drawn(batch: NDArray[np.int64], row: Tensor, canaries: int) -> NDArray
 
 
 class _Players:
-    """Which coordinate an example touches, and how strongly; blanks touch one that is not trained."""
+    """Which coordinate each example moves, and how far; blanks move one that is not trained."""
 
     def __init__(self, examples: int, canaries: int) -> None:
         self.row = torch.full((examples,), canaries)
@@ -152,7 +166,7 @@ class _Players:
 
 
 class _Coordinates(nn.Module):
-    """A number a canary, in two tables, each with one more for those who are not in it, whose gradient is zero."""
+    """One number per canary, in two tables; each has one more row, with zero gradient, for all other examples."""
 
     def __init__(self, canaries: int) -> None:
         super().__init__()
@@ -165,3 +179,95 @@ class _Coordinates(nn.Module):
         first = rows.clamp(max=self._in_first)
         second = torch.where(rows < self._in_first, self._in_second, rows - self._in_first)
         return cast(Tensor, self.first(first) + self.second(second)).squeeze(-1)
+
+
+class Whitening:
+    """Multiplies by C/(κ·std)."""
+
+    def __init__(self, strategy: Strategy, stddev: float, *, is_identity: bool) -> None:
+        self._matrix = None if is_identity else np.asarray(strategy.strategy_matrix()) / (strategy.column_norm * stddev)
+        self._number = 1.0 / stddev
+
+    def __call__(self, table: Floats) -> Floats:
+        """Whiten values by step, [steps, canaries]."""
+        return self._number * table if self._matrix is None else self._matrix[: len(table), : len(table)] @ table
+
+    def along_columns(self, whitened: Floats) -> Floats:
+        """v·w for each step's v, [steps, canaries]."""
+        return self._number * whitened if self._matrix is None else self._matrix.T @ whitened
+
+    @property
+    def squared_columns(self) -> Floats:
+        """‖v‖² of each step, [steps, 1], or one number if all are equal."""
+        if self._matrix is None:
+            return np.array(self._number**2)
+        return np.asarray((self._matrix**2).sum(axis=0)[:, None])
+
+
+def gradient_whitening(plan: PrivacyPlan) -> Whitening:
+    """The whitening of the released gradients."""
+    level = plan.noise_stddevs().gradient_sum / plan.clip_norm
+    return Whitening(plan.strategy, level, is_identity=isinstance(plan.noise, Independent))
+
+
+class Whitened(NamedTuple):
+    """The releases of the gradient, and what canaries should add to them, both whitened, [steps, canaries]."""
+
+    released: Floats
+    expected: Floats
+
+    @property
+    def residuals(self) -> Floats:
+        """Unit normals, if clipping and noise follow the plan."""
+        return self.released - self.expected
+
+
+def whitened_gradient(whitening: Whitening, game: GameResult) -> Whitened:
+    """Whiten the game's gradients."""
+    return Whitened(whitening(game.gradient), whitening(game.drawn * game.directions))
+
+
+def square_residuals(plan: PrivacyPlan, game: GameResult) -> Floats | None:
+    """The residuals of the released square, or None if no square is noised.
+
+    A canary that is drawn alone along its coordinate adds ζ²/B to an average of squares, (ζ/B)² to a squared average.
+    """
+    stddev = plan.noise_stddevs().square
+    if not stddev or game.square is None:
+        return None
+    release = plan.release
+    of_average = isinstance(release, IndependentMoments) and release.squares == "of_average"
+    one = plan.clip_norm**2 / (plan.batch_size**2 if of_average else plan.batch_size)
+    noise = release.square_noise if isinstance(release, IndependentMoments) else None
+    is_identity = isinstance(plan.noise if noise is None else noise, Independent)
+    whitening = Whitening(plan.square_strategy, stddev, is_identity=is_identity)
+    return whitening(game.square - game.drawn * game.directions**2 * one)
+
+
+def scores(plan: PrivacyPlan, whitening: Whitening, game: GameResult, whitened: Floats) -> Floats:
+    """ln P[w | in] − ln P[w | out] of each canary; where batches are secret, over all possible draws."""
+    replaces = plan.adjacency is Adjacency.REPLACE
+    if not plan.sampling.is_random:
+        added = whitening(game.drawn.astype(np.float64))
+        along = (whitened * added).sum(axis=0)
+        return 2.0 * along if replaces else along - (added**2).sum(axis=0) / 2
+    along, squares = whitening.along_columns(whitened), whitening.squared_columns
+    terms = _log_mixture(plan.sampling_prob, along - squares / 2)
+    if replaces:
+        terms -= _log_mixture(plan.sampling_prob, -along - squares / 2)
+    return np.asarray(np.where(_may_be_drawn(plan, game.drawn), terms, 0.0).sum(axis=0))
+
+
+def _log_mixture(rate: float, exponents: Floats) -> Floats:
+    """ln(1 − q + q·e^x)."""
+    if rate >= 1.0:
+        return exponents
+    return np.logaddexp(np.log1p(-rate), np.log(rate) + exponents)
+
+
+def _may_be_drawn(plan: PrivacyPlan, drawn: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The steps of a canary's group, which is not secret; if it is never drawn, any group will do."""
+    if not isinstance(plan.sampling, CyclicPoisson):
+        return np.ones_like(drawn)
+    groups = drawn.argmax(axis=0) % plan.sampling.bands
+    return np.asarray((np.arange(len(drawn)) % plan.sampling.bands)[:, None] == groups)

@@ -1,97 +1,90 @@
-"""`dpoptim compare`: several variants at one privacy budget, several seeds, tuned, with confidence intervals."""
+"""`dpoptim compare`: compare variants at one privacy budget, with tuning, several seeds and confidence intervals."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
-from dpoptim.app.cli.quiet import silence_libraries
-from dpoptim.app.cli.training_options import check_plot
-from dpoptim.app.cli.units import count
+from dpoptim.app.cli.options import add_output, check_plot, count, output_console, say, silence_libraries
+from dpoptim.app.comparison.compare import Interrupted, compare
+from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, read_request
+from dpoptim.app.format import duration, plain
+from dpoptim.app.progress import ProgressReporter
+from dpoptim.privacy.format_epsilon import format_epsilon
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_DESCRIPTION = """\
-Train several variants at one (epsilon, delta), with the same sampling, batch and steps, each with several seeds and at
-its best setting of a grid, and print a table with 95 % intervals. RECIPE is the recipe of `dpoptim train`; a [compare]
-table in it may hold everything below, and flags are put over it.
+_DESCRIPTION = f"""\
+Train several variants at one (epsilon, delta), with the same sampling, batch size and steps, and print a table with
+95 % intervals. Each variant runs with several seeds, at its best setting of a grid. RECIPE is a recipe of `dpoptim
+train`; its [compare] table may hold all settings below, and flags override it.
 
-Trying settings on private records costs privacy too, so --budget-for-tuning must be said where there is a choice:
-  EPSILON  all trials of a variant together cost at most this, and have the noise for it
-  public   trials run on --tuning-data, records that are not private; no cost
-  none     trials run on the private records, and epsilon of a run does NOT cover them
+Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
+  EPSILON    the trials of a variant together cost at most this epsilon
+  {PUBLIC}     trials run on --tuning-data, records that are not private; no cost
+  {UNCOVERED}  trials run on the private records, and the epsilon of a run does NOT cover them
 
-Each seed is a release of its own: the table states epsilon of one run, and of everything in it, composed. Every run is
-a run directory in FOLDER; Ctrl-C saves, and the same command goes on. Finished runs are never run again.
+Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
+run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
 """
 
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 examples:
   dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5
       at the recipe's own settings
-  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --budget-for-tuning 1
-      two learning rates, tried at epsilon 1 a variant
+  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --tuning-epsilon 1
+      two learning rates, tried at epsilon 1 per variant
   dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --grid scale_then_privatize.eps_scale=1e-6,1e-5 \\
-      --budget-for-tuning public --tuning-data public.jsonl --tuning-steps 200
-      chosen on public records, one setting for one variant alone
+      --tuning-epsilon {PUBLIC} --tuning-data public.jsonl --tuning-steps 200
+      tuned on public records; eps_scale for one variant only
 """
 
+_FLAGS = (
+    "variants", "seeds", "metric", "epsilon", "tuning_epsilon", "tuning_data", "tuning_steps", "device", "plot",
+)  # fmt: skip
 
-def add_to(commands: Any) -> None:
-    """Add the command to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "compare",
-        help="compare variants at one privacy budget: seeds, tuning and its cost, intervals",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        argument_default=None,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with a [compare] table or without")
-    what = parser.add_argument_group("what is compared")
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
+    what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
     what.add_argument(
-        "--seeds", type=count, metavar="N", help="how many, from the recipe's on (default: 3; 5 tell more)"
+        "--seeds", type=count, metavar="N", help="number of seeds, starting at the recipe's (default: 3; 5 is better)"
     )
-    what.add_argument("--references", action="store_true", help="also without fine-tuning, and NOT PRIVATE training")
-    what.add_argument("--metric", choices=("loss", "accuracy"), help="what decides (default: loss)")
-    what.add_argument("--epsilon", type=float, metavar="E", help="of one run, in place of the recipe's")
+    what.add_argument("--references", action="store_true", help="add no fine-tuning, and training that is NOT PRIVATE")
+    what.add_argument("--metric", choices=("loss", "accuracy"), help="what ranks settings and variants (default: loss)")
+    what.add_argument("--epsilon", type=float, metavar="E", help="of one run; overrides the recipe's")
     tuning = parser.add_argument_group("tuning")
     tuning.add_argument(
         "--grid",
         action="append",
         metavar="NAME=V,V",
-        help="values of a setting, for all variants or, as VARIANT.NAME=V,V, for one; may be repeated",
+        help="values of a setting for all variants, or for one as VARIANT.NAME=V,V; may be repeated",
     )
-    tuning.add_argument("--budget-for-tuning", type=_budget, metavar="B", help="an epsilon, public, or none")
+    tuning.add_argument(
+        "--tuning-epsilon", type=_number_or_word, metavar="E", help=f"an epsilon, {PUBLIC}, or {UNCOVERED}"
+    )
     tuning.add_argument("--tuning-data", metavar="D", help="public records for the trials")
-    tuning.add_argument("--tuning-steps", type=count, metavar="N", help="of a trial (default: as many as a run)")
-    output = parser.add_argument_group("output")
-    output.add_argument("-o", "--output", metavar="FOLDER", help="where runs are kept (default: runs/compare-RECIPE)")
-    output.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1")
-    output.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
-    output.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg or .pdf); needs matplotlib")
-    parser.set_defaults(run=run)
+    tuning.add_argument("--tuning-steps", type=count, metavar="N", help="steps of a trial (default: those of a run)")
+    runs = parser.add_argument_group("runs")
+    runs.add_argument("--run-dir", metavar="DIR", help="folder of the runs (default: runs/compare-RECIPE)")
+    runs.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1")
+    add_output(parser)
 
 
 def run(options: Namespace) -> int:
-    """Run what is left of the comparison and print it; 128 + the signal where it was interrupted."""
-    if options.plot is not None:
-        check_plot(options.plot)
-        from dpoptim.app.cli import compare_plot  # early, so that a missing matplotlib is told before the work
+    """Run what is left of the comparison and print it; return 128 + the signal if it was interrupted."""
+    check_plot(options.plot)
     silence_libraries()
-    from dpoptim.app.cli import compare_table
-    from dpoptim.app.cli.compare_watch import Told
-    from dpoptim.app.comparison.compare import Interrupted, compare
-    from dpoptim.app.comparison.request import read_request
-    from dpoptim.app.format import plain
-
     request = read_request(
         options.recipe,
         epsilon=options.epsilon,
@@ -99,56 +92,49 @@ def run(options: Namespace) -> int:
         variants=options.variants,
         seeds=options.seeds,
         grid=_grid(options.grid or []),
-        budget_for_tuning=options.budget_for_tuning,
+        tuning_epsilon=options.tuning_epsilon,
         tuning_data=options.tuning_data,
         tuning_steps=options.tuning_steps,
         references=options.references or None,
         metric=options.metric,
     )
-    folder = options.output or f"runs/compare-{Path(options.recipe).stem}"
+    folder = options.run_dir or f"runs/compare-{Path(options.recipe).stem}"
     console = Console(stderr=True)
     try:
-        with Told(console) as watch:
-            result = compare(request, folder, watch=watch)
-    except Interrupted as stop:
-        _say(console, f"interrupted; {stop.done} of {stop.total} runs are finished and one is saved; go on with:")
-        _say(console, f"  {again(options, folder)}")
-        return 128 + stop.signal
-    except KeyboardInterrupt:
-        _say(console, "interrupted; what is finished is kept; go on with:")
-        _say(console, f"  {again(options, folder)}")
-        return 130
+        with ProgressReporter(console, brief=True) as progress:
+            result = compare(request, folder, progress=progress)
+    except (Interrupted, KeyboardInterrupt) as stop:
+        say(console, f"{stop if isinstance(stop, Interrupted) else 'interrupted'}; resume with:")
+        say(console, f"  {_resume_line(options, folder)}")
+        return 128 + (stop.signal if isinstance(stop, Interrupted) else 2)
     if options.json:
-        json.dump(plain(result), sys.stdout, indent=2, ensure_ascii=False)
-        print()
+        print(json.dumps(plain(result), indent=2, ensure_ascii=False))
     else:
-        compare_table.show(result)
+        _print_result(result)
     if options.plot is not None:
-        compare_plot.draw(result, options.plot)
-        _say(console, f"wrote {options.plot}")
-    _say(console, f"runs, with their secret noise.key: {folder}; the numbers: {Path(folder, 'comparison.json')}")
+        from dpoptim.app.cli.plots import draw_comparison
+
+        draw_comparison(result, options.plot)
+        say(console, f"wrote {options.plot}")
+    say(console, f"runs, each with its secret noise.key: {folder}; numbers: {Path(folder, 'comparison.json')}")
     return 0
 
 
-def again(options: Namespace, folder: str) -> str:
-    """The command that goes on, with every flag that was given."""
+def _resume_line(options: Namespace, folder: str) -> str:
+    """The command that resumes the comparison, with every flag that was given."""
     words = ["dpoptim", "compare", options.recipe]
-    for name, flag in (
-        ("variants", "--variants"), ("seeds", "--seeds"), ("metric", "--metric"), ("epsilon", "--epsilon"),
-        ("budget_for_tuning", "--budget-for-tuning"), ("tuning_data", "--tuning-data"),
-        ("tuning_steps", "--tuning-steps"), ("device", "--device"), ("plot", "--plot"),
-    ):  # fmt: skip
+    for name in _FLAGS:
         value = getattr(options, name)
         if value is not None:
-            words += [flag, ",".join(value) if isinstance(value, list) else str(value)]
+            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, list) else str(value)]
     for values in options.grid or []:
         words += ["--grid", values]
-    words += [flag for name, flag in (("references", "--references"), ("json", "--json")) if getattr(options, name)]
-    return shlex.join([*words, "-o", folder])
+    words += [f"--{name}" for name in ("references", "json") if getattr(options, name)]
+    return shlex.join([*words, "--run-dir", folder])
 
 
 def _grid(given: list[str]) -> dict[str, Any]:
-    """The grid that the flags describe.
+    """Parse the grid that the flags describe.
 
     >>> _grid(["learning_rate=0.1,0.2", "dp_sgd.betas=0.9:0.99"])
     {'learning_rate': [0.1, 0.2], 'dp_sgd': {'betas': [[0.9, 0.99]]}}
@@ -156,18 +142,18 @@ def _grid(given: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in given:
         name, equals, values = text.partition("=")
-        variant, dot, own = name.strip().rpartition(".")
-        if not equals or not own or (dot and not variant):
+        variant, dot, setting = name.strip().rpartition(".")
+        if not equals or not setting or (dot and not variant):
             raise ValueError(f"--grid {text!r} must be written as NAME=VALUE,VALUE or VARIANT.NAME=VALUE,VALUE")
         place = found.setdefault(variant, {}) if variant else found
-        if own in place:
-            raise ValueError(f"--grid gives {name.strip()} twice; put all values into one")
-        place[own] = [_value(part.strip()) for part in values.split(",") if part.strip()]
+        if setting in place:
+            raise ValueError(f"--grid gives {name.strip()} twice; put all its values into one flag")
+        place[setting] = [_value(part.strip()) for part in values.split(",") if part.strip()]
     return found
 
 
 def _value(text: str) -> Any:
-    """A number, two numbers with a colon between them, or a word."""
+    """A number, numbers separated by colons, or a word."""
     try:
         return [float(part) for part in text.split(":")] if ":" in text else float(text)
     except ValueError:
@@ -178,12 +164,126 @@ def _names(text: str) -> list[str]:
     return [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
 
 
-def _budget(text: str) -> float | str:
+def _number_or_word(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
         return text
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _print_result(result: dict[str, Any]) -> None:
+    """Print the table, and what its numbers cover."""
+    console = output_console()
+    for line in (
+        f"{result['steps']:,} steps of {result['batch_size']:,} from {result['examples']:,} examples, "
+        f"{result['sampling']} sampling, {result['mechanism']} noise, "
+        f"{result['adjacency'].replace('_', '-')} adjacency",
+        f"each run: epsilon = {_epsilon(result['epsilon']['one_run'])} at delta = {result['delta']:g}",
+    ):
+        console.print(line, highlight=False, markup=False)
+    console.print(_table(result))
+    for line in _notes(result):
+        console.print(line, highlight=False, markup=False, style="bold red" if "NOT " in line else None)
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    """What the numbers cover and what they do not."""
+    notes, cost = [_interval_note(result), f"Tuning: {result['tuning']['note']}."], result["epsilon"]
+    if any(cost["tuning"].values()):
+        parts = ", ".join(
+            f"{variant} {_epsilon(cost['one_run_with_tuning'][variant])} (trials alone {_epsilon(spent)})"
+            for variant, spent in cost["tuning"].items()
+        )
+        notes.append(f"epsilon of one run with its variant's trials: {parts}.")
+    added = f"added up: epsilon {_epsilon(cost['added']['epsilon'])} at delta {cost['added']['delta']:g}"
+    notes.append(
+        f"epsilon of everything in this table: {_epsilon(cost['everything'])}, composed over "
+        f"{cost['runs_on_private_records']} runs at delta = {cost['delta']:g} ({added})."
+    )
+    if cost["runs_in_folder"] != cost["runs_on_private_records"]:
+        number, spent = cost["runs_in_folder"], _epsilon(cost["folder"])
+        notes.append(f"epsilon of all {number} runs ever started in this folder: {spent}.")
+    notes += [f"{text}: it has no guarantee, and none of these numbers includes it." for text in cost["without"]]
+    outside = result["outside_guarantee"]
+    return [*notes, f"{outside[0].upper()}{outside[1:]} ({result['validation_examples']:,} records)."]
+
+
+def _interval_note(result: dict[str, Any]) -> str:
+    share, seeds = f"{100 * result['confidence']:g} %", len(result["seeds"])
+    if seeds == 1:
+        return "One seed gives no interval, and a difference may be chance. Use --seeds 3 or more."
+    wide = " Two seeds make it very wide (t = 12.7; 4.3 with three, 2.8 with five): use more." if seeds == 2 else ""
+    return (
+        f"± is a {share} interval (Student's t over {seeds} seeds).{wide} Differences to {result['best']} are paired "
+        "by seed; apart: their interval excludes 0, not corrected for several comparisons."
+    )
+
+
+def _table(result: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("variant", no_wrap=True)
+    table.add_column("setting", overflow="fold")
+    has_accuracy = result["variants"][0]["accuracy"] is not None
+    titles = ["held-out loss", *(["accuracy, %"] if has_accuracy else [])]
+    for title in (*titles, f"{result['metric']} − best's", "apart", "seeds", "σ", "time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in (*result["variants"], *result["references"]):
+        is_best = row["variant"] == result["best"]
+        difference, apart = ("best", "") if is_best else _difference(row, result["metric"])
+        multiplier = row["noise_multiplier"]
+        table.add_row(
+            row["label"],
+            _setting(row["setting"]),
+            _interval(row["loss"], "{:.4f}"),
+            *([_interval(row["accuracy"], "{:.1f}", times=100)] if has_accuracy else []),
+            difference,
+            apart,
+            str(len(row["loss"]["values"])),
+            "-" if multiplier is None else f"{multiplier:.4f}",
+            duration(row["seconds"]) if row["seconds"] else "-",
+            style="bold green" if is_best else None,
+        )
+    return table
+
+
+def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
+    """mean ± half-width.
+
+    >>> _interval({"mean": 0.5, "half_width": 0.01}, "{:.1f}", times=100)
+    '50.0 ± 1.0'
+    >>> _interval({"mean": 0.5, "half_width": None}, "{:.2f}"), _interval({"mean": float("inf")}, "{:.2f}")
+    ('0.50', 'diverged')
+    """
+    if values["mean"] == float("inf"):
+        return "diverged"
+    text = form.format(times * values["mean"])
+    width = values["half_width"]
+    return text if width is None else f"{text} ± {form.replace('+', '').format(times * width)}"
+
+
+def _difference(row: dict[str, Any], metric: str) -> tuple[str, str]:
+    """The difference to the best variant, and whether its interval excludes 0."""
+    found = row["difference_to_best"]
+    if found is None:
+        return "-", "-"
+    text = _interval(found, "{:+.1f}", times=100) if metric == "accuracy" else _interval(found, "{:+.4f}")
+    return text, "-" if found["half_width"] is None else "yes" if found["excludes_zero"] else "no"
+
+
+def _setting(setting: dict[str, Any]) -> str:
+    """A chosen setting in short.
+
+    >>> _setting({"learning_rate": 0.001, "betas": [0.9, 0.99]}), _setting({})
+    ('learning_rate 0.001, betas 0.9:0.99', '-')
+    """
+    return ", ".join(f"{name} {_word(value)}" for name, value in setting.items()) or "-"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return ":".join(map(_word, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _epsilon(value: float) -> str:
+    return "0" if value == 0 else format_epsilon(value)

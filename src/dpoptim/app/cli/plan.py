@@ -1,69 +1,68 @@
-"""`dpoptim plan`: every mechanism at one (ε, δ), side by side."""
+"""`dpoptim plan`: compare noise mechanisms at one (ε, δ)."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from dpoptim.app.cli import mechanism_rows, plan_plot
-from dpoptim.app.cli.training_options import (
+from dpoptim.app.cli.options import (
     add_noise_memory,
     add_output,
     add_training,
     check_parameters,
     check_plot,
+    count,
+    output_console,
+    plain_table,
+    say,
     uncalibrated_plan,
 )
-from dpoptim.app.cli.training_text import headline, note_weak_delta, plan_line, progress_on, wide_console
-from dpoptim.app.cli.units import count
+from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.named_settings import noise_words
 from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.noise.search.dense import dense_seconds
-from dpoptim.privacy import PrivacyPlan, Shuffled
-from dpoptim.theory import Choice, choose_noise
+from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
+from dpoptim.privacy.format_epsilon import format_epsilon
+from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-_MOST_DENSE_SECONDS = 60.0
-_ERRORS = 3  # columns up to those of the errors, behind which their ratio stands
+COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step", "epsilon")
+_ERROR_COLUMNS = 3  # the ratio to independent noise follows the first three columns
+_MAX_DENSE_SECONDS = 60.0
 
 _DESCRIPTION = """\
-Compare the mechanisms that a training could add its noise by, all at the same (epsilon, delta), and say which one to
-use. RMSE is the root mean square error of the noise on the prefix sums of averaged gradients (or on another
-workload), for clip norm 1: it includes the noise multiplier and the sensitivity, and is divided by the batch size.
+Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one. RMSE is the root
+mean square error that the noise causes on prefix sums of averaged gradients (or on another workload) for clip norm 1.
+It includes the noise multiplier and the sensitivity, and is divided by the batch size.
 """
 
 _EXAMPLES = """\
 examples:
   dpoptim plan --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
-      no amplification: batches come from a shuffled order, and nothing about them need be secret
+      shuffled batches: no amplification, and the order need not be secret
   dpoptim plan ... --sampling poisson
-      secret sampling: finds the number of bands that is best between correlation and amplification
+      secret sampling: finds the number of bands that best balances correlation and amplification
   dpoptim plan ... --parameters 124M --memory-budget 2GB --plot plan.png
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="compare mechanisms at one (epsilon, delta), and choose one",
-        description=_DESCRIPTION,
-        epilog=f"{_EXAMPLES}\nwhat to train with, by dpoptim train ... --noise N:\n  {', '.join(noise_words())}",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description = _DESCRIPTION
+    parser.epilog = f"{_EXAMPLES}\nnoise for dpoptim train --noise NAME:\n  {', '.join(noise_words())}"
     add_training(parser, sampling="shuffled")
-    noise = parser.add_argument_group("the noise")
+    noise = parser.add_argument_group("noise")
     noise.add_argument(
         "--parameters",
         type=count,
         default=4_400_000,
         metavar="N",
-        help="trained parameters, for the memory (default: 4.4M, BERT-Tiny)",
+        help="trained parameters, which determine the memory (default: 4.4M, BERT-Tiny)",
     )
     add_noise_memory(noise)
     noise.add_argument(
@@ -76,45 +75,44 @@ def add_to(commands: Any) -> None:
     noise.add_argument(
         "--all",
         action="store_true",
-        help="also Banded and, where it takes less than a minute or so, Dense; without amplification only",
+        help="also compare Banded and, if it takes less than about a minute, Dense; shuffled sampling only",
     )
-    add_output(parser)
-    parser.set_defaults(run=run)
+    add_output(parser, verbose="show every mechanism")
 
 
 def run(options: Namespace) -> int:
-    """Print the comparison as a table or as JSON, and draw it where asked."""
+    """Print the comparison as a table or as JSON, and draw it if asked."""
     plan = uncalibrated_plan(options)
     check_parameters(options.parameters, "--parameters")
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_plot(options.plot)
     console = Console(stderr=True)
-    with progress_on(console) as tell:
+    with ProgressReporter(console) as progress:
         choice = choose_noise(
             plan,
             epsilon=options.epsilon,
             delta=options.delta,
             parameters=options.parameters,
             memory_budget=options.memory_budget,
-            memory=NoiseMemory(bits=options.bits),
+            memory=NoiseMemory(bits=options.noise_bits),
             workload=options.workload,
             more=_slow_mechanisms(plan, options.workload) if options.all else (),
-            progress=lambda name: tell(f"optimizing and calibrating {name} ..."),
+            progress=lambda name: progress.stage(f"optimizing and calibrating {name}"),
         )
     if options.json:
-        json.dump(as_json(choice, options.epsilon, options.delta), sys.stdout, indent=2)
-        print()
+        print(json.dumps(as_json(choice, options.epsilon, options.delta), indent=2))
     else:
-        _print_table(choice, options)
+        _print_choice(choice, options)
     note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
-        plan_plot.draw(choice, options.plot)
-        console.print(f"wrote {options.plot}")
+        from dpoptim.app.cli.plots import draw_plan
+
+        draw_plan(choice, options.plot)
+        say(console, f"wrote {options.plot}")
     return 0
 
 
 def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
-    """The comparison as plain values; `mechanism_rows.as_values` says what the numbers of a mechanism are."""
+    """The comparison as plain values; see `mechanism_values` for the numbers of each mechanism."""
     return {
         "epsilon": epsilon,
         "delta": delta,
@@ -126,37 +124,48 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
-        "mechanisms": [mechanism_rows.as_values(candidate, delta=delta) for candidate in choice.candidates],
+        "mechanisms": [mechanism_values(candidate, delta=delta) for candidate in choice.candidates],
     }
 
 
-def _print_table(choice: Choice, options: Namespace) -> None:
-    console, plan, independent = wide_console(), choice.plan, choice.independent
-    told = headline(plan, epsilon=options.epsilon, delta=options.delta)
-    workload = "prefix sums" if options.workload == PrefixSums() else options.workload
-    first, rest = mechanism_rows.COLUMNS[:_ERRORS], mechanism_rows.COLUMNS[_ERRORS:]
-    table = mechanism_rows.plain_table(words=("mechanism",), numbers=(*first, "to independent", *rest))
-    for candidate in choice.candidates:
-        cells = mechanism_rows.as_cells(candidate, delta=options.delta)
+def main_candidates(choice: Choice) -> list[Candidate]:
+    """At most ten mechanisms: independent noise, the chosen one, and the eight with the least error."""
+    best = sorted(choice.candidates, key=lambda candidate: candidate.rmse_mean)[:8]
+    wanted = (*best, choice.chosen, choice.independent)
+    return [one for one in choice.candidates if any(one is other for other in wanted)]
+
+
+def _print_choice(choice: Choice, options: Namespace) -> None:
+    plan, independent = choice.plan, choice.independent
+    shown = choice.candidates if options.verbose else main_candidates(choice)
+    first, rest = COLUMNS[:_ERROR_COLUMNS], COLUMNS[_ERROR_COLUMNS:]
+    table = plain_table(words=("mechanism",), numbers=(*first, "to independent", *rest))
+    for candidate in shown:
+        cells = mechanism_cells(candidate, delta=options.delta)
         table.add_row(
             candidate.name,
-            *cells[:_ERRORS],
+            *cells[:_ERROR_COLUMNS],
             f"{candidate.rmse_mean / independent.rmse_mean:.4f}",
-            *cells[_ERRORS:],
+            *cells[_ERROR_COLUMNS:],
             style="bold green" if candidate is choice.chosen else None,
         )
-    console.print(f"{told}; RMSE of {workload}", highlight=False)
+    console = output_console()
+    console.print(f"Use {choice.reason}:", highlight=False, markup=False)
+    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}\n")  # to be copied: never wrapped
+    workload = "prefix sums" if options.workload == PrefixSums() else options.workload
+    told = headline(plan, epsilon=options.epsilon, delta=options.delta)
+    console.print(f"{told}; RMSE of {workload}", highlight=False, markup=False)
     console.print(table)
-    print(f"Use {choice.reason}:")
-    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}")
+    if len(shown) < len(choice.candidates):
+        print(f"{len(shown)} of {len(choice.candidates)} mechanisms; --verbose shows all")
 
 
 def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
     if not isinstance(plan.sampling, Shuffled):
         return []
     kinds: list[StrategySpec] = [Banded(bands=min(128, plan.min_separation, plan.steps), workload=workload)]
-    quick = dense_seconds(plan.steps, plan.max_participations) <= _MOST_DENSE_SECONDS
-    return [*kinds, Dense(workload=workload)] if quick else kinds
+    is_quick = dense_seconds(plan.steps, plan.max_participations) <= _MAX_DENSE_SECONDS
+    return [*kinds, Dense(workload=workload)] if is_quick else kinds
 
 
 def _workload(text: str) -> Workload:
@@ -165,7 +174,7 @@ def _workload(text: str) -> Workload:
         if kind == "prefix" and not value:
             return PrefixSums()
         if kind in ("momentum", "moments") and not value:
-            raise ValueError(f"{kind} needs a number behind it, as in {kind}:0.9")
+            raise ValueError(f"{kind} needs a number, as in {kind}:0.9")
         if kind == "momentum":
             return PrefixSums(momentum=float(value))
         if kind == "moments":
@@ -173,3 +182,71 @@ def _workload(text: str) -> Workload:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     raise argparse.ArgumentTypeError(f"{text!r} is not prefix, momentum:BETA or moments:BETA2")
+
+
+def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
+    """The mechanism as plain values.
+
+    `noise_multiplier` is relative to one participation, and `sensitivity` is that of one participation (the largest
+    column norm), so rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity`, given where
+    sampling does not amplify, is how far one neighbour moves the whole run: over all its participations, and twice
+    as far under replace adjacency.
+    """
+    plan, strategy = candidate.plan, candidate.plan.strategy
+    total = None
+    if isinstance(plan.sampling, Shuffled):
+        total = plan.adjacency.sensitivity_factor * plan.sensitivity_ratio(strategy) * strategy.column_norm
+    return {
+        "name": candidate.name,
+        "sampling": repr(plan.sampling),
+        "noise_multiplier": plan.noise_multiplier,
+        "sensitivity": strategy.column_norm,
+        "total_sensitivity": total,
+        "rmse_mean": candidate.rmse_mean,
+        "rmse_max": candidate.rmse_max,
+        "memory_bytes": candidate.memory_bytes,
+        "normal_rows": candidate.normal_rows,
+        "epsilon": plan.epsilon(delta=delta),
+    }
+
+
+def mechanism_cells(candidate: Candidate, *, delta: float) -> list[str]:
+    """The mechanism's cells under COLUMNS."""
+    return [
+        f"{candidate.plan.noise_multiplier:.4f}",
+        f"{candidate.rmse_mean:.4g}",
+        f"{candidate.rmse_max:.4g}",
+        "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
+        f"{candidate.normal_rows:.0f}",
+        format_epsilon(candidate.plan.epsilon(delta=delta)),
+    ]
+
+
+def headline(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
+    """The training and its guarantee in one line."""
+    sampling = "secret Poisson sampling (cyclic where noise is correlated)"
+    if isinstance(plan.sampling, Shuffled):
+        sampling = (
+            f"shuffled (no amplification): {plan.max_participations} participations at least "
+            f"{plan.min_separation:,} steps apart"
+        )
+    return (
+        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
+        f"epsilon = {epsilon:g} at delta = {delta:g}; {plan.adjacency.value.replace('_', '-')} adjacency; {sampling}"
+    )
+
+
+def plan_line(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
+    """Python code for the plan, with all digits; its sizes are left out."""
+    clip_norm = "" if plan.clip_norm == 1 else f"clip_norm={plan.clip_norm!r}, "
+    adjacency = "" if plan.adjacency is Adjacency.ZERO_OUT else f"adjacency=Adjacency.{plan.adjacency.name}, "
+    return (
+        f"PrivacyPlan(..., {clip_norm}{adjacency}sampling={plan.sampling!r}, noise={plan.noise!r})"
+        f".calibrate(epsilon={epsilon!r}, delta={delta!r})"
+    )
+
+
+def note_weak_delta(console: Console, *, delta: float, num_examples: int) -> None:
+    """Warn if delta allows publishing a whole example."""
+    if delta > 1 / num_examples:
+        say(console, f"note: delta = {delta:g} is weak: it is above 1/num-examples, {1 / num_examples:.2g}")

@@ -1,4 +1,4 @@
-"""`dpoptim report`: one HTML file that shows what runs did and what they guarantee."""
+"""`dpoptim report`: write one HTML file that shows what runs did and what they guarantee."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
 _DESCRIPTION = """\
-Make one self-contained HTML file of one or several run directories: the privacy statement, loss curves, the clipped
-fraction, gradient and noise, second moments, scales, speed, epsilon against steps, recipe and versions. It loads
-nothing, works offline, on a phone, in light and dark, and prints. Several runs share each chart, one colour a run, and
-a table compares their final numbers.
+Write one self-contained HTML file for one or several run directories: the privacy statement, loss curves, the clipped
+fraction, gradient and noise, second moments, scales, speed, epsilon against steps, recipe and versions. The page loads
+nothing from anywhere, works offline, on a phone, in light and dark mode, and prints. Several runs share each chart,
+one colour per run, and a table compares their final numbers.
 
-What is shown of private data is either released under the guarantee or marked "not private: for debugging"; scores are
-marked as computed on data outside the guarantee. The noise key is never read.
+Every number that depends on private data is either released under the guarantee or marked "not private: for
+debugging". Scores are marked as computed on data outside the guarantee. The noise key is never read.
 """
 
 _EXAMPLES = """\
@@ -30,30 +30,23 @@ examples:
   dpoptim report runs/compare-recipe
       all runs of a comparison, without its trials
   dpoptim report runs/first --json
-      the same numbers on standard output, and no HTML unless -o is given
+      the same numbers on standard output; writes HTML only with -o
 """
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to argparse's subparsers."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "report",
-        help="show what runs did and guarantee, as one HTML file",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write (default: report.html)")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON on standard output")
-    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON to standard output")
 
 
 def run(options: Namespace) -> int:
-    """Write the page, or print the numbers, or both."""
-    from dpoptim.app.report.numbers import all_numbers
-    from dpoptim.app.report.write import check_output, write_report  # late, so that other commands start fast
+    """Write the page, print the numbers, or both."""
+    from dpoptim.app.report.page import all_numbers, check_output, write_report
     from dpoptim.app.runs.run_log import read_runs
 
     output = None
@@ -64,8 +57,7 @@ def run(options: Namespace) -> int:
     if output is not None:
         write_report(runs, output)
     if options.json:
-        json.dump(all_numbers(runs), sys.stdout, indent=1, allow_nan=False)
-        print()
+        print(json.dumps(all_numbers(runs), indent=1, allow_nan=False))
     for each in runs:
         for note in each.notes:
             print(f"dpoptim: {each.name}: {note}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Several variants at one privacy budget: tuned, repeated over seeds, told apart."""
+"""Compare variants at one privacy budget: tuned, and repeated over seeds."""

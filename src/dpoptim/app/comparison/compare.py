@@ -1,4 +1,4 @@
-"""A comparison: trials, then every variant with every seed, each a run directory, resumed where it stopped."""
+"""Run a comparison: trials first, then every variant with every seed, each in its own run directory."""
 
 from __future__ import annotations
 
@@ -6,47 +6,38 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, name_of_setting, with_setting
-from dpoptim.app.comparison.request import LOOSE, PUBLIC, Request
-from dpoptim.app.comparison.result import summarize
-from dpoptim.app.comparison.tuning import best_setting, check_tuning_data, run_recipe, trial_recipe
+from dpoptim.app.comparison.request import LOOSE, NON_PRIVATE, PUBLIC, Request, Setting, name_of_setting, with_setting
+from dpoptim.app.comparison.result import badness, summarize
 from dpoptim.app.files import write_text
-from dpoptim.app.format import plain
+from dpoptim.app.format import duration, plain
 from dpoptim.app.progress import ProgressReporter
+from dpoptim.app.recipes.plans import plan_of
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.app.runs.checkpoints import checkpoints
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import Diverged, RunResult, has_diverged, is_finished, read_result
-from dpoptim.app.runs.setup import prepare_run
-from dpoptim.privacy import PrivacyPlan
+from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of
+from dpoptim.app.runs.shared_records import shared_count
+from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy.composition import calibrate_runs
 
-
-class Watch:
-    """Says nothing about the runs of a comparison; also the shape of those that do."""
-
-    def tell(self, text: str) -> None:
-        """What is being done before the first run."""
-
-    def note(self, text: str) -> None:
-        """What a person should know before the first run."""
-
-    def begin(self, number: int, total: int, name: str, seconds_left: float | None) -> None:
-        """Run `number` of `total` starts; `seconds_left` is for all that are left, None before one was timed."""
-
-    def progress(self) -> ProgressReporter:
-        """What shows a single run."""
-        return ProgressReporter()
+_NO_CLIPPING = 1e9  # a clip norm that no gradient reaches
+_TRIAL_SEED_OFFSET = 1_000_000  # trials use a seed that no run has
+_FROM_SETUP = (
+    "task", "model", "data", "validation_data", "validation_fraction", "num_examples", "label_names", "max_length",
+    "delta", "batch_size", "steps", "epochs", "noise", "sampling", "dtype",
+)  # fmt: skip
 
 
 class Interrupted(Exception):
-    """Ctrl-C at the end of a step, which is saved; `done` of `total` runs are finished."""
+    """Ctrl-C stopped a comparison after a step, which is saved; `done` of `total` runs are finished."""
 
     def __init__(self, *, done: int, total: int, signal: int) -> None:
         super().__init__(f"interrupted with {done} of {total} runs finished")
@@ -55,14 +46,14 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the parts of a comparison lie.
+    """The files of a comparison.
 
-    | name | what it holds |
+    | name | contents |
     |---|---|
     | request.json | what was asked for, and the settings that all runs share |
     | trials/VARIANT/SETTING/ | run directories of trials |
     | runs/VARIANT/SETTING/seed-0/ | run directories whose scores are compared |
-    | comparison.json | the result; made anew from the run directories whenever the command runs |
+    | comparison.json | the result, computed from the run directories whenever the command runs |
     """
 
     path: Path
@@ -78,19 +69,19 @@ class Layout:
     def trial(self, variant: str, setting: Setting) -> Path:
         return self.path / "trials" / variant / name_of_setting(setting)
 
+    def run(self, variant: str, setting: Setting, seed: int) -> Path:
+        return self.path / "runs" / variant / name_of_setting(setting) / f"seed-{seed}"
+
     def earlier_trials(self, variant: str) -> list[Path]:
         return sorted(file.parent for file in (self.path / "trials" / variant).glob("*/plan.json"))
 
     def private_plans(self, *, with_trials: bool) -> list[PrivacyPlan]:
-        """Of every run that was ever started here on the private records, but for the reference without privacy."""
+        """The plans of all runs ever started here on the private records, without the non-private reference."""
         files = [*self.path.glob("runs/*/*/*/plan.json")]
         if with_trials:
             files += self.path.glob("trials/*/*/plan.json")
         kept = sorted(file for file in files if NON_PRIVATE not in file.relative_to(self.path).parts)
         return [PrivacyPlan.from_dict(json.loads(file.read_text(encoding="utf-8"))["plan"]) for file in kept]
-
-    def run(self, variant: str, setting: Setting, seed: int) -> Path:
-        return self.path / "runs" / variant / name_of_setting(setting) / f"seed-{seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,30 +92,37 @@ class _Job:
     steps: int
 
 
-def compare(request: Request, folder: str | Path, *, watch: Watch | None = None) -> dict[str, Any]:
-    """Do what is left of a comparison, and return its result, which is also in comparison.json.
+def compare(request: Request, folder: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Run what is left of a comparison.
 
-    Trials come first; each variant's best setting then runs with every seed, seed by seed, so that what is there after
-    an interruption compares. A run that finished or diverged is never run again, one that was interrupted goes on.
-    Guarantee: every run of a variant that is compared has the same (ε, δ), sampling, batch size, steps and noise, and a
-    noise key of its own. The result states ε of one run, of one run with its tuning, and of everything together.
-    Edge cases: `Interrupted` where Ctrl-C stopped it; one ValueError line for bad input, before the first run, and
-    where the folder holds another comparison.
+    Trials come first. Each variant's best setting then runs seed by seed, so that variants can be compared after an
+    interruption. A run that finished or diverged never runs again; one that was interrupted is resumed.
+
+    Guarantee: all compared runs have the same (ε, δ), sampling, batch size, steps and noise, and each has its own noise
+    key. The result states ε of one run, of one run with its tuning, and of everything together.
+
+    Returns:
+        The result, which is also written to comparison.json; see `summarize`.
+
+    Raises:
+        Interrupted: If Ctrl-C stopped it.
+        ValueError: If the input is bad, before the first run, or if the folder holds a different comparison.
     """
-    watch = watch or Watch()
+    progress = progress or ProgressReporter()
     layout = Layout(path=Path(folder).expanduser())
-    base = _base_recipe(request, layout, watch)
+    base = _base_recipe(request, layout, progress)
     assert base.steps is not None
     counts = [len(request.points(variant)) for variant in request.rows]
     trial_count, run_count = sum(count for count in counts if count > 1), len(request.rows) * len(request.seeds)
     trial_steps = request.tuning_steps or base.steps
     runner = _Runner(
-        watch,
+        progress,
         total=trial_count + run_count,
         total_steps=trial_count * trial_steps + run_count * base.steps,
         device=request.recipe.device,
     )
     trials: dict[str, list[tuple[Setting, RunResult]]] = {}
+    chosen: dict[str, Setting] = {}
     for variant in request.rows:
         points = request.points(variant)
         trials[variant] = []
@@ -136,16 +134,11 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
                 steps=trial_steps,
             )
             trials[variant].append((setting, runner.do(job)))
-    chosen = {
-        variant: best_setting([(setting, run.last) for setting, run in trials[variant]], request.metric)
-        if trials[variant]
-        else request.points(variant)[0]
-        for variant in request.rows
-    }
+        scores = [(setting, run.last) for setting, run in trials[variant]]
+        chosen[variant] = best_setting(scores, request.metric) if scores else points[0]
     runs: dict[str, list[RunResult]] = {variant: [] for variant in request.rows}
     for seed in request.seeds:
-        for variant in request.rows:
-            setting = chosen[variant]
+        for variant, setting in chosen.items():
             job = _Job(
                 name=f"{variant} at {name_of_setting(setting)}, seed {seed}",
                 place=layout.run(variant, setting, seed),
@@ -153,18 +146,18 @@ def compare(request: Request, folder: str | Path, *, watch: Watch | None = None)
                 steps=base.steps,
             )
             runs[variant].append(runner.do(job))
-    watch.tell("adding up what all runs cost")
-    plans = layout.private_plans(with_trials=request.budget_for_tuning != PUBLIC)
+    progress.stage("composing the cost of all runs")
+    plans = layout.private_plans(with_trials=request.tuning_epsilon != PUBLIC)
     result = summarize(request, trials=trials, chosen=chosen, runs=runs, in_folder=plans)
     write_text(layout.result_file, json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
     return result
 
 
 class _Runner:
-    """Does one run after another and knows how long the rest will take."""
+    """Does one run after another and estimates the time left."""
 
-    def __init__(self, watch: Watch, *, total: int, total_steps: int, device: str) -> None:
-        self._watch, self._total, self._steps_left = watch, total, total_steps
+    def __init__(self, progress: ProgressReporter, *, total: int, total_steps: int, device: str) -> None:
+        self._progress, self._total, self._steps_left = progress, total, total_steps
         self._device = None if device == "auto" else device
         self._number = 0
         self._seconds, self._steps = 0.0, 0
@@ -172,59 +165,57 @@ class _Runner:
     def do(self, job: _Job) -> RunResult:
         self._number += 1
         if not is_finished(job.place) and not has_diverged(job.place):
-            left = self._seconds / self._steps * self._steps_left if self._steps else None
-            self._watch.begin(self._number, self._total, job.name, left)
+            self._progress.message(f"run {self._number} of {self._total}: {job.name}{self._time_left()}")
             began = time.perf_counter()
-            progress = self._watch.progress()
-            with contextlib.suppress(Diverged):  # a score too: the worst
+            with contextlib.suppress(Diverged):  # which is a score too: the worst
                 if RunDirectory(job.place).recipe_file.exists():
-                    summary = resume(job.place, device=self._device, progress=progress)
+                    summary = resume(job.place, device=self._device, progress=self._progress)
                 else:
-                    summary = train(job.recipe(), job.place, progress=progress)
+                    summary = train(job.recipe(), job.place, progress=self._progress)
                 if summary["reason"] != "finished":
                     raise Interrupted(done=self._number - 1, total=self._total, signal=summary.get("signal", 2))
             self._seconds += time.perf_counter() - began
             self._steps += job.steps
         self._steps_left -= job.steps
         for old in checkpoints(RunDirectory(job.place).checkpoints):
-            shutil.rmtree(old)  # many runs are kept, and a finished one is never taken up again
+            shutil.rmtree(old)  # a finished run is never resumed, and there are many runs
         return read_result(job.place)
 
+    def _time_left(self) -> str:
+        left = self._seconds / self._steps * self._steps_left if self._steps else 0.0
+        return f"; about {duration(left)} left for all" if left else ""
 
-def _base_recipe(request: Request, layout: Layout, watch: Watch) -> Recipe:
-    """The settings that all runs share, from the folder or, at the first time, from the data and the model."""
+
+def _base_recipe(request: Request, layout: Layout, progress: ProgressReporter) -> Recipe:
+    """The settings that all runs share: from the folder, or at first from the data and the model."""
     asked = plain(request.asked())
     if layout.request_file.is_file():
         found = json.loads(layout.request_file.read_text(encoding="utf-8"))
         for name in sorted(asked.keys() | found["asked"].keys()):
             if asked.get(name) != found["asked"].get(name):
                 raise ValueError(
-                    f"{layout.path} holds a comparison with {name}={found['asked'].get(name)!r}, and now it is "
-                    f"{asked.get(name)!r}; choose another folder with -o"
+                    f"{layout.path} holds a comparison with {name}={found['asked'].get(name)!r}, not "
+                    f"{asked.get(name)!r}; use a different --run-dir"
                 )
         base = Recipe.from_dict(found["base"])
         base = base.replace(**{name: getattr(request.recipe, name) for name in LOOSE})
         _check_earlier_trials(request, base, layout)
-        _try(request, base, layout, watch, tried=None)
+        _check_variants(request, base, layout, progress, checked=None)
         return base
     if layout.path.exists() and (not layout.path.is_dir() or any(layout.path.iterdir())):
-        raise ValueError(f"{layout.path} is there already and holds no comparison; choose another folder with -o")
+        raise ValueError(f"{layout.path} exists and does not hold a comparison; use a different --run-dir")
     first = request.variants[0]
-    setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), stage=watch.tell)
-    check_tuning_data(request, setup)
-    for note in setup.notes if setup.validation is not None else ():
-        watch.note(note)
+    setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), stage=progress.stage)
+    _check_tuning_data(request, setup)
     if setup.validation is None:
-        raise ValueError("nothing is held out to compare on; give validation_data or a validation_fraction above 0")
+        raise ValueError("no records are held out to compare on; give validation_data or a validation_fraction above 0")
     if request.metric == "accuracy" and not setup.prepared.task.is_classification:
-        raise ValueError(f"metric='accuracy' is for classification, and this is {setup.recipe.task}; use loss")
-    shared = (
-        "task", "model", "data", "validation_data", "validation_fraction", "num_examples", "label_names", "max_length",
-        "delta", "batch_size", "steps", "epochs", "noise", "sampling", "dtype",
-    )  # fmt: skip
-    base = request.recipe.replace(**{name: getattr(setup.recipe, name) for name in shared})
+        raise ValueError(f"metric='accuracy' needs a classification task, not {setup.recipe.task}; use loss")
+    for note in setup.notes:
+        progress.message(f"note: {note}")
+    base = request.recipe.replace(**{name: getattr(setup.recipe, name) for name in _FROM_SETUP})
     del setup
-    _try(request, base, layout, watch, tried=first)
+    _check_variants(request, base, layout, progress, checked=first)
     layout.path.mkdir(parents=True, exist_ok=True)
     stored = {"asked": asked, "base": base.to_dict()}
     write_text(layout.request_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
@@ -232,8 +223,8 @@ def _base_recipe(request: Request, layout: Layout, watch: Watch) -> Recipe:
 
 
 def _check_earlier_trials(request: Request, base: Recipe, layout: Layout) -> None:
-    """Trials that share one ε were calibrated for their number: the grid they belong to cannot change any more."""
-    if not isinstance(request.budget_for_tuning, int | float):
+    """Check that the grid is unchanged if trials share one ε: their noise was calibrated for their number."""
+    if not isinstance(request.tuning_epsilon, int | float):
         return
     for variant in request.rows:
         points = {name_of_setting(setting): setting for setting in request.points(variant)}
@@ -244,22 +235,105 @@ def _check_earlier_trials(request: Request, base: Recipe, layout: Layout) -> Non
                 same = read_recipe(RunDirectory(place).recipe_file).noise_multiplier == now
             if not same:
                 raise ValueError(
-                    f"{place} was a trial among another number of settings of {variant}, and their noise was made for "
-                    f"epsilon={request.budget_for_tuning:g} together; keep that grid, or choose another folder with -o"
+                    f"{place} was a trial of a different grid, whose trials share epsilon={request.tuning_epsilon:g}. "
+                    "Keep that grid, or use a different --run-dir"
                 )
 
 
-def _try(request: Request, base: Recipe, layout: Layout, watch: Watch, *, tried: str | None) -> None:
-    """Find what is wrong with any variant before the first of them is trained; those with runs were tried before."""
+def _check_variants(
+    request: Request, base: Recipe, layout: Layout, progress: ProgressReporter, *, checked: str | None
+) -> None:
+    """Prepare one run of every variant, to find mistakes before the first is trained; skip those that have run."""
     for variant in request.rows:
         points = request.points(variant)
-        new = not (layout.path / "runs" / variant).exists() and not (layout.path / "trials" / variant).exists()
-        if new and variant != tried:
-            watch.tell(f"checking {variant}")
+        is_new = not (layout.path / "runs" / variant).exists() and not (layout.path / "trials" / variant).exists()
+        if is_new and variant != checked:
+            progress.stage(f"checking {variant}")
             prepare_run(run_recipe(base, variant, points[0], base.seed))
-        if new and len(points) > 1:
+        if is_new and len(points) > 1:
             recipe = trial_recipe(request, base, variant, points[0])
-            if request.budget_for_tuning == PUBLIC:
+            if request.tuning_epsilon == PUBLIC:
                 assert request.tuning_data is not None
-                watch.tell(f"checking trials on {whole_path(request.tuning_data)}")
+                progress.stage(f"checking trials on {whole_path(request.tuning_data)}")
                 prepare_run(recipe)
+
+
+def _check_tuning_data(request: Request, setup: RunSetup) -> None:
+    """Check that no private record, trained on or held out, is in the data declared public; labels are ignored."""
+    if request.tuning_data is None:
+        return
+    whole = {"data": request.tuning_data, "validation_data": None, "validation_fraction": 0.0, "num_examples": None}
+    public, _ = records_of(setup.recipe.replace(**whole), setup.prepared.task)
+    private = [part.records for part in (setup.prepared, setup.validation) if part is not None]
+    shared = shared_count(public, *private)
+    if shared:
+        raise ValueError(
+            f"tuning_data={request.tuning_data!r} is declared public, but {shared} of its {len(public)} records are "
+            "private ones. Give other records, or an epsilon as tuning_epsilon"
+        )
+
+
+def run_recipe(base: Recipe, variant: str, setting: Setting, seed: int) -> Recipe:
+    """The recipe of one run whose scores count.
+
+    Guarantee: ε, δ, sampling, batch size, steps and noise are those of the base. Only the reference without privacy
+    differs: it has neither noise nor clipping.
+    """
+    recipe = with_setting(base, variant, setting).replace(seed=seed)
+    if variant != NON_PRIVATE:
+        return recipe
+    return recipe.replace(epsilon=None, noise_multiplier=0.0, noise="independent", clip_norm=_NO_CLIPPING)
+
+
+def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting) -> Recipe:
+    """The recipe of one trial.
+
+    | tuning_epsilon | records | noise multiplier |
+    |---|---|---|
+    | an ε | private | the least at which all trials of the variant TOGETHER cost at most ε |
+    | "public" | `tuning_data` | the runs', so that what is best there is best in them |
+    | "uncovered" | private | the runs' |
+
+    Guarantee: no trial trains on the records that its scores are computed on; with "public", all records are public.
+    """
+    steps = request.tuning_steps or base.steps
+    assert steps is not None  # filled in
+    recipe = run_recipe(base, variant, setting, base.seed + _TRIAL_SEED_OFFSET)
+    recipe = recipe.replace(steps=steps, evaluate_every=steps, checkpoint_every=None, debug=False)
+    if variant != NON_PRIVATE:
+        multiplier = _trial_noise(request, base, recipe, len(request.points(variant)))
+        recipe = recipe.replace(epsilon=None, noise_multiplier=multiplier)
+    if request.tuning_epsilon != PUBLIC:
+        return recipe
+    # Public records have no neighbours: only the noise matters, which zero-out and add-remove share.
+    kind = recipe.adjacency if recipe.adjacency != Adjacency.ADD_REMOVE.value else Adjacency.ZERO_OUT.value
+    changes: dict[str, Any] = {"data": request.tuning_data, "validation_data": None, "validation_fraction": None}
+    return recipe.replace(**changes, adjacency=kind, num_examples=None, delta=None)
+
+
+def _trial_noise(request: Request, base: Recipe, trial: Recipe, count: int) -> float:
+    budget = request.tuning_epsilon
+    if isinstance(budget, str) or budget is None:
+        multiplier = _plan_of(base).noise_multiplier
+    else:
+        assert base.delta is not None
+        plan = _plan_of(trial.replace(epsilon=None, noise_multiplier=1.0))
+        multiplier = calibrate_runs(plan, count, epsilon=float(budget), delta=base.delta).noise_multiplier
+    assert multiplier is not None
+    return multiplier
+
+
+def _plan_of(base: Recipe) -> PrivacyPlan:
+    """The calibrated plan of a recipe that names its noise, which needs no model."""
+    assert base.noise != "auto"
+    return plan_of(base, parameters=1)
+
+
+def best_setting(scores: Sequence[tuple[Setting, Mapping[str, float | None]]], metric: str) -> Setting:
+    """The setting with the best score, the first if several are equal; a run that diverged is worst.
+
+    >>> trials = [({"learning_rate": 1.0}, {"loss": None}), ({"learning_rate": 0.1}, {"loss": 2.0})]
+    >>> best_setting(trials, "loss")
+    {'learning_rate': 0.1}
+    """
+    return min(scores, key=lambda trial: badness(trial[1], metric))[0]

@@ -1,4 +1,4 @@
-"""How far the mean over seeds can be trusted: Student's intervals, of values and of paired differences."""
+"""Student's confidence intervals over seeds, of values and of paired differences."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """mean ± half_width over `count` values; half_width is None where one value tells nothing about the spread.
+    """mean ± half_width over `count` values; half_width is None for a single value.
 
     >>> Interval(mean=0.5, half_width=0.1, count=3).low
     0.4
@@ -25,26 +25,27 @@ class Interval:
 
     @property
     def low(self) -> float:
+        """The lower end."""
         return -math.inf if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float:
+        """The upper end."""
         return math.inf if self.half_width is None else self.mean + self.half_width
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the values are told apart from 0; never from a single one."""
+        """Whether 0 lies outside; never for a single value."""
         return self.low > 0.0 or self.high < 0.0
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """The mean of independent values with Student's interval.
+    """Compute the mean of independent values with Student's interval.
 
         mean ± t_{(1+confidence)/2, n−1}·s/√n,      s² = Σ(x − mean)²/(n − 1)
 
-    Guarantee: covers the expectation with this probability where values are normal, about so where they are not far
-    from it; of seeds, it covers what another seed would change, and not what other records would.
-    Edge cases: one value has no interval; where a value is not finite (a run that diverged), neither has the mean.
+    The interval covers the expectation with this probability if values are normal. Over seeds, it covers what another
+    seed would change, not what other records would. If a value is not finite (a run diverged), the mean is infinite.
 
     >>> found = mean_interval([1.0, 2.0, 3.0])
     >>> found.mean, round(found.half_width, 4)
@@ -61,23 +62,23 @@ def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) ->
     if count == 1:
         return Interval(mean=mean, half_width=None, count=1)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    quantile = float(student.ppf((1.0 + confidence) / 2, count - 1))
+    quantile = float(stdtrit(count - 1, (1.0 + confidence) / 2))
     return Interval(mean=mean, half_width=quantile * math.sqrt(variance / count), count=count)
 
 
 def paired_difference(
     values: Sequence[float], others: Sequence[float], *, confidence: float = CONFIDENCE
 ) -> Interval | None:
-    """The mean of valueᵢ − otherᵢ with its interval: tighter than two intervals where both share what seed i sets.
+    """Compute the mean of valueᵢ − otherᵢ with its interval, or None if either diverged.
 
-    Edge cases: None where either diverged; refused where the two are not of the same seeds.
+    It is tighter than two separate intervals if both depend on seed i in the same way.
 
     >>> found = paired_difference([1.1, 2.1, 3.2], [1.0, 2.0, 3.0])
     >>> round(found.mean, 4), found.excludes_zero, mean_interval([1.1, 2.1, 3.2]).half_width > found.half_width
     (0.1333, False, True)
     """
     if len(values) != len(others):
-        raise ValueError(f"values has {len(values)} entries and others {len(others)}; give the same seeds of both")
+        raise ValueError(f"values has {len(values)} entries and others {len(others)}; give the same seeds for both")
     if not all(math.isfinite(value) for value in (*values, *others)):
         return None
     return mean_interval([one - other for one, other in zip(values, others, strict=True)], confidence=confidence)

@@ -1,7 +1,8 @@
-"""What is to be compared: a recipe, variants, seeds, a grid to choose from, and what the choosing costs."""
+"""What to compare: a recipe, variants, seeds, a grid of settings, and what tuning may cost."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,43 +10,59 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.comparison.grids import NON_PRIVATE, Setting, check_variant, grid_of, points, with_setting
 from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_toml, whole_path, yes_or_no
 from dpoptim.app.runs.shared_records import same_source
 
 METRICS = ("loss", "accuracy")
-PUBLIC, UNCOVERED = "public", "none"
-_KEYS = (
-    "variants", "seeds", "grid", "budget_for_tuning", "tuning_data", "tuning_steps", "references", "metric",
-)  # fmt: skip
-_MOST_SEEDS = 1000
+PUBLIC, UNCOVERED = "public", "uncovered"
+NON_PRIVATE = "non_private"
+"""The reference that trains without noise and without clipping."""
 
 LOOSE = ("device", "micro_batch_size", "micro_batch_tokens", "checkpoint_every", "log_every")
 """Settings of a recipe that change neither what is released nor what is compared."""
 
+Setting = dict[str, Any]
+"""Values of a recipe's settings, by name."""
+
+_KEYS = ("variants", "seeds", "grid", "tuning_epsilon", "tuning_data", "tuning_steps", "references", "metric")
+_MAX_SEEDS = 1000
+_TUNABLE = ("learning_rate", "clip_norm", "weight_decay", "betas", "schedule", "warmup")
+_FIXED = (
+    "epsilon", "delta", "noise_multiplier", "adjacency", "num_examples", "sampling", "noise", "batch_size", "steps",
+    "epochs", "seed", "model", "data", "validation_data", "validation_fraction",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Several variants at one (ε, δ), each with every seed, each at its best setting of the grid.
+    """Several variants at one (ε, δ), each with every seed and at its best setting of the grid.
 
-    `budget_for_tuning` is an ε that all trials of a variant together cost, "public" (trials run on `tuning_data`, which
-    is not private, and cost nothing) or "none" (trials run on the private records beside the budget, which ε of a run
-    then does NOT cover). `tuning_steps` makes trials shorter than runs. `references` adds the model before training
-    and one that is trained without privacy. `metric` is what settings and variants are ranked by.
+    Guarantee: a grid with a choice needs an explicit `tuning_epsilon`.
 
-    Guarantee: a grid with something to choose needs an explicit `budget_for_tuning`.
+    Args:
+        recipe: The settings that all runs share.
+        variants: What to compare.
+        seeds: Each variant runs once with each seed.
+        grid: Values to try by setting, for all variants or, in a table of the variant's name, for one.
+        tuning_epsilon: The ε that all trials of a variant together may cost; "public" if trials run on `tuning_data`,
+            which is not private, at no cost; or "uncovered" if trials run on the private records and the ε of a run
+            does NOT cover them.
+        tuning_data: Public records for the trials.
+        tuning_steps: Steps of a trial (default: those of a run).
+        references: Also show the model before training, and one trained without privacy.
+        metric: What ranks settings and variants.
 
     >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0)
     >>> Request(recipe=recipe, variants=("dp_sgd",), seeds=(0,), grid={"learning_rate": [0.1, 1]})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: budget_for_tuning is not given, and there are 2 settings of dp_sgd to choose from; give the epsilon ...
+    ValueError: tuning_epsilon is missing, and dp_sgd has 2 settings to choose from. Give the epsilon ...
     """
 
     recipe: Recipe
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
     grid: Mapping[str, Any] = field(default_factory=dict)
-    budget_for_tuning: float | str | None = None
+    tuning_epsilon: float | str | None = None
     tuning_data: str | None = None
     tuning_steps: int | None = None
     references: bool = False
@@ -55,10 +72,10 @@ class Request:
         if not self.variants:
             raise ValueError(f"variants is empty; name some of {', '.join(VARIANTS)}")
         for name in self.variants:
-            check_variant(name)
+            _check_variant("variants", name)
         for name, values in (("variants", self.variants), ("seeds", self.seeds)):
             if len(set(values)) != len(values):
-                raise ValueError(f"{name}={list(values)} has one twice; leave it out")
+                raise ValueError(f"{name}={list(values)} has a duplicate; remove it")
         if not self.seeds:
             raise ValueError("seeds is empty; give at least one, and three or more for an interval")
         if self.metric not in METRICS:
@@ -66,24 +83,24 @@ class Request:
         if self.tuning_steps is not None and not _is_whole(self.tuning_steps, 1):
             raise ValueError(f"tuning_steps={self.tuning_steps!r} must be a whole number, 1 or more")
         for name in self.grid:
-            if isinstance(self.grid[name], Mapping) and name not in (*VARIANTS, NON_PRIVATE):
-                check_variant(name, what="grid")
+            if isinstance(self.grid[name], Mapping) and name != NON_PRIVATE:
+                _check_variant("grid", name)
         self._check_tuning()
         for variant in self.rows:
             for setting in self.points(variant):
-                with_setting(self.recipe, variant, setting)  # which refuses values out of range
+                with_setting(self.recipe, variant, setting)  # raises ValueError for values out of range
 
     def _check_tuning(self) -> None:
-        budget = self.budget_for_tuning
-        number = isinstance(budget, int | float) and not isinstance(budget, bool)
-        if number and not 0 < float(budget or 0) < math.inf:
-            raise ValueError(f"budget_for_tuning={budget!r} must be a finite epsilon above 0")
-        if not number and budget not in (None, PUBLIC, UNCOVERED):
-            raise ValueError(f'budget_for_tuning={budget!r} must be an epsilon, "{PUBLIC}" or "{UNCOVERED}"')
+        budget = self.tuning_epsilon
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if is_number and not 0 < float(budget or 0) < math.inf:
+            raise ValueError(f"tuning_epsilon={budget!r} must be a finite number above 0")
+        if not is_number and budget not in (None, PUBLIC, UNCOVERED):
+            raise ValueError(f'tuning_epsilon={budget!r} must be a number, "{PUBLIC}" or "{UNCOVERED}"')
         if (budget == PUBLIC) != (self.tuning_data is not None):
             raise ValueError(
-                f'budget_for_tuning={budget!r} and tuning_data={self.tuning_data!r}: "{PUBLIC}" goes with a file of '
-                "records that are not private, and the file with it alone"
+                f"tuning_epsilon={budget!r} and tuning_data={self.tuning_data!r} do not match. Give tuning_data with "
+                f'"{PUBLIC}", and only then'
             )
         private = (self.recipe.data, self.recipe.validation_data)
         if self.tuning_data is not None and any(name and same_source(self.tuning_data, name) for name in private):
@@ -91,28 +108,28 @@ class Request:
         largest = max(self.variants, key=lambda variant: len(self.points(variant)))
         if budget is None and len(self.points(largest)) > 1:
             raise ValueError(
-                f"budget_for_tuning is not given, and there are {len(self.points(largest))} settings of {largest} to "
-                f'choose from; give the epsilon that this may cost, "{PUBLIC}" (with tuning_data), or "{UNCOVERED}" '
-                "(chosen on the private data, NOT covered by epsilon)"
+                f"tuning_epsilon is missing, and {largest} has {len(self.points(largest))} settings to choose from. "
+                f'Give the epsilon that tuning may cost, "{PUBLIC}" (with tuning_data), or "{UNCOVERED}" (on the '
+                "private data, NOT covered by epsilon)"
             )
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What is trained: the variants, and the reference without privacy where it is asked for."""
+        """What is trained: the variants and, if asked for, the reference without privacy."""
         return (*self.variants, NON_PRIVATE) if self.references else self.variants
 
     def points(self, variant: str) -> list[Setting]:
-        """The settings among which the variant's is chosen."""
+        """The settings to choose the variant's from."""
         return points(grid_of(variant, self.grid))
 
     def asked(self) -> dict[str, Any]:
-        """What must not change while a folder is filled; variants, seeds and settings may be added."""
+        """What must not change while a folder fills up; variants, seeds and settings may be added."""
         recipe = {name: value for name, value in self.recipe.to_dict().items() if name not in ("variant", *LOOSE)}
         for name in ("model", "data", "validation_data"):
             if name in recipe:
                 recipe[name] = whole_path(recipe[name])
         tuning = {
-            "budget_for_tuning": self.budget_for_tuning,
+            "tuning_epsilon": self.tuning_epsilon,
             "tuning_data": None if self.tuning_data is None else whole_path(self.tuning_data),
             "tuning_steps": self.tuning_steps,
         }
@@ -120,10 +137,17 @@ class Request:
 
 
 def read_request(path: str | Path, *, epsilon: float | None = None, device: str | None = None, **over: Any) -> Request:
-    """The request in a recipe file with a [compare] table; what is given otherwise is put over it.
+    """Read a request from a recipe file with a [compare] table.
 
-    Edge cases: without `variants` all are compared; `seeds` is a number of them, from the recipe's seed on, or a list.
-    One ValueError line for a file that is missing or no TOML, and for what is unknown or out of range.
+    Args:
+        path: The TOML file. Without `variants` all are compared; `seeds` is a list, or a number of seeds that start at
+            the recipe's.
+        epsilon: Overrides the recipe's.
+        device: Overrides the recipe's.
+        **over: Override entries of the [compare] table; None leaves an entry as it is.
+
+    Raises:
+        ValueError: If the file is missing or not TOML, or a setting is unknown or out of range.
     """
     values = read_toml(path)
     table = values.pop("compare", {})
@@ -132,8 +156,8 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
     for name, value in table.items():
         if name not in _KEYS:
             near = get_close_matches(name, _KEYS, 1)
-            mend = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
-            raise ValueError(f"compare.{name}={value!r} is no setting of a comparison; {mend}")
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
+            raise ValueError(f"compare.{name}={value!r} is not a setting of a comparison; {hint}")
     if epsilon is not None:
         values.pop("noise_multiplier", None)
         values["epsilon"] = epsilon
@@ -143,27 +167,25 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
     given = {name: value for name, value in over.items() if value is not None}
     grid = _merged(table.get("grid", {}), given.pop("grid", {}))
     wanted = {"variants": list(VARIANTS), "seeds": 3, **table, **given}
+    more = ("tuning_epsilon", "tuning_data", "tuning_steps", "metric")
     return Request(
         recipe=recipe,
         variants=_names(wanted["variants"]),
         seeds=_seeds(wanted["seeds"], recipe.seed),
         grid=grid,
-        budget_for_tuning=wanted.get("budget_for_tuning"),
-        tuning_data=wanted.get("tuning_data"),
-        tuning_steps=wanted.get("tuning_steps"),
         references=yes_or_no("references", wanted.get("references", False)),
-        metric=wanted.get("metric", "loss"),
+        **{name: wanted[name] for name in more if name in wanted},
     )
 
 
 def _merged(table: Any, over: Mapping[str, Any]) -> dict[str, Any]:
-    """One grid over another, setting by setting, in the tables of single variants too."""
+    """Override a grid, setting by setting, also inside the tables of single variants."""
     if not isinstance(table, Mapping):
         raise ValueError(f"compare.grid={table!r} must be a table of settings: write [compare.grid]")
     found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for name, value in over.items():
-        own = isinstance(value, Mapping) and isinstance(found.get(name), dict)
-        found[name] = {**found[name], **value} if own else value
+        both = isinstance(value, Mapping) and isinstance(found.get(name), dict)
+        found[name] = {**found[name], **value} if both else value
     return found
 
 
@@ -175,13 +197,121 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _seeds(value: Any, first: int) -> tuple[int, ...]:
     if _is_whole(value, 1):
-        if value > _MOST_SEEDS:
-            raise ValueError(f"seeds={value} is how many there are, at most {_MOST_SEEDS}; name them as a list")
+        if value > _MAX_SEEDS:
+            raise ValueError(f"seeds={value} is a number of seeds and must be at most {_MAX_SEEDS}; or give a list")
         return tuple(range(first, first + value))
     if isinstance(value, list | tuple) and all(_is_whole(seed, 0) for seed in value):
         return tuple(value)
-    raise ValueError(f"seeds={value!r} must be how many there are (1 or more), or a list of whole numbers")
+    raise ValueError(f"seeds={value!r} must be a number of seeds, 1 or more, or a list of whole numbers")
 
 
 def _is_whole(value: Any, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _check_variant(what: str, name: str) -> None:
+    if name not in VARIANTS:
+        raise ValueError(f"{what}={name!r}: there is no such variant; there are {', '.join(VARIANTS)}")
+
+
+def tunable_settings(variant: str) -> tuple[str, ...]:
+    """The settings that can be tuned for a variant: it reads them, and ε does not depend on them.
+
+    >>> tunable_settings("dp_sgd")
+    ('learning_rate', 'clip_norm', 'weight_decay', 'betas', 'schedule', 'warmup')
+    >>> tunable_settings("scale_then_privatize")[-2:]
+    ('eps', 'eps_scale')
+    """
+    if variant == NON_PRIVATE:
+        return (*(name for name in _TUNABLE if name != "clip_norm"), "eps")
+    if variant == "dp_sgd":
+        return _TUNABLE
+    return (*_TUNABLE, "eps", "eps_scale") if variant == "scale_then_privatize" else (*_TUNABLE, "eps")
+
+
+def grid_of(variant: str, grid: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The values of each setting for one variant: those for all, overridden by its own table.
+
+    >>> grid_of("dp_sgd", {"learning_rate": [0.1, 0.2], "dp_sgd": {"learning_rate": 1.0}})
+    {'learning_rate': [1.0]}
+    >>> grid_of("dp_sgd", {"eps_scale": [1e-4]})
+    Traceback (most recent call last):
+    ValueError: grid: eps_scale is not a setting of dp_sgd; put it under [compare.grid.scale_then_privatize]
+    """
+    own = grid.get(variant, {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f"grid.{variant}={own!r} must be a table of settings")
+    shared = {name: values for name, values in grid.items() if name not in (*VARIANTS, NON_PRIVATE)}
+    if variant == NON_PRIVATE:  # the reference takes those shared settings that it reads
+        shared = {name: values for name, values in shared.items() if name in tunable_settings(variant)}
+    found = {}
+    for name, values in {**shared, **own}.items():
+        _check_setting(name, variant, is_own=name in own)
+        found[name] = _listed(name, values)
+    return found
+
+
+def _check_setting(name: str, variant: str, *, is_own: bool) -> None:
+    if name in tunable_settings(variant):
+        return
+    if name in _FIXED:
+        raise ValueError(f"grid: {name} is the same for all variants; set it in the recipe")
+    others = [other for other in VARIANTS if name in tunable_settings(other)]
+    if not others:
+        raise ValueError(f"grid: {name} cannot be tuned; there are {', '.join(tunable_settings(variant))}")
+    hint = "leave it out" if is_own else f"put it under [compare.grid.{others[0]}]"
+    raise ValueError(f"grid: {name} is not a setting of {variant}; {hint}")
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """The values as a list of plain values; one pair of betas is one value."""
+    found = list(values) if isinstance(values, list | tuple) else [values]
+    if name == "betas" and found and not isinstance(found[0], list | tuple):
+        found = [values]
+    if not found:
+        raise ValueError(f"grid: {name}=[] has no value; give at least one, or leave it out")
+    plain: list[Any] = []
+    for value in found:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        plain.append(float(value) if is_number else list(value) if isinstance(value, tuple) else value)
+    if len({repr(value) for value in plain}) != len(plain):
+        raise ValueError(f"grid: {name}={plain} has a duplicate; remove it")
+    return plain
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[Setting]:
+    """Every combination, the last setting varying first; one empty setting if there is nothing to choose.
+
+    >>> points({"learning_rate": [1, 2], "eps": [3, 4]})[:2]
+    [{'learning_rate': 1, 'eps': 3}, {'learning_rate': 1, 'eps': 4}]
+    >>> points({})
+    [{}]
+    """
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def name_of_setting(setting: Mapping[str, Any]) -> str:
+    """A setting as one word, which is also the name of a folder.
+
+    >>> name_of_setting({"learning_rate": 0.001, "betas": [0.9, 0.99]}), name_of_setting({})
+    ('learning_rate=0.001,betas=0.9-0.99', 'as-in-recipe')
+    """
+    return ",".join(f"{name}={_word(value)}" for name, value in setting.items()) or "as-in-recipe"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return "-".join(_word(part) for part in value)
+    return "".join(mark if mark.isalnum() or mark in ".-+_" else "_" for mark in str(value))
+
+
+def with_setting(recipe: Recipe, variant: str, setting: Mapping[str, Any]) -> Recipe:
+    """The recipe for a variant at a setting, without settings that only other variants read.
+
+    >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0, eps_scale=1e-3)
+    >>> with_setting(recipe, "dp_sgd", {"learning_rate": 2}).eps_scale is None
+    True
+    """
+    unread = {name: None for name in ("eps", "eps_scale") if name not in tunable_settings(variant)}
+    chosen = "post_processing" if variant == NON_PRIVATE else variant
+    return recipe.replace(**{**unread, **setting, "variant": chosen})

@@ -1,4 +1,4 @@
-"""The result of a comparison, from finished runs: scores with intervals, and ε of one run and of everything."""
+"""The result of a comparison: scores with intervals, ε of one run, and ε of everything."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpoptim.app.comparison.grids import NON_PRIVATE, Setting
-from dpoptim.app.comparison.intervals import CONFIDENCE, Interval, mean_interval, paired_difference
-from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, Request
-from dpoptim.app.comparison.tuning import badness
+from dpoptim.app.comparison.intervals import CONFIDENCE, mean_interval, paired_difference
+from dpoptim.app.comparison.request import NON_PRIVATE, PUBLIC, UNCOVERED, Request, Setting
 from dpoptim.app.runs.run_log import RunResult
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.privacy import PrivacyPlan
@@ -19,19 +17,31 @@ Trials = Mapping[str, Sequence[tuple[Setting, RunResult]]]
 Runs = Mapping[str, Sequence[RunResult]]
 
 NOT_PRIVATE = "NOT PRIVATE"
-OUTSIDE = "scores are on held-out records, which are outside the guarantee; {} are ranked by them"
+
+
+def badness(score: Mapping[str, float | None], metric: str) -> float:
+    """What to minimize: the loss, or minus the accuracy; ∞ for a run that diverged.
+
+    >>> badness({"loss": 2.0, "accuracy": 0.75}, "accuracy"), badness({"loss": None}, "loss")
+    (-0.75, inf)
+    """
+    value = score.get(metric)
+    if value is None or score.get("loss") is None:
+        return math.inf
+    return -value if metric == "accuracy" else value
 
 
 def summarize(
     request: Request, *, trials: Trials, chosen: Mapping[str, Setting], runs: Runs, in_folder: Sequence[PrivacyPlan]
 ) -> dict[str, Any]:
-    """Plain values: what was run, a row a variant, rows of references, what tuning was, and what everything costs.
+    """Summarize finished runs as plain values: one row per variant, references, tuning, and what everything costs.
 
-    Differences to the best variant are paired by seed. They are not corrected for there being several, nor for the
-    best having been found by looking.
-    Guarantee: `epsilon.everything` composes every run of the table on the private records, trials included, but for
-    those that are marked NOT PRIVATE, which have no guarantee at all; `epsilon.folder` also composes those that were
-    started in the same folder and are not in the table (any more): `in_folder`.
+    Differences to the best variant are paired by seed. They are not corrected for several comparisons, nor for
+    choosing the best by its score.
+
+    Guarantee: `epsilon.everything` composes all runs of the table on the private records, including trials. Runs marked
+    NOT PRIVATE have no guarantee and are left out. `epsilon.folder` also composes runs that were started in the same
+    folder and are no longer in the table (`in_folder`).
     """
     variants = [variant for variant in request.rows if variant != NON_PRIVATE]
     one = runs[variants[0]][0]
@@ -40,7 +50,8 @@ def summarize(
         variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
         for variant in request.rows
     }
-    chose_elsewhere = request.budget_for_tuning == PUBLIC or not any(trials[variant] for variant in variants)
+    not_tuned_here = request.tuning_epsilon == PUBLIC or not any(trials[variant] for variant in variants)
+    ranked = "variants" if not_tuned_here else "settings and variants"
     references = []
     if request.references:
         references = [_before(runs[variants[0]], runs[best], request.metric), rows[NON_PRIVATE]]
@@ -56,7 +67,7 @@ def summarize(
         "seeds": list(request.seeds),
         "confidence": CONFIDENCE,
         "metric": request.metric,
-        "outside_guarantee": OUTSIDE.format("variants" if chose_elsewhere else "settings and variants"),
+        "outside_guarantee": f"scores, which rank {ranked}, are on held-out records outside the guarantee",
         "best": best,
         "variants": [rows[variant] for variant in variants],
         "references": references,
@@ -110,7 +121,7 @@ def _row(
 
 
 def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -> dict[str, Any]:
-    """The model before training: the same for every variant, and nothing of the private records is in it."""
+    """The model before training, which is the same for every variant and has not seen the private records."""
     return {
         "variant": "no_fine_tuning",
         "private": True,
@@ -128,17 +139,15 @@ def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -
 
 def _intervals(runs: Sequence[RunResult], *, before: bool = False) -> dict[str, Any]:
     has_accuracy = runs[0].first["accuracy"] is not None
-    losses = _scores(runs, "loss", before=before)
     return {
-        "loss": _plain(mean_interval(losses), losses),
-        "accuracy": _plain(mean_interval(hits := _scores(runs, "accuracy", before=before)), hits)
-        if has_accuracy
-        else None,
+        "loss": _interval(_scores(runs, "loss", before=before)),
+        "accuracy": _interval(_scores(runs, "accuracy", before=before)) if has_accuracy else None,
     }
 
 
-def _plain(interval: Interval, values: Sequence[float]) -> dict[str, Any]:
-    return {"mean": interval.mean, "half_width": interval.half_width, "values": list(values)}
+def _interval(values: list[float]) -> dict[str, Any]:
+    found = mean_interval(values)
+    return {"mean": found.mean, "half_width": found.half_width, "values": values}
 
 
 def _difference(
@@ -153,21 +162,21 @@ def _difference(
 
 def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[str, Any]:
     count = sum(len(trials[variant]) for variant in variants)
-    budget = request.budget_for_tuning if count else None
+    budget = request.tuning_epsilon if count else None
     if not count:
-        kind, covered, note = "not tuned", True, "settings are the recipe's; nothing was chosen here"
+        kind, covered, note = "not tuned", True, "settings come from the recipe; nothing was tuned"
     elif budget == PUBLIC:
         kind, covered = PUBLIC, True
-        note = f"settings were chosen by {count} trials on public records ({request.tuning_data}): no cost"
+        note = f"{count} trials on public records ({request.tuning_data}) chose the settings: no cost"
     elif budget == UNCOVERED:
         kind, covered = UNCOVERED, False
         note = (
-            f"TUNING IS NOT COVERED: settings were chosen by {count} trials on the private records, and epsilon of "
-            "one run does not cover that choice"
+            f"TUNING IS NOT COVERED: {count} trials on the private records chose the settings, and epsilon of one run "
+            "does not cover that choice"
         )
     else:
         kind, covered = "epsilon", True
-        note = f"settings were chosen by {count} trials on the private records, at epsilon {budget:g} a variant"
+        note = f"{count} trials on the private records chose the settings, at epsilon {budget:g} per variant"
     return {
         "kind": kind,
         "epsilon": float(budget) if isinstance(budget, int | float) else None,
@@ -181,10 +190,10 @@ def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[s
 def _epsilons(
     request: Request, trials: Trials, runs: Runs, variants: Sequence[str], in_folder: Sequence[PrivacyPlan]
 ) -> dict[str, Any]:
-    """ε of one run, of a variant's tuning, of both, and of everything, each composed and not added."""
+    """ε of one run, of a variant's tuning, of both, and of everything, composed rather than added."""
     delta = runs[variants[0]][0].plan.delta
     assert delta is not None
-    public = request.budget_for_tuning == PUBLIC
+    public = request.tuning_epsilon == PUBLIC
     tried = {variant: [] if public else [run.plan for _, run in trials[variant]] for variant in variants}
     everything = [plan for variant in variants for plan in (*tried[variant], *(run.plan for run in runs[variant]))]
     return {

@@ -25,7 +25,7 @@ from rich.table import Table
 from dpoptim.app.demo.text import texts_of
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.report.write import write_report
+from dpoptim.app.report.page import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
 from dpoptim.integrations.optional import require

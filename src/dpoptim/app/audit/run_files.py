@@ -1,4 +1,4 @@
-"""The audit of a run's folder: is what it says about its privacy true of the files that lie there?"""
+"""The audit of a run's files: do plan, statement, key, released steps and log agree?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.audit.check import Check
+from dpoptim.app.audit.checks import Check
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_directory import RunDirectory
 from dpoptim.app.runs.run_log import log_lines
@@ -21,26 +21,31 @@ from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.privacy.step_ledger import read_ledger
 
-_PIECE = 1 << 24  # bytes of a file that are searched at a time
+_PIECE = 1 << 24  # bytes searched at a time
 
 
 def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
-    """The run's plan and recipe, and what was found about its files.
+    """Check a run's files, without reading any record.
 
-    Edge cases: one ValueError line where there is no run, or its plan cannot be read. What cannot be looked at without
-    the noise key (a run that was handed on) has passed = None.
+    Returns:
+        The run's plan and recipe, and the checks. A check that needs a missing noise key has passed = None.
+
+    Raises:
+        ValueError: If the folder is not a run directory, or its plan cannot be read.
     """
     run = RunDirectory(folder)
     if not run.plan_file.is_file() or not run.recipe_file.is_file():
         raise ValueError(
-            f"RUN {folder} is no run directory of `dpoptim train` (plan.json or recipe.toml is missing); check the "
-            "path, or, for PrivateTrainer and loops of your own, give a file with json.dumps(plan.to_dict())"
+            f"RUN {folder} is not a run directory of `dpoptim train` (plan.json or recipe.toml is missing). Check the "
+            "path, or give a file with json.dumps(plan.to_dict())"
         )
     recipe = read_recipe(run.recipe_file)
     try:
         plan, claimed = run.read_plan(), _claimed(run)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{run.plan_file} is no plan of a run ({type(error).__name__}); put its own back") from None
+        raise ValueError(
+            f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore the original"
+        ) from None
     key_check, key = _key(run)
     checks = [
         epsilon_check(plan, claimed),
@@ -60,22 +65,22 @@ def _claimed(run: RunDirectory) -> float:
 
 
 def epsilon_check(plan: PrivacyPlan, claimed: float) -> Check:
-    """Whether the plan spends no more than is claimed for it."""
+    """Check that the plan spends no more than is claimed."""
     now = plan.epsilon()
     return Check(
         name="epsilon follows from the plan",
         passed=now <= claimed * (1 + 1e-9),
-        found=f"claimed is {format_epsilon(claimed)} at delta = {plan.delta:g}; accounted anew {format_epsilon(now)}",
+        found=f"claimed {format_epsilon(claimed)} at delta = {plan.delta:g}; recomputed {format_epsilon(now)}",
     )
 
 
 def _second_opinion(plan: PrivacyPlan) -> Check:
-    looser = plan.rdp_epsilon()
+    bound = plan.rdp_epsilon()
     name = "a second accountant agrees"
-    if looser is None:
-        return Check(name=name, passed=True, found="there is none for this sampling and adjacency")
-    found = f"an upper bound by Rényi divergences is {format_epsilon(looser)}"
-    return Check(name=name, passed=looser >= plan.epsilon() * (1 - 1e-6), found=found)
+    if bound is None:
+        return Check(name=name, passed=True, found="none supports this sampling and adjacency")
+    found = f"an upper bound by Rényi divergences is {format_epsilon(bound)}"
+    return Check(name=name, passed=bound >= plan.epsilon() * (1 - 1e-6), found=found)
 
 
 _SETTINGS = ("num_examples", "batch_size", "steps", "delta", "clip_norm", "adjacency", "noise", "sampling")
@@ -95,31 +100,31 @@ def _asked(recipe: Recipe, plan: PrivacyPlan) -> Check:
     ]
     epsilon = plan.epsilon()
     over = recipe.epsilon is not None and epsilon > recipe.epsilon * (1 + 1e-9)
-    found = "sizes, clip norm, sampling, noise and epsilon are those of recipe.toml"
+    found = "sizes, clip norm, sampling, noise and epsilon match recipe.toml"
     if differ:
         found = f"{', '.join(differ)} of plan.json and recipe.toml differ"
     elif over:
-        found = f"recipe.toml asks for epsilon = {recipe.epsilon:g} and the plan spends {format_epsilon(epsilon)}"
-    return Check(name="the plan is the recipe's", passed=not differ and not over, found=found)
+        found = f"recipe.toml asks for epsilon = {recipe.epsilon:g}, but the plan spends {format_epsilon(epsilon)}"
+    return Check(name="the plan matches the recipe", passed=not differ and not over, found=found)
 
 
 def _statement(run: RunDirectory, plan: PrivacyPlan) -> Check:
-    name = "statement.txt is the plan's"
+    name = "the statement matches the plan"
     if not run.statement_file.is_file():
-        return Check(name=name, passed=False, found="statement.txt is missing; print(plan.statement()) writes it again")
-    said = run.statement_file.read_text(encoding="utf-8").strip().splitlines()
+        return Check(name=name, passed=False, found="statement.txt is missing; write it again with plan.statement()")
+    written = run.statement_file.read_text(encoding="utf-8").strip().splitlines()
     own = plan.statement().strip().splitlines()
-    if said == own:
+    if written == own:
         return Check(name=name, passed=True, found="word for word")
-    line = next((place for place, pair in enumerate(zip(said, own, strict=False), 1) if pair[0] != pair[1]), len(own))
-    found = f"from line {line} on it says something else: it was edited, or another version of dpoptim wrote it"
+    line = next((at for at, (one, other) in enumerate(zip(written, own, strict=False), 1) if one != other), len(own))
+    found = f"statement.txt differs from line {line} on: it was edited, or a different version of dpoptim wrote it"
     return Check(name=name, passed=False, found=found)
 
 
 def _key(run: RunDirectory) -> tuple[Check, NoiseKey | None]:
-    name = "the noise key is kept"
+    name = "the noise key is safe"
     if not run.key_file.is_file():
-        return Check(name=name, passed=None, found="noise.key is not here"), None
+        return Check(name=name, passed=None, found="noise.key is missing"), None
     secret, mode = run.key_file.read_bytes(), stat.S_IMODE(run.key_file.stat().st_mode)
     try:
         key = NoiseKey.from_bytes(secret)
@@ -128,12 +133,11 @@ def _key(run: RunDirectory) -> tuple[Check, NoiseKey | None]:
     found_in = [file for file in _files(run) if file != run.key_file and _holds(file, secret)]
     wrong = []
     if os.name == "posix" and mode & 0o077:
-        wrong.append(f"noise.key has mode {mode:04o}: others may read it, and take the noise off; chmod 600")
+        wrong.append(f"noise.key has mode {mode:04o}: others can read it and remove the noise; chmod 600")
     if found_in:
-        wrong.append(f"its bytes lie in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])} too")
-    return Check(
-        name=name, passed=not wrong, found="; ".join(wrong) or "mode 0600, and in no other file of the run"
-    ), key
+        wrong.append(f"its bytes are also in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])}")
+    found = "; ".join(wrong) or "mode 0600, and in no other file of the run"
+    return Check(name=name, passed=not wrong, found=found), key
 
 
 def _files(run: RunDirectory) -> Iterator[Path]:
@@ -141,7 +145,7 @@ def _files(run: RunDirectory) -> Iterator[Path]:
 
 
 def _holds(file: Path, secret: bytes) -> bool:
-    """Whether the secret occurs in the file: as bytes, hexadecimal or base64."""
+    """Whether the file contains the secret as bytes, hexadecimal or base64."""
     forms = (secret, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret).rstrip(b"="))
     longest = max(map(len, forms))
     with file.open("rb") as opened:
@@ -180,21 +184,19 @@ def _entries(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
-    name = "the log has nothing that is marked as not private"
+    name = "the log holds only released values"
     if not run.log_file.is_file():
-        return Check(name=name, passed=None, found="log.jsonl is not here")
+        return Check(name=name, passed=None, found="log.jsonl is missing")
     lines, entries = log_lines(run.log_file), _entries(run)
     broken = [line.place for line in lines[:-1] if line.entry is None]
     if broken:
-        return Check(name=name, passed=False, found=f"line {broken[0]} is no JSON: the file was changed")
+        return Check(name=name, passed=False, found=f"line {broken[0]} is not JSON: the file was edited")
     private = sum("not_private" in entry for entry in entries)
     if private or recipe.debug:
-        found = f"the run was made with debug, {private:,} lines hold values that are not private: keep the log secret"
+        found = f"the run used debug: {private:,} lines hold values that are not private; keep the log secret"
         return Check(name=name, passed=False, found=found)
     values = [entry.get("epsilon") for entry in entries]
     spent = max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
     if spent > claimed * (1 + 1e-9):
-        return Check(
-            name=name, passed=False, found=f"it has epsilon = {format_epsilon(spent)}, which is above the claim"
-        )
+        return Check(name=name, passed=False, found=f"epsilon = {format_epsilon(spent)} is above the claim")
     return Check(name=name, passed=True, found=f"{len(entries):,} lines; epsilon up to {format_epsilon(spent)}")

@@ -1,4 +1,4 @@
-"""A run's folder is what it says, or the audit names what is not."""
+"""The audit of a run's files names whatever does not match."""
 
 from __future__ import annotations
 
@@ -9,33 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app import RunDirectory, train
+from dpoptim.app import RunDirectory
 from dpoptim.app.audit import audit_folder
 from dpoptim.noise import NoiseKey
-from tests.app.runs import rows_recipe
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    train(rows_recipe(folder, steps=6), folder / "run")
-    return folder / "run"
 
 
 @pytest.fixture
-def run(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
+def run(trained_run, tmp_path):
+    shutil.copytree(trained_run, tmp_path / "run")
     return RunDirectory(tmp_path / "run")
 
 
-LOG = "the log has nothing that is marked as not private"
+LOG = "the log holds only released values"
 
 
 def failed(run: RunDirectory) -> dict[str, str]:
     return {check.name: check.found for check in audit_folder(run.path)[2] if check.passed is False}
 
 
-def test_a_run_as_it_was_written(run):
+def test_a_fresh_run_passes(run):
     plan, recipe, checks = audit_folder(run.path)
     assert plan == run.read_plan()
     assert recipe.steps == plan.steps == 6
@@ -44,60 +36,60 @@ def test_a_run_as_it_was_written(run):
     assert {check.found for check in checks} >= {"6 of 6, under this plan", "word for word"}
 
 
-def test_a_smaller_epsilon_than_the_plan_has(run):
+def test_a_claim_below_the_plans_epsilon(run):
     values = json.loads(run.plan_file.read_text())
     run.plan_file.write_text(json.dumps({**values, "epsilon": values["epsilon"] - 0.01}))
     assert failed(run).keys() == {"epsilon follows from the plan", LOG}
 
 
-def test_another_plan_than_the_steps_were_released_under(run):
+def test_a_plan_that_changed_after_training(run):
     values = json.loads(run.plan_file.read_text())
     values["plan"]["noise_multiplier"] *= 2
     run.plan_file.write_text(json.dumps(values))
-    assert failed(run).keys() == {"statement.txt is the plan's", "released steps are counted"}
+    assert failed(run).keys() == {"the statement matches the plan", "released steps are counted"}
 
 
-def test_another_plan_than_the_recipe_asks_for(run):
+def test_a_plan_with_other_steps_than_the_recipe(run):
     run.recipe_file.write_text(run.recipe_file.read_text().replace("steps = 6", "steps = 5"))
-    assert failed(run) == {"the plan is the recipe's": "steps of plan.json and recipe.toml differ"}
+    assert failed(run) == {"the plan matches the recipe": "steps of plan.json and recipe.toml differ"}
 
 
-def test_a_recipe_that_asks_for_less_epsilon(run):
+def test_a_recipe_with_a_smaller_epsilon(run):
     run.recipe_file.write_text(run.recipe_file.read_text().replace("epsilon = 8.0", "epsilon = 2.0"))
-    assert "spends 8.0000" in failed(run)["the plan is the recipe's"]
+    assert "spends 8.0000" in failed(run)["the plan matches the recipe"]
 
 
-def test_a_statement_that_was_edited(run):
+def test_an_edited_statement(run):
     run.statement_file.write_text(run.statement_file.read_text().replace("epsilon = 8", "epsilon = 1"))
-    assert failed(run).keys() == {"statement.txt is the plan's"}
+    assert failed(run).keys() == {"the statement matches the plan"}
 
 
 @pytest.mark.parametrize("form", [bytes, lambda key: key.hex().encode(), lambda key: base64.b64encode(key)])
 @pytest.mark.parametrize("before", [0, (1 << 24) - 5])
-def test_a_key_that_lies_elsewhere_too(run, form, before):
+def test_a_key_that_leaked_into_another_file(run, form, before):
     key = run.key_file.read_bytes()
     (run.model / "notes.bin").write_bytes(b"." * before + form(key) + b".")
-    assert failed(run) == {"the noise key is kept": "its bytes lie in model/notes.bin too"}
+    assert failed(run) == {"the noise key is safe": "its bytes are also in model/notes.bin"}
 
 
-def test_a_key_that_others_may_read(run):
+def test_a_key_that_others_can_read(run):
     run.key_file.chmod(0o644)
-    assert failed(run).keys() == {"the noise key is kept"}
-    assert "0644" in failed(run)["the noise key is kept"]
+    assert failed(run).keys() == {"the noise key is safe"}
+    assert "0644" in failed(run)["the noise key is safe"]
 
 
-def test_a_key_that_is_none(run):
+def test_an_empty_key(run):
     run.key_file.chmod(0o600)
     run.key_file.write_bytes(b"")
     assert failed(run) == {
-        "the noise key is kept": "noise.key: a noise key is made of 32 bytes, found 0 bytes; use NoiseKey.generate()"
+        "the noise key is safe": "noise.key: a noise key is made of 32 bytes, found 0 bytes; use NoiseKey.generate()"
     }
 
 
-def test_without_the_key_some_checks_are_left_out(run):
+def test_without_the_key_some_checks_are_skipped(run):
     run.key_file.unlink()
     left_out = {check.name: check.found for check in audit_folder(run.path)[2] if check.passed is None}
-    assert left_out == {"the noise key is kept": "noise.key is not here"}
+    assert left_out == {"the noise key is safe": "noise.key is missing"}
     assert failed(run) == {}
     run.steps_file.unlink()
     assert failed(run) == {}
@@ -110,20 +102,20 @@ def test_without_the_key_some_checks_are_left_out(run):
         ("delta", "1e-5"), ("batch_size", "17"), ("num_examples", "99"),
     ],
 )  # fmt: skip
-def test_a_recipe_of_another_plan(run, setting, other):
+def test_a_recipe_with_other_settings_than_the_plan(run, setting, other):
     lines = [line for line in run.recipe_file.read_text().splitlines() if not line.startswith(f"{setting} =")]
     run.recipe_file.write_text("\n".join([f"{setting} = {other}", *lines]))
-    assert failed(run) == {"the plan is the recipe's": f"{setting} of plan.json and recipe.toml differ"}
+    assert failed(run) == {"the plan matches the recipe": f"{setting} of plan.json and recipe.toml differ"}
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nonsense", "line 1 is no JSON"),
-        ('{"kind": "step", "step": 6, "epsilon": 9}', "epsilon = 9.0000, which is above"),
+        ("nonsense", "line 1 is not JSON"),
+        ('{"kind": "step", "step": 6, "epsilon": 9}', "epsilon = 9.0000 is above"),
     ],
 )
-def test_a_log_that_was_edited(run, line, said):
+def test_an_edited_log(run, line, said):
     run.log_file.write_text(line + "\n" + run.log_file.read_text())
     assert said in failed(run)[LOG]
 
@@ -134,7 +126,7 @@ def test_more_steps_than_the_plan_covers(run):
     assert failed(run) == {"released steps are counted": "7 were released and the plan covers 6"}
 
 
-def test_steps_that_were_edited_or_lost(run):
+def test_edited_or_missing_steps(run):
     whole = run.steps_file.read_text()
     run.steps_file.write_text(whole.replace('"batch_size": 16', '"batch_size": 17'))
     assert "under a different plan" in failed(run)["released steps are counted"]
@@ -144,19 +136,26 @@ def test_steps_that_were_edited_or_lost(run):
     assert "missing" in failed(run)["released steps are counted"]
 
 
-def test_values_in_the_log_that_are_not_private(tmp_path):
-    train(rows_recipe(tmp_path, steps=6, debug=True), tmp_path / "run")
-    assert failed(RunDirectory(tmp_path / "run")).keys() == {LOG}
+def test_debug_values_in_the_log(run):
+    assert failed(run) == {}
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("debug = false", "debug = true"))
+    assert failed(run).keys() == {LOG}
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("debug = true", "debug = false"))
+    with run.log_file.open("a") as log:
+        log.write('{"kind": "step", "step": 6, "not_private": {"loss": 1.0}}\n')
+    assert "1 lines hold values that are not private" in failed(run)[LOG]
 
 
-@pytest.mark.parametrize(("file", "said"), [("plan.json", "no run directory"), ("recipe.toml", "no run directory")])
-def test_what_is_no_run_is_refused(run, file, said):
+@pytest.mark.parametrize(
+    ("file", "said"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")]
+)
+def test_an_incomplete_run_is_refused(run, file, said):
     (run.path / file).unlink()
     with pytest.raises(ValueError, match=said):
         audit_folder(run.path)
 
 
-def test_a_plan_that_is_none(run):
+def test_an_invalid_plan_is_refused(run):
     run.plan_file.write_text("{}")
-    with pytest.raises(ValueError, match="is no plan of a run"):
+    with pytest.raises(ValueError, match="is not the plan of a run"):
         audit_folder(Path(run.path))

@@ -1,0 +1,75 @@
+"""The `dpoptim` program. It imports a command's module only when that command is called, so `--help` is fast."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from dpoptim.app.cli.options import OneLineParser, explain_unknown
+from dpoptim.version import __version__
+
+COMMANDS = {
+    "plan": "compare noise mechanisms at one (epsilon, delta) and choose one",
+    "advise": "recommend an optimizer variant, its noise and its constants",
+    "train": "train a model privately from a recipe or flags; without either, run the demonstration",
+    "compare": "compare variants at one privacy budget, with tuning and several seeds",
+    "report": "write one HTML file that shows what runs did and what they guarantee",
+    "audit": "attack a privacy guarantee with canaries, and check a run's files",
+}
+"""Each command has a module of its name with `add_options(parser)` and `run(options)`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; bad input prints one line to standard error and returns 2.
+
+    >>> main(["plan", "--steps", "0", "--batch-size", "1", "--num-examples", "1", "--epsilon", "1", "--delta", "1e-6"])
+    2
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, commands = command_line([word for word in given if not word.startswith("-")][:1])
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    chosen, unknown = parser.parse_known_args(given)
+    if unknown:
+        print(f"dpoptim {chosen.command}: {explain_unknown(commands[chosen.command], unknown)}", file=sys.stderr)
+        return 2
+    try:
+        status: int = chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
+        return 141
+    except (ValueError, OSError) as error:
+        print(f"dpoptim: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dpoptim: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def command_line(
+    complete: Collection[str] = tuple(COMMANDS),
+) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Build the parser of the program, and the parser of each command.
+
+    Args:
+        complete: The commands whose options are added, which imports their modules.
+    """
+    parser = OneLineParser(
+        prog="dpoptim",
+        description="Differentially private training with adaptive optimizers for PyTorch.",
+    )
+    parser.add_argument("--version", action="version", version=f"dpoptim {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in complete:
+            module = importlib.import_module(f"dpoptim.app.cli.{name}")
+            module.add_options(command)
+            command.set_defaults(run=module.run)
+    return parser, commands.choices

@@ -1,0 +1,296 @@
+"""What the commands share: the parser, numbers as people type them, common options, and how output looks.
+
+This file imports neither torch nor rich when it is loaded, so that `dpoptim --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dpoptim.app.recipes.recipe import ADJACENCIES
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpoptim.privacy import PrivacyPlan
+
+MAX_PARAMETERS = 10**13
+_CLIP_NORM_RANGE = (1e-9, 1e9)
+_NAMES_ELSEWHERE = {  # flags of other libraries' scripts
+    "--lr": "--learning-rate",
+    "--bs": "--batch-size",
+    "--sigma": "--noise-multiplier",
+    "--max-grad-norm": "--clip-norm",
+    "--target-epsilon": "--epsilon",
+    "--target-delta": "--delta",
+    "--output-dir": "--run-dir",
+    "--dataset": "--data",
+    "--train-file": "--data",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--epochs",
+    "--model-name-or-path": "--model",
+    "--optimizer": "--variant",
+}
+_AMBIGUOUS = {"--eps": ("--epsilon", "--adam-eps")}
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORECASE)
+_COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
+_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal, and leaves those with indented lines unchanged.
+
+    >>> print(_Paragraphs("x", width=32)._fill_text("one two three four five six seven\\n\\nexamples:\\n  x y", 30, ""))
+    one two three four five six
+    seven
+    <BLANKLINE>
+    examples:
+      x y
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip("\n").split("\n\n")
+        return "\n\n".join(part if "\n " in f"\n{part}" else textwrap.fill(part, width) for part in parts)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports an error in one line and leaves the usage to --help.
+
+    Flags cannot be abbreviated or repeated: the second of two would silently win. A negative number such as -1e-5 is
+    parsed as a value, so that the option's own check can name it.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": _Paragraphs, **named, "allow_abbrev": False})
+        self._negative_number_matcher = _NEGATIVE
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        if not self._subparsers:  # otherwise the command's own parser checks its flags
+            self._refuse_repeated(given)
+        return super().parse_known_args(given, namespace)
+
+    def _refuse_repeated(self, given: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for text in given:
+            flag = text.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if text == "--":
+                return
+            if action is None or action.nargs == 0 or isinstance(action, argparse._AppendAction):
+                continue
+            if action.dest in seen:
+                self.error(f"{flag} is given twice; give it once")
+            seen.add(action.dest)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """Name an argument that the command does not have, and the flag that was probably meant.
+
+    >>> parser = argparse.ArgumentParser(prog="dpoptim train")
+    >>> _ = parser.add_argument("--learning-rate")
+    >>> explain_unknown(parser, ["--lr", "1"])
+    'there is no --lr; did you mean --learning-rate?'
+    >>> explain_unknown(parser, ["more.toml"])
+    "unexpected argument 'more.toml'; see dpoptim train --help"
+    """
+    given = unknown[0]
+    if not given.startswith("-"):
+        return f"unexpected argument {given!r}; see {parser.prog} --help"
+    flag = given.partition("=")[0]
+    dashed = flag.replace("_", "-")
+    known = [name for action in parser._actions for name in action.option_strings]
+    likely = [name for name in _AMBIGUOUS.get(flag, ()) if name in known]
+    if not likely:
+        meant = _NAMES_ELSEWHERE.get(dashed, dashed)
+        longer = [name for name in known if name.startswith(meant)]
+        likely = (
+            [meant] if meant in known else longer if len(longer) == 1 else get_close_matches(dashed, known, 1, 0.75)
+        )
+    return f"there is no {flag}; " + (f"did you mean {' or '.join(likely)}?" if likely else f"see {parser.prog} --help")
+
+
+def count(text: str) -> int:
+    """Parse a whole number, with k, M or B for thousands, millions and billions.
+
+    >>> count("4.4M"), count("1_000"), count("1e6")
+    (4400000, 1000, 1000000)
+    """
+    return _parse(text, _COUNTS, "a whole number such as 2000, 4.4M or 1e6")
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, with kB, MB, GB, TB, KiB, MiB, GiB or TiB.
+
+    >>> size("4GB"), size("2 GiB"), size("100")
+    (4000000000, 2147483648, 100)
+    """
+    return _parse(text, _BYTES, "a number of bytes such as 500MB, 4GB or 2GiB")
+
+
+def _parse(text: str, units: dict[str, int], expected: str) -> int:
+    number = text.strip().lower().replace("_", "").replace(",", "")
+    unit = max((name for name in units if number.endswith(name)), key=len, default="")
+    try:
+        value = float(number[: len(number) - len(unit)]) * units.get(unit, 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 2**63 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return int(value)
+
+
+def adjacency(text: str) -> str:
+    """Parse the name of an adjacency, written with hyphens, into `Adjacency`'s value."""
+    if text not in ADJACENCIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ADJACENCIES)}")
+    return text.replace("-", "_")
+
+
+def add_adjacency(group: argparse._ArgumentGroup, *, default: str | None = None) -> None:
+    """Add --adjacency."""
+    group.add_argument(
+        "--adjacency",
+        type=adjacency,
+        default=default,
+        metavar="KIND",
+        help=f"which datasets are neighbours: {', '.join(ADJACENCIES)} (default: {ADJACENCIES[0]})",
+    )
+
+
+def add_training(parser: argparse.ArgumentParser, *, sampling: str) -> argparse._ArgumentGroup:
+    """Add steps, sizes, epsilon, delta, sampling (with this default) and adjacency."""
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=count, required=True, metavar="N", help="optimizer steps")
+    training.add_argument("--batch-size", type=count, required=True, metavar="N", help="expected examples per step")
+    training.add_argument("--num-examples", type=count, required=True, metavar="N", help="training examples")
+    training.add_argument("--epsilon", type=float, required=True, metavar="E", help="privacy budget of the whole run")
+    training.add_argument(
+        "--delta", type=float, required=True, metavar="D", help="below 1/num-examples, for example 1e-7"
+    )
+    training.add_argument(
+        "--sampling",
+        choices=["auto", "poisson", "shuffled"],
+        default=sampling,
+        help="auto and poisson sample secretly, in cycles where noise is correlated; shuffled does not amplify "
+        "privacy (default: %(default)s)",
+    )
+    add_adjacency(training, default=ADJACENCIES[0])
+    return training
+
+
+def add_noise_memory(group: argparse._ArgumentGroup) -> None:
+    """Add limits on what correlated noise stores between steps."""
+    group.add_argument(
+        "--memory-budget",
+        type=size,
+        metavar="SIZE",
+        help="memory that the noise may take, for example 4GB (default: 16 bytes per parameter, at least 4 GiB)",
+    )
+    group.add_argument(
+        "--noise-bits", type=int, choices=[32, 16], default=32, help="precision of stored noise (default: 32)"
+    )
+
+
+def add_output(parser: argparse.ArgumentParser, *, verbose: str | None = None) -> None:
+    """Add --json, --plot and, with its help text, --verbose."""
+    output = parser.add_argument_group("output")
+    if verbose is not None:
+        output.add_argument("--verbose", action="store_true", help=verbose)
+    output.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw a .png, .svg or .pdf file; needs matplotlib"
+    )
+
+
+def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
+    """Make the plan that the options describe, without noise, and check epsilon and delta."""
+    from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+
+    plan = PrivacyPlan(
+        num_examples=options.num_examples,
+        batch_size=options.batch_size,
+        steps=options.steps,
+        clip_norm=clip_norm,
+        sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
+        adjacency=Adjacency(options.adjacency),
+    )
+    if not 0 < options.epsilon < math.inf:
+        raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
+    if not 0 < options.delta < 1:
+        raise ValueError(f"--delta {options.delta:g} must lie strictly between 0 and 1")
+    low, high = _CLIP_NORM_RANGE
+    if not low <= clip_norm <= high:
+        raise ValueError(f"--clip-norm {clip_norm:g} must lie between {low:g} and {high:g}")
+    return plan
+
+
+def check_parameters(parameters: int, name: str) -> None:
+    """Raise ValueError if no model has that many parameters; `name` is the option."""
+    if not 1 <= parameters <= MAX_PARAMETERS:
+        raise ValueError(f"{name} {parameters:,} must be between 1 and {MAX_PARAMETERS:,} parameters")
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ValueError, before any work is done, if a plot could not be drawn or written."""
+    from dpoptim.app.plot_style import check_matplotlib
+
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {path} must end in .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}; create it first")
+    check_matplotlib("--plot needs")
+
+
+def output_console() -> Console:
+    """A console on standard output, 120 columns wide unless it is a terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is, without markup, colours or line breaks."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def plain_table(*, words: tuple[str, ...] = (), numbers: tuple[str, ...] = ()) -> Table:
+    """A table without lines, with columns of numbers aligned to the right."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, title in enumerate(words):
+        table.add_column(title, overflow="fold", no_wrap=place == 0)
+    for title in numbers:
+        table.add_column(title, justify="right", overflow="fold")
+    return table
+
+
+def silence_libraries() -> None:
+    """Turn off other libraries' progress bars and retry messages, which would break into ours."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # if it was imported before the variable was set
+    if "transformers" in sys.modules:
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()

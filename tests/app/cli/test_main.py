@@ -1,0 +1,83 @@
+"""The program itself: fast help, unknown commands and flags, closed pipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dpoptim.app.cli import command_line, main
+from dpoptim.app.cli.main import COMMANDS
+from dpoptim.app.recipes.recipe import ADJACENCIES
+from dpoptim.privacy import Adjacency
+
+PROGRAM = """
+import sys
+from dpoptim.app.cli import main
+for arguments in ({}):
+    try:
+        main(arguments)
+    except SystemExit as left:
+        assert left.code == 0
+assert "torch" not in sys.modules
+"""
+
+
+def test_help_does_not_load_torch():
+    program = PROGRAM.format("['--help'], ['--version'], ['train', '--help'], ['report', '--help']")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "dpoptim 0." in ran.stdout
+    assert all(text.split(",")[0] in " ".join(ran.stdout.split()) for text in COMMANDS.values())
+
+
+def test_python_m_dpoptim_prints_help_without_a_command():
+    ran = subprocess.run([sys.executable, "-m", "dpoptim"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert all(name in ran.stderr for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(capsys, command):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "examples:" in text
+    assert f"dpoptim {command}" in text
+    assert "--json" in text
+
+
+def test_every_option_has_help():
+    for name, parser in command_line()[1].items():
+        for action in parser._actions:
+            assert action.help, f"{name} {action.option_strings or action.dest}"
+
+
+def test_adjacencies_are_written_with_hyphens(capsys):
+    assert {name.replace("-", "_") for name in ADJACENCIES} == {kind.value for kind in Adjacency}
+    sizes = ["--steps", "9", "--batch-size", "1", "--num-examples", "9", "--epsilon", "1", "--delta", "1e-6"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *sizes, "--adjacency", "zero_out"])
+    assert "'zero_out' is not one of zero-out" in capsys.readouterr().err
+
+
+def test_an_unknown_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["tran"])
+    assert "invalid choice: 'tran'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_not_an_error():
+    settings = "plan --steps 20 --batch-size 10 --num-examples 200 --epsilon 3 --delta 1e-6 --json"
+    ran = subprocess.Popen(
+        [sys.executable, "-m", "dpoptim", *settings.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert ran.stdout is not None
+    assert ran.stderr is not None
+    ran.stdout.close()
+    errors = ran.stderr.read()
+    assert ran.wait() == 141
+    assert "Broken pipe" not in errors
+    assert "Traceback" not in errors
