@@ -116,8 +116,8 @@ def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
 
 def test_kernels_run_on_the_current_device_alone(monkeypatch):
     there = torch.ones(2, device="cuda")
-    assert kernels.on_gpu(there, None) is kernels.wide_on_gpu(there) is kernels._kernels()
+    assert kernels.on_gpu(there, None) is kernels.on_gpu(there) is kernels._kernels()
     assert gpu.available("cuda:0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
-    assert kernels.on_gpu(there) is kernels.wide_on_gpu(there) is None
+    assert kernels.on_gpu(there) is kernels.on_gpu(there) is None
     assert not gpu.available("cuda:0")

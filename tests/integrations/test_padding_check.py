@@ -84,13 +84,13 @@ def pooled(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def test_a_model_that_pools_over_padding_is_refused_and_left_unchanged():
-    model, states = Pool(), (torch.get_rng_state(), np.random.get_state()[1].tobytes())  # type: ignore[index,union-attr]
+    model, states = Pool(), (torch.get_rng_state(), np.random.get_state()[1].tobytes())  # type: ignore[index]
     with pytest.raises(ValueError, match=CHANGES):
         check_padding(model, pooled, DataCollatorWithPadding(WORDS), extremes(labelled()))
     assert model.seen == 0
     assert model.training
     assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == np.random.get_state()[1].tobytes()  # type: ignore[index,union-attr]
+    assert states[1] == np.random.get_state()[1].tobytes()  # type: ignore[index]
     check_padding(model, pooled, DataCollatorWithPadding(WORDS, padding="max_length", max_length=40), labelled()[:3])
     check_padding(classifier(0.3), losses_for(classifier()), DataCollatorWithPadding(WORDS), extremes(labelled()))
 

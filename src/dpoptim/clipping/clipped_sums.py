@@ -241,8 +241,7 @@ class ClippedSums:
             more, trusted = own.measured(None if scale is None else scale[name])
             squared = squared + more
             if trusted is not None:  # errors of the parameters add up as their gradients do
-                none_yet = min_trusted_norm is None
-                min_trusted_norm = trusted if none_yet else torch.hypot(min_trusted_norm, trusted)
+                min_trusted_norm = trusted if min_trusted_norm is None else torch.hypot(min_trusted_norm, trusted)
         assert isinstance(squared, Tensor)
         return squared, min_trusted_norm
 
