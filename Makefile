@@ -13,14 +13,14 @@ INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 help:
 	@echo "make demo    fine-tune a small BERT on private text in several ways; about a minute after set-up"
-	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
-	@echo "make test-all    every test that needs no GPU, the slow ones too"
+	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
+	@echo "make test-all    every test that needs no GPU, including the slow ones"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
-	@echo "make bench   is a private step still cheap? Times one beside the same without privacy, in a few minutes"
-	@echo "make bench-all   every benchmark on the device that there is, with tables and pictures; DATA= and MODEL= for abstracts"
-	@echo "make clean   remove .venv and caches"
+	@echo "make bench   time a private step beside a non-private one; a few minutes"
+	@echo "make bench-all   every benchmark that the device allows, with tables and pictures; DATA= and MODEL= add abstracts"
+	@echo "make clean   remove .venv, caches and built files"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
 
 demo: $(VENV)/.train
