@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
+# make demo | test | test-all | lint | types | docs | bench | bench-all | clean | help: each sets up what it needs in .venv, and does so again
 # when pyproject.toml or constraints.txt change. PYTHON chooses the interpreter of a new .venv.
 
 PYTHON ?= python3
@@ -8,17 +8,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench bench-all clean
+.PHONY: help demo test test-all lint types docs bench bench-all clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    fine-tune a small BERT on private text in several ways; about a minute after set-up"
-	@echo "make test    the tests and the examples in the documentation (ARGS='-k plan' passes arguments on)"
+	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
+	@echo "make test-all    every test that needs no GPU, including the slow ones"
+	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
 	@echo "make lint    ruff: lint and format"
 	@echo "make types   mypy over package and tests"
-	@echo "make bench   is a private step still cheap? Times one beside the same without privacy, in a few minutes"
-	@echo "make bench-all   every benchmark on the device that there is, with tables and pictures; DATA= and MODEL= for abstracts"
-	@echo "make clean   remove .venv and caches"
+	@echo "make bench   time a private step beside a non-private one; a few minutes"
+	@echo "make bench-all   every benchmark that the device allows, with tables and pictures; DATA= and MODEL= add abstracts"
+	@echo "make clean   remove .venv, caches and built files"
 	@echo "PYTHON=python3.12 chooses the interpreter of a new .venv (3.11 or later)"
 
 demo: $(VENV)/.train
@@ -27,6 +29,12 @@ demo: $(VENV)/.train
 # One thread a process: xdist already keeps the cores busy.
 test: $(VENV)/.dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu" $(ARGS)
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
@@ -48,7 +56,7 @@ bench-all: $(VENV)/.dev
 		--json benchmarks/results/abstracts.json --write benchmarks/abstracts.md
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build site
 	@find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -73,10 +81,18 @@ $(VENV)/.train: $(VENV)/.runtime
 	@$(INSTALL) --editable '.[train]'
 	@touch $@
 
-# Read with tomllib, so that a pip without --group will do.
+# Groups are read with tomllib, so that a pip without --group works too.
+GROUP = $(BIN)/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")'
+
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing the tools that check it ..."
-	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")' \
-		> $(VENV)/dev-requirements.txt
+	@$(GROUP) dev > $(VENV)/dev-requirements.txt
 	@$(INSTALL) --requirement $(VENV)/dev-requirements.txt
+	@touch $@
+
+# The site is built from the sources without importing them: torch is not needed.
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing MkDocs ..."
+	@$(GROUP) docs > $(VENV)/docs-requirements.txt
+	@$(INSTALL) --requirement $(VENV)/docs-requirements.txt
 	@touch $@

@@ -270,7 +270,8 @@ def private_loader(
             example is a part by itself.
         bucket: Padded widths are multiples of this.
         collate_fn: As in torch's DataLoader. It must not mix examples, nor have its own seed or random generator.
-        num_workers, pin_memory: As in torch's DataLoader.
+        num_workers: As in torch's DataLoader.
+        pin_memory: As in torch's DataLoader.
         start_step: Resume here, with the run's own `key` and `run_id`.
         digest: A name for the examples and their order, which `load_state_dict` compares: a version, or
             `fingerprint_records(dataset, key).digest`. By default, lists, arrays and tensors are fingerprinted, and of

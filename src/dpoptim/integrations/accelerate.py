@@ -10,6 +10,8 @@ from dpoptim.data import PrivateLoader
 from dpoptim.integrations import one_process
 from dpoptim.optim import PrivateOptimizer
 
+__all__ = ["prepare_accelerate"]
+
 
 def prepare_accelerate(
     accelerator: Any, model: nn.Module, optimizer: PrivateOptimizer, *others: Any

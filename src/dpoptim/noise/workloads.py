@@ -140,6 +140,7 @@ class DecayedSums(ShortRepr):
 
 
 Workload = PrefixSums | DecayedSums
+"""The sums that a strategy is optimized for."""
 
 
 def apply_toeplitz(workload: Workload, noising_coefs: Series) -> Series:

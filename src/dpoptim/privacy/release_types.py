@@ -106,6 +106,7 @@ class NoiselessSquare:
 
 
 Release = Gradient | IndependentMoments | JointMoments | NoiselessSquare
+"""What a step releases."""
 
 
 class NoiseStddevs(NamedTuple):

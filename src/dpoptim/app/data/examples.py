@@ -20,6 +20,7 @@ from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
 from dpoptim.integrations.optional import require
 
 Batch = dict[str, Tensor]
+"""What a model and its loss get: tensors with the examples on their first axis."""
 
 
 class TextExample(NamedTuple):
