@@ -26,12 +26,13 @@ help:
 demo: $(VENV)/.train
 	@$(BIN)/dpoptim train $(ARGS)
 
-# One thread a process: xdist already keeps the cores busy.
+# One thread per process: xdist already keeps the cores busy.
+MARKS := not gpu and not slow
 test: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu and not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "$(MARKS)" $(ARGS)
 
-test-all: $(VENV)/.dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu" $(ARGS)
+test-all: MARKS := not gpu
+test-all: test
 
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
