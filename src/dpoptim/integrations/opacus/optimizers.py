@@ -9,23 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dpoptim.integrations.named_settings import ADAPTIVE
 from dpoptim.integrations.opacus.models import restore_own_loss
 from dpoptim.noise import NoiseKey
-from dpoptim.optim import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    PrivateOptimizer,
-    RMSProp,
-    bias_correction,
-    dp_sgd,
-    independent_moments,
-    joint_moments,
-    post_processing,
-    scale_then_privatize,
-    side_information,
-)
+from dpoptim.optim import SGD, AdaGrad, Adam, AdamW, PrivateOptimizer, RMSProp, dp_sgd, side_information
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.privacy import PrivacyPlan
 
@@ -94,17 +81,7 @@ _KINDS: dict[type, _Kind] = {
     ),
 }
 
-_ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
-    made.__name__: made
-    for made in (
-        post_processing,
-        bias_correction,
-        scale_then_privatize,
-        independent_moments,
-        joint_moments,
-        side_information,
-    )
-}
+_ADAPTIVE = {**ADAPTIVE, "side_information": side_information}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -121,11 +98,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
         raise ValueError(
             "optimizer has parameters that the module does not have. Create it from module.parameters(), after "
             "ModuleValidator.fix, which copies the module."
-        )
-    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in given]
-    if missing:
-        raise ValueError(
-            f"optimizer lacks the trainable parameter '{missing[0]}'. Add it, or freeze it with requires_grad_(False)."
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
         raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
