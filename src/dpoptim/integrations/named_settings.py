@@ -86,7 +86,8 @@ def make_plan(
 
     noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling. Without
     epsilon there is nothing to compare by, so "auto" is independent noise. sampling="auto" follows the noise: cyclic
-    for banded noise, Poisson for independent noise, otherwise shuffled.
+    for banded noise, Poisson for independent noise, otherwise shuffled. Any other sampling is kept: "poisson" allows
+    independent noise only, "cyclic:8" eight bands, and "cyclic" gets as many groups as the chosen noise has bands.
     """
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)
@@ -105,27 +106,6 @@ def make_plan(
         ) from error
     if epsilon is None:
         return plan
-    return calibrated(
-        plan, sampling=sampling, automatic=automatic, epsilon=epsilon, parameters=parameters, progress=progress
-    )
-
-
-def calibrated(
-    plan: PrivacyPlan,
-    *,
-    sampling: str,
-    automatic: bool,
-    epsilon: float,
-    parameters: int | nn.Module,
-    progress: Callable[[str], None] | None = None,
-) -> PrivacyPlan:
-    """Calibrate a plan to ε; if `automatic`, choose the noise with the least error first.
-
-    Guarantee: The sampling is the named one. "poisson" allows independent noise only, "cyclic:8" eight bands, and
-    "cyclic" gets as many groups as the chosen noise has bands (one for independent noise).
-    """
-    delta = plan.delta
-    assert delta is not None
     if automatic and isinstance(plan.sampling, CyclicPoisson) and sampling != "cyclic" and plan.sampling.bands > 1:
         plan = plan.replace(noise=BandedToeplitz(bands=plan.sampling.bands))
     elif automatic and sampling in ("auto", "shuffled", "cyclic"):

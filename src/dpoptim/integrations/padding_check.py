@@ -34,7 +34,8 @@ def check_padding(
     """
     model, tolerance = _in_float32(model)
     with (
-        _generators_restored(), in_eval_mode(model), full_precision(next(model.parameters()).device.type),
+        _generators_restored(), buffers_restored(model), in_eval_mode(model),
+        full_precision(next(model.parameters()).device.type),
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):  # fmt: skip
         for seed in range(_SEEDS):
@@ -124,3 +125,18 @@ def _generators_restored() -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what the model writes into its buffers: nothing refuses it here, and it would hold private values."""
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffers, before in owners:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, content in contents:
+            buffer.data.copy_(content)

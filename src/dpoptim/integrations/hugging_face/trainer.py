@@ -18,18 +18,12 @@ from dpoptim.data import PrivateLoader, fingerprint_records, private_loader
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
-from dpoptim.integrations.accelerate import check_accelerator
+from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
-from dpoptim.integrations.hugging_face.checkpoints import (
-    RunSecrets,
-    new_secrets,
-    read_loader_state,
-    secrets_of,
-    write_loader_state,
-)
+from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
-from dpoptim.integrations.padding_check import check_collator, check_padding
+from dpoptim.integrations.padding_check import buffers_restored, check_collator, check_padding
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
@@ -101,7 +95,7 @@ class PrivateTrainer(transformers.Trainer):
         super().__init__(
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
-        check_accelerator(self.accelerator)
+        one_process.check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
@@ -185,7 +179,8 @@ class PrivateTrainer(transformers.Trainer):
         check_padding(self.model, self.loss_per_example, batch, records)
         given = batch(copy.deepcopy(records))
         self.model.train()
-        check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
+        with buffers_restored(self.model):
+            check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
 
     def _used_columns(self, dataset: Any, description: str) -> Any:
         return self._remove_unused_columns(dataset, description=description) if _has_columns(dataset) else dataset
@@ -253,14 +248,6 @@ class PrivateTrainer(transformers.Trainer):
                 self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
         seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the sum of the per-example losses in training, and the stock loss in evaluation."""
-        if torch.is_grad_enabled():
-            return self._losses(model, inputs).sum()
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         with self.accelerator.autocast():
@@ -372,10 +359,8 @@ class PrivateTrainer(transformers.Trainer):
 
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
         """The key and ledger file of the run: those of a checkpoint, or new ones."""
-        if checkpoint is not None:
-            self._secrets = secrets_of(checkpoint, self.privacy, self.args, self.private_optimizer)
-        elif self._secrets is None:
-            self._secrets = new_secrets(self.privacy, self.args, self.private_optimizer)
+        if checkpoint is not None or self._secrets is None:
+            self._secrets = run_secrets(self.privacy, self.args, self.private_optimizer, checkpoint)
         return self._secrets
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:

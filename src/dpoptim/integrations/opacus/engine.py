@@ -214,14 +214,10 @@ def make_private_with_epsilon(
     """Do the same as `make_private`, with the least noise that keeps a run within (target_epsilon, target_delta).
 
     Args:
-        module: As in `make_private`.
-        optimizer: As in `make_private`.
-        data_loader: As in `make_private`.
+        module, optimizer, data_loader, max_grad_norm, **settings: As in `make_private`.
         target_epsilon: The ε of the whole run.
         target_delta: The δ of (ε, δ).
         epochs: The length of the run. A longer run is refused.
-        max_grad_norm: The bound on the gradient of one example.
-        **settings: See `Settings`.
 
     Returns:
         The module, the private optimizer and the private loader.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, cast
 
@@ -12,13 +11,6 @@ import torch.utils.data
 from dpoptim.arguments import check_whole
 from dpoptim.data import PrivateLoader, secret_randomness
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
-
-_OF_WORKERS: dict[str, tuple[Any, ...]] = {  # options that do not change what workers return, with their defaults
-    "timeout": (0,),
-    "prefetch_factor": (None, 2),
-    "persistent_workers": (False,),
-    "multiprocessing_context": (None,),
-}
 
 
 class DPDataLoader:
@@ -158,11 +150,5 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
         raise ValueError(
             "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
             "to make_private to resume a run."
-        )
-    left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
-    if left:
-        warnings.warn(
-            f"{', '.join(left)} of data_loader: not copied. Workers restart at every epoch, with torch's defaults.",
-            stacklevel=5,
         )
     return data_loader
