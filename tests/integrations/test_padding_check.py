@@ -54,7 +54,7 @@ def test_padding_on_the_left(make, model, mlm, dtype, multiple):
         words = tokenizer(make, side)
         records = extremes([words(text) for text in TEXTS])
         collator = DataCollatorForLanguageModeling(words, mlm=mlm, pad_to_multiple_of=multiple)
-        if side == "right" or multiple:  # to one width: no record depends on the length of another
+        if side == "right" or multiple:  # to one width: no record depends on how long the others are
             check_padding(network, losses, collator, records)
         else:
             with pytest.raises(ValueError, match=CHANGES):

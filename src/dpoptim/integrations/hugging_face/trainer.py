@@ -455,7 +455,7 @@ def _compare_held_out(train_dataset: Any, eval_dataset: Any) -> None:
 def _length(record: Any) -> int:
     """The number of tokens of a record, inputs and labels."""
     values = record.values() if isinstance(record, Mapping) else ()
-    return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1))
+    return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
 
 
 def _has_columns(dataset: Any) -> bool:
