@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sized
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, cast
 
 import torch.utils.data
@@ -13,6 +13,7 @@ from dpoptim.data import PrivateLoader, secret_randomness
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
 
+@dataclass(eq=False)
 class DPDataLoader:
     """A private loader that yields one epoch (`steps_per_epoch` steps) per iteration.
 
@@ -24,21 +25,13 @@ class DPDataLoader:
     (dropout, masks) comes from the run's secret key, and torch's generators are restored after each step.
     """
 
-    def __init__(
-        self,
-        private_loader: PrivateLoader,
-        optimizer: DPOptimizer,
-        *,
-        steps_per_epoch: int,
-        original: torch.utils.data.DataLoader[Any],
-        is_open: bool,
-    ) -> None:
-        self.private_loader = private_loader
-        self.optimizer = optimizer
-        self.steps_per_epoch = steps_per_epoch
-        self.original = original
-        self.is_open = is_open
-        self.max_physical_batch_size: int | None = None
+    private_loader: PrivateLoader
+    optimizer: DPOptimizer
+    _: KW_ONLY
+    steps_per_epoch: int
+    original: torch.utils.data.DataLoader[Any]  # that make_private was given
+    is_open: bool  # without `epochs`
+    max_physical_batch_size: int | None = None
 
     @property
     def dataset(self) -> torch.utils.data.Dataset[Any]:
@@ -85,9 +78,7 @@ class DPDataLoader:
 
     def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
         """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
-        parts = copy.copy(self)
-        parts.max_physical_batch_size = max_physical_batch_size
-        return parts
+        return replace(self, max_physical_batch_size=max_physical_batch_size)
 
 
 class BatchMemoryManager:
