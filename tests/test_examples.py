@@ -23,6 +23,7 @@ from peft import AutoPeftModelForSequenceClassification
 import dpoptim
 from tests.app import tiny
 
+IMPORT = "from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINERS = ["bert_masked_lm", "gpt2_causal_lm", "text_classification", "lora_classification"]
 STEPS = ["--max_steps", "3", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
@@ -224,7 +225,7 @@ def test_three_changes_make_a_stock_script_private(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     stock = source
     for private, plain in (
-        ("from dpoptim.app import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer\n", ""),
+        (f"{IMPORT}  # <-- in place of transformers.Trainer\n", ""),
         ("    # <-- PrivacyArguments are the flags of the guarantee\n    data, args, privacy =", "    data, args ="),
         ("TrainingArguments, PrivacyArguments)", "TrainingArguments)"),
         ("PrivateTrainer(  # <--", "Trainer("),

@@ -89,7 +89,7 @@ def test_task_of_a_class():
         losses_for(transformers.BertForQuestionAnswering(tiny.bert_config(len(WORDS))))
     with pytest.raises(ValueError, match=r"BartForConditionalGeneration does several tasks.*seq2seq-lm"):
         losses_for(bart())
-    with pytest.raises(ValueError, match="task='nonsense' must be one of masked-lm"):
+    with pytest.raises(ValueError, match="Expected task to be one of 'masked-lm'"):
         losses_for(masked_model(), "nonsense")
 
 

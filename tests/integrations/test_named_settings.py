@@ -9,6 +9,7 @@ import dpoptim
 from dpoptim.app.recipes import recipe
 from dpoptim.integrations import named_settings
 from dpoptim.integrations.named_settings import (
+    default_delta,
     make_optimizer,
     name_of_noise,
     name_of_sampling,
@@ -17,6 +18,7 @@ from dpoptim.integrations.named_settings import (
     refuse_weak_delta,
     release_of,
     sampling_of,
+    steps_of,
 )
 
 PLAN = dpoptim.PrivacyPlan(num_examples=20, batch_size=5, steps=4, noise_multiplier=1.0, delta=1e-3)
@@ -48,6 +50,18 @@ def test_names_are_reversible():
 def test_unknown_noise_is_refused(name):
     with pytest.raises(ValueError, match=f"noise='{name}' must be"):
         noise_of(name)
+
+
+def test_default_steps_and_delta():
+    assert [steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)] == [157, 1, 15]
+    assert [default_delta(1000), default_delta(20_000)] == [1e-4, 1e-6]
+
+
+def test_sampling_follows_the_noise():
+    banded = dpoptim.BandedToeplitz(bands=8)
+    assert sampling_of("cyclic", banded) == sampling_of("auto", banded) == dpoptim.CyclicPoisson(bands=8)
+    assert sampling_of("auto", dpoptim.Independent()) == dpoptim.Poisson()
+    assert sampling_of("auto", dpoptim.BufferedToeplitz(buffers=2)) == dpoptim.Shuffled()
 
 
 def test_weak_deltas_are_refused():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding
 
 from dpoptim.integrations.losses import losses_for
-from dpoptim.integrations.padding_check import Extremes, check_collator, check_padding
+from dpoptim.integrations.padding_check import check_collator, check_padding
 from tests.app import tiny
 from tests.integrations.hugging_face.cases import (
     TEXTS,
@@ -35,11 +35,10 @@ def tokenizer(make: Any, side: str) -> Any:
     return made
 
 
-def extremes(records: list[Any]) -> list[Any]:
-    found = Extremes()
-    for place, record in enumerate(records):
-        found.note(place, record)
-    return [records[place] for place in found.places]
+def extremes(records: list[Any], column: str = "input_ids") -> list[Any]:
+    """The shortest and the longest record."""
+    ordered = sorted(records, key=lambda record: len(record[column]))
+    return [ordered[0], ordered[-1]]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def test_padding_on_the_left(make, model, mlm, dtype, multiple):
         words = tokenizer(make, side)
         records = extremes([words(text) for text in TEXTS])
         collator = DataCollatorForLanguageModeling(words, mlm=mlm, pad_to_multiple_of=multiple)
-        if side == "right" or multiple:  # to one width: no record depends on the length of another
+        if side == "right" or multiple:  # to one width: no record depends on how long the others are
             check_padding(network, losses, collator, records)
         else:
             with pytest.raises(ValueError, match=CHANGES):
@@ -111,12 +110,12 @@ def test_padded_targets_of_encoder_decoder_models():
         for model in (None, t5()):
             collator = DataCollatorForSeq2Seq(words, model=model)
             if side == "right":
-                check_padding(t5(), own, collator, extremes(records))
+                check_padding(t5(), own, collator, extremes(records, "labels"))
                 with pytest.raises(ValueError, match=CHANGES):
-                    check_padding(t5(), counted, collator, extremes(records))
+                    check_padding(t5(), counted, collator, extremes(records, "labels"))
             else:
                 with pytest.raises(ValueError, match=CHANGES):
-                    check_padding(t5(), own, collator, extremes(records))
+                    check_padding(t5(), own, collator, extremes(records, "labels"))
 
 
 ROWS = [{"x": np.random.default_rng(number).normal(size=3), "labels": number % 2} for number in range(4)]

@@ -186,6 +186,8 @@ class PrivateMechanism:
             for stream, saved in state["strategies"].items()
         }
         for stream, strategy in strategies.items():
+            if strategy == self._strategies[stream]:
+                continue
             accounted = self.plan.sensitivity_ratio(self._strategies[stream])
             if self.plan.sensitivity_ratio(strategy) > (1 + 1e-6) * accounted:
                 raise ValueError(

@@ -52,7 +52,7 @@ def prepare_accelerate(
             f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} divides the loss, which changes "
             "clipping. Leave it out and use private_loader(..., micro_batch_size=...)."
         )
-    check_accelerator(accelerator)
+    one_process.check_accelerator(accelerator)
     for other in others:
         if isinstance(other, PrivateLoader) or hasattr(other, "batch_sampler"):
             raise ValueError(
@@ -60,10 +60,3 @@ def prepare_accelerate(
                 "its batches to accelerator.device; prepare other loaders with accelerator.prepare."
             )
     return tuple(accelerator.prepare(model, optimizer, *others))
-
-
-def check_accelerator(accelerator: Any) -> None:
-    """Refuse an accelerator with several processes, or one that scales the loss."""
-    one_process.check_accelerator(accelerator)
-    if accelerator.scaler is not None:
-        raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")

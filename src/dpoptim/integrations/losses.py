@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_choice
 from dpoptim.integrations.masking import IGNORED
 from dpoptim.integrations.modes import without_peft
 from dpoptim.integrations.optional import require
@@ -162,23 +163,12 @@ class BatchLosses:
 def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     """Choose the per-example losses of a Hugging Face model.
 
-    Call it before the optimizer is created: otherwise language models compute all logits.
-
-    Args:
-        model: A model of transformers, with or without adapters of peft.
-        task: masked-lm, causal-lm, text-classification, image-classification, token-classification or seq2seq-lm.
-            None looks up the model's class.
-
-    Returns:
-        A function of (model, batch) that returns one loss per example.
-
-    Raises:
-        ValueError: The task is unknown, the class has no task or several, or the model is not causal.
+    Call it before the optimizer is created: otherwise language models compute all logits. task=None looks up the
+    model's class.
     """
     if task is None:
         task = _task_of(model)
-    elif task not in _TABLES:
-        raise ValueError(f"task={task!r} must be one of {', '.join(_TABLES)}")
+    check_choice("task", task, _TABLES)
     if task == "causal-lm":
         check_is_causal(model)
     return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and _can_read_targets(model))
@@ -189,9 +179,6 @@ def class_losses(logits: Tensor, labels: Tensor, config: Any = None) -> Tensor:
 
     One label: −ln p(label). Several (`problem_type="multi_label_classification"`, or float labels): the mean binary
     cross-entropy. A number (`"regression"`, or one logit): the mean squared error.
-
-    >>> class_losses(torch.zeros(2, 4), torch.tensor([1, 3]))
-    tensor([1.3863, 1.3863])
     """
     logits = logits.float()
     kind = getattr(config, "problem_type", None)
@@ -222,20 +209,12 @@ def check_is_causal(model: nn.Module) -> None:
 
 
 def tasks_of_classes(names: Iterable[str]) -> list[Task]:
-    """The tasks of `dpoptim train` that classes with these names are for: none, one or several.
-
-    >>> tasks_of_classes(["BertForMaskedLM"]), tasks_of_classes(["MyOwnForCausalLM"]), tasks_of_classes(["Thing"])
-    ([<Task.MASKED_LM: 'masked-lm'>], [<Task.CAUSAL_LM: 'causal-lm'>], [])
-    """
+    """The tasks of `dpoptim train` that classes with these names are for: none, one or several."""
     return [Task(task) for task in _tasks_of(names) if task not in _COLLATORS]
 
 
 def trained_elsewhere(names: Iterable[str]) -> str | None:
-    """Describe a model that only PrivateTrainer can train; None for others.
-
-    >>> trained_elsewhere(["T5ForConditionalGeneration"])
-    'an encoder–decoder model, which PrivateTrainer trains (docs/hugging-face.md) and `dpoptim train` does not'
-    """
+    """Describe a model that only PrivateTrainer can train; None for others."""
     found = [task for task in _tasks_of(names) if task in _COLLATORS]
     if not found:
         return None
@@ -290,13 +269,7 @@ def _shifted(model: nn.Module, labels: Tensor) -> Any:
 
 
 def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer.
-
-    >>> _gathered(torch.tensor([[-100, 7, -100, 8], [-100, -100, 9, -100]]))
-    (tensor([[   7,    8],
-            [   9, -100]]), tensor([[1, 3],
-            [2, 0]]))
-    """
+    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer."""
     is_target = labels != IGNORED
     most = max(1, int(is_target.sum(1).max()))
     places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]

@@ -53,7 +53,7 @@ _NOISE: dict[str, tuple[Callable[..., StrategySpec], str | None]] = {
     "banded-inverse": (BandedInverse, "bands"),
     "buffered-toeplitz": (BufferedToeplitz, "buffers"),
 }
-_ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
+ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
     "scale_then_privatize": scale_then_privatize,
     "post_processing": post_processing,
     "bias_correction": bias_correction,
@@ -63,7 +63,7 @@ _ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
 _RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
 _FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their default eps is the noise level
 
-VARIANTS = (*_ADAPTIVE, "dp_sgd")
+VARIANTS = (*ADAPTIVE, "dp_sgd")
 
 
 def make_plan(
@@ -86,10 +86,8 @@ def make_plan(
 
     noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling. Without
     epsilon there is nothing to compare by, so "auto" is independent noise. sampling="auto" follows the noise: cyclic
-    for banded noise, Poisson for independent noise, otherwise shuffled.
-
-    Raises:
-        ValueError: An unknown name, or a pair of noise and sampling without a privacy proof.
+    for banded noise, Poisson for independent noise, otherwise shuffled. Any other sampling is kept: "poisson" allows
+    independent noise only, "cyclic:8" eight bands, and "cyclic" gets as many groups as the chosen noise has bands.
     """
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)
@@ -108,27 +106,6 @@ def make_plan(
         ) from error
     if epsilon is None:
         return plan
-    return calibrated(
-        plan, sampling=sampling, automatic=automatic, epsilon=epsilon, parameters=parameters, progress=progress
-    )
-
-
-def calibrated(
-    plan: PrivacyPlan,
-    *,
-    sampling: str,
-    automatic: bool,
-    epsilon: float,
-    parameters: int | nn.Module,
-    progress: Callable[[str], None] | None = None,
-) -> PrivacyPlan:
-    """Calibrate a plan to ε; if `automatic`, choose the noise with the least error first.
-
-    Guarantee: The sampling is the named one. "poisson" allows independent noise only, "cyclic:8" eight bands, and
-    "cyclic" gets as many groups as the chosen noise has bands (one for independent noise).
-    """
-    delta = plan.delta
-    assert delta is not None
     if automatic and isinstance(plan.sampling, CyclicPoisson) and sampling != "cyclic" and plan.sampling.bands > 1:
         plan = plan.replace(noise=BandedToeplitz(bands=plan.sampling.bands))
     elif automatic and sampling in ("auto", "shuffled", "cyclic"):
@@ -140,11 +117,7 @@ def calibrated(
 
 
 def noise_of(name: str) -> StrategySpec:
-    """The noise with this name.
-
-    >>> noise_of("buffered-toeplitz:3")
-    BufferedToeplitz(buffers=3)
-    """
+    """The noise with this name, such as "buffered-toeplitz:3"."""
     kind, _, number = name.partition(":")
     if kind not in _NOISE:
         raise ValueError(f"noise={name!r} must be auto or one of {', '.join(noise_words())}")
@@ -155,20 +128,12 @@ def noise_of(name: str) -> StrategySpec:
 
 
 def noise_words() -> list[str]:
-    """The names of all noises except "auto".
-
-    >>> noise_words()
-    ['independent', 'square-root', 'banded-toeplitz:BANDS', 'banded-inverse:BANDS', 'buffered-toeplitz:BUFFERS']
-    """
+    """The names of all noises except "auto", such as "banded-toeplitz:BANDS"."""
     return [_usage(kind) for kind in _NOISE]
 
 
 def name_of_noise(noise: Any) -> str:
-    """The name of a noise, the reverse of `noise_of`.
-
-    >>> name_of_noise(BandedToeplitz(bands=8))
-    'banded-toeplitz:8'
-    """
+    """The name of a noise, the reverse of `noise_of`."""
     for name, (make, argument) in _NOISE.items():
         if type(noise) is make:
             return name if argument is None else f"{name}:{getattr(noise, argument)}"
@@ -176,14 +141,7 @@ def name_of_noise(noise: Any) -> str:
 
 
 def sampling_of(name: str, noise: StrategySpec) -> Sampling:
-    """The sampling with this name.
-
-    "cyclic" has as many groups as the noise has bands. "auto" is the secret sampling that is proved for the noise
-    (Poisson for independent noise, cyclic for banded noise), and shuffled for other noise.
-
-    >>> sampling_of("cyclic", BandedToeplitz(bands=8)), sampling_of("auto", BufferedToeplitz(buffers=2))
-    (CyclicPoisson(bands=8), Shuffled())
-    """
+    """The sampling with this name; "cyclic" has as many groups as the noise has bands, and "auto" follows the noise."""
     kind, _, number = name.partition(":")
     if kind == "cyclic" and (not number or re.fullmatch("[1-9][0-9]{0,8}", number)):
         bands = int(number) if number else int(getattr(noise, "bands", 1))
@@ -205,11 +163,7 @@ def name_of_sampling(sampling: Sampling) -> str:
 
 
 def release_of(variant: str) -> Release:
-    """What each step of a variant releases.
-
-    >>> release_of("bias_correction"), release_of("joint_moments")
-    (Gradient(), JointMoments(square_weight=None))
-    """
+    """What each step of a variant releases."""
     return _RELEASES.get(variant, Gradient())
 
 
@@ -242,24 +196,16 @@ def make_optimizer(
     if variant == "scale_then_privatize":
         options["eps_scale"] = eps_scale
     rule = Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
-    return _ADAPTIVE[variant](model, plan, learning_rate, rule=rule, **options)
+    return ADAPTIVE[variant](model, plan, learning_rate, rule=rule, **options)
 
 
 def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
-    """⌈epochs·n/batch_size⌉, at least one.
-
-    >>> steps_of(10, 1000, 64), steps_of(0.1, 10, 8), steps_of(3, 40, 8)
-    (157, 1, 15)
-    """
+    """⌈epochs·n/batch_size⌉, at least one."""
     return max(1, math.ceil(epochs * num_examples / batch_size - 1e-9))
 
 
 def default_delta(num_examples: int) -> float:
-    """The largest power of ten up to 1/(10·n). δ must be well below 1/n, or one record could be published in full.
-
-    >>> default_delta(1000), default_delta(20_000)
-    (0.0001, 1e-06)
-    """
+    """The largest power of ten up to 1/(10·n). δ must be well below 1/n, or one record could be published in full."""
     return float(f"1e-{math.ceil(math.log10(10 * num_examples) - 1e-9)}")
 
 

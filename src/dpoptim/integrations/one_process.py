@@ -26,13 +26,15 @@ def check_arguments(args: Any) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse an Accelerator with several processes or a distributed backend."""
+    """Refuse an Accelerator with several processes or a distributed backend, or one that scales the loss."""
     backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if accelerator.num_processes > 1 or backend in _BACKENDS:
         raise ValueError(
             f"num_processes={accelerator.num_processes}, distributed_type={backend}: private training runs in one "
             "process. Start the script with python, not accelerate launch."
         )
+    if accelerator.scaler is not None:
+        raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
 
 
 def check_module(module: nn.Module) -> None:

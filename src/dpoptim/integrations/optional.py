@@ -18,21 +18,12 @@ def require(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = _DISTRIBUTIONS.get(module.partition(".")[0], module.partition(".")[0])
-        if (error.name or "").partition(".")[0] == module.partition(".")[0]:
-            raise ValueError(f"{purpose} needs the package {package}; run: pip install {package}") from None
-        raise ValueError(f"{purpose} needs {package}, which cannot be imported: {error}") from error
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise ValueError(f"{purpose} needs the package {package}; run: pip install {package}") from error
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:
-    """The first line of an error's message, cut to `most` characters; the error's type if the message is empty.
-
-    >>> first_line(OSError("no route\\nlong advice"))
-    'no route'
-    """
+    """The first line of an error's message, cut to `most` characters; the error's type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-_DISTRIBUTIONS = {"PIL": "pillow"}

@@ -1,7 +1,7 @@
 """Checks of a few records before training: padding and the collator must not make one example depend on others.
 
-The check of example independence replaces rows of a batch. It starts after the collator and keeps the batch's width, so
-it cannot see what the collator mixes, or that the longest example decides how far the others are padded.
+The check of example independence starts after the collator and keeps the batch's width. So it cannot see what the
+collator mixes, or that the longest example decides how far the others are padded.
 """
 
 from __future__ import annotations
@@ -16,84 +16,48 @@ from torch import Tensor, nn
 
 from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
 from dpoptim.integrations.modes import in_eval_mode
+from dpoptim.kernels.precision import full_precision
 
 _SEEDS = 32  # are tried until masks leave every record a target
 _MAX_COPIED = 500_000_000  # parameters of a 16-bit model that is copied to float32
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_TOLERANCE_16_BITS = 5e-2
 
 Collate = Callable[[list[Any]], Any]
-
-
-class Extremes:
-    """The places of the records with the shortest and longest inputs and labels, noted while the records are read.
-
-    >>> extremes = Extremes()
-    >>> for place, length in enumerate([3, 1, 2]):
-    ...     extremes.note(place, {"input_ids": [0] * length, "labels": 1})
-    >>> extremes.places
-    [1, 0]
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}  # (size, place) of shortest and longest
-
-    def note(self, place: int, record: Any) -> None:
-        """Compare one record with those before."""
-        sizes = {"inputs": 0, "labels": 0}
-        for name, value in record.items() if isinstance(record, Mapping) else ():
-            if hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0:
-                sizes["labels" if name.startswith("label") else "inputs"] += len(value)
-        for part, size in sizes.items():
-            shortest, longest = self._found.get(part, ((size, place), (size, place)))
-            self._found[part] = min(shortest, (size, place)), max(longest, (size, place))
-
-    @property
-    def places(self) -> list[int]:
-        """Without repetitions; those of unequal inputs first."""
-        pairs = [pair for pair in self._found.values() if pair[0][0] < pair[1][0]]
-        return list(dict.fromkeys(place for pair in pairs for _, place in pair))
 
 
 def check_padding(
     model: nn.Module, losses: Callable[[nn.Module, Any], Tensor], collate: Collate, records: list[Any]
 ) -> None:
-    """Refuse a model, loss or collator if the loss of a record changes with its padding.
+    """Refuse `losses(model, batch)` if the loss of a record is different among the others and alone, without padding.
 
-    Each record's loss among the others is compared with its loss alone, in eval mode and in float32 if possible. If the
-    collator draws random numbers (masks), the record's row is cut to its own tokens instead. A loss that draws random
-    numbers in eval mode is not checked.
-
-    Args:
-        model: The model.
-        losses: `losses(model, batch)` returns one loss per record.
-        collate: Makes a batch on the model's device.
-        records: Records of different lengths.
+    If the collator draws random numbers (masks), the record's row is cut to its attention mask instead of collated
+    alone. A loss that draws random numbers in eval mode cannot be compared.
     """
-    model, dtype = _in_float32(model)
-
-    def evaluate(batch: Any) -> Tensor:
-        seed_generators(0)
-        return losses(model, copy.copy(batch)).float()
-
-    with _generators_restored(), buffers_restored(model), in_eval_mode(model), _without_tf32():
+    model, tolerance = _in_float32(model)
+    with (
+        _generators_restored(), buffers_restored(model), in_eval_mode(model),
+        full_precision(next(model.parameters()).device.type),
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+    ):  # fmt: skip
         for seed in range(_SEEDS):
-            batch, draws = _collated(collate, records, seed)
-            together = evaluate(batch)
-            if not draws or bool((together != 0).all()):
+            batch, collator_draws = _collated(collate, records, seed)
+            seeded = generator_states()
+            together = losses(model, copy.copy(batch)).float()
+            if generator_states() != seeded:
+                return
+            if not collator_draws or bool((together != 0).all()):
                 break
         if together.shape != (len(records),):
             raise ValueError(
                 f"the losses of {len(records)} examples have shape {tuple(together.shape)}. Return one per example."
             )
-        after = generator_states()
-        seed_generators(0)
-        if generator_states() != after:
-            return
         for row, record in enumerate(records):
-            alone = _collated(collate, [record], seed)[0]
-            other = _cut(batch, row, alone) if draws else alone
-            if other is not None and not same_losses(together[row], evaluate(other)[0], dtype):
+            alone, _ = _collated(collate, [record], seed)
+            if collator_draws:
+                alone = _cut(batch, row, alone)
+            if alone is None:
+                continue
+            loss = losses(model, alone).float()[0]
+            if not torch.allclose(together[row], loss, rtol=tolerance, atol=1e-3 * tolerance, equal_nan=True):
                 raise ValueError(
                     "the loss of an example changes with its padding or with the other examples of its batch: "
                     f"{type(model).__name__}, the loss or the collator reads them. Pad on the right, give the model "
@@ -107,33 +71,21 @@ def check_collator(collate: Collate, records: list[Any]) -> None:
     Batches of different shapes, or for which a different amount of random numbers was drawn, are not compared.
     """
     with _generators_restored():
-        whole, after = _collated(collate, records, 0)[0], generator_states()
+        batch, _ = _collated(collate, records, 0)
+        after = generator_states()
         for row, record in enumerate(records):
-            other = _collated(collate, [record] * len(records), 0)[0]
-            if not isinstance(whole, Mapping) or generator_states() != after:
+            other, _ = _collated(collate, [record] * len(records), 0)
+            if not isinstance(batch, Mapping) or generator_states() != after:
                 continue
-            for name, one in whole.items():
+            for name, one in batch.items():
                 two = other[name]
                 if not isinstance(one, Tensor) or one.shape[:1] != (len(records),) or one.shape != two.shape:
                     continue
-                if not bool(((one[row] == two[row]) | ((one[row] != one[row]) & (two[row] != two[row]))).all()):
+                if not torch.allclose(one[row], two[row], rtol=0.0, atol=0.0, equal_nan=True):
                     raise ValueError(
                         f"data_collator mixes examples: '{name}' of one example changes when the others are replaced. "
                         "Remove what combines several examples, such as mixup."
                     )
-
-
-def same_losses(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether losses are equal up to rounding: |one − other| ≤ tolerance·max(|one|, |other|, 1e-3).
-
-    >>> same_losses(torch.tensor(2.0), torch.tensor(2.0001), torch.float32)
-    True
-    >>> same_losses(torch.tensor(2.0), torch.tensor(2.01), torch.float32)
-    False
-    """
-    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_16_BITS)
-    larger = torch.maximum(one.abs(), other.abs()).clamp(min=1e-3)
-    return bool((((one - other).abs() <= tolerance * larger) | (one.isnan() & other.isnan())).all())
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> tuple[Any, bool]:
@@ -156,15 +108,14 @@ def _cut(batch: Any, row: int, alone: Any) -> Any:
     }
 
 
-def _in_float32(model: nn.Module) -> tuple[nn.Module, torch.dtype]:
-    """The model, or a copy in float32 if it has 16 bits and is not large: rounding would hide the effect of padding."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes <= {torch.float32, torch.float64}:
-        return model, torch.float32
-    if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_COPIED:
-        with contextlib.suppress(RuntimeError, TypeError):  # quantized weights
-            return copy.deepcopy(model).float(), torch.float32
-    return model, torch.bfloat16
+def _in_float32(model: nn.Module) -> tuple[nn.Module, float]:
+    """The model, copied to float32 if it has 16 bits and is not large, and how far two of its losses may differ."""
+    parameters = list(model.parameters())
+    if all(parameter.dtype in (torch.float32, torch.float64) for parameter in parameters):
+        return model, 1e-4
+    if sum(parameter.numel() for parameter in parameters) <= _MAX_COPIED:
+        return copy.deepcopy(model).float(), 1e-4
+    return model, 5e-2
 
 
 @contextlib.contextmanager
@@ -178,26 +129,14 @@ def _generators_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """What a model writes into its buffers during the check, or puts in their place, is undone."""
-    owners = [(module, dict(module._buffers)) for module in model.modules()]
-    contents = {id(b): b.clone() for _, buffers in owners for b in buffers.values() if b is not None}
+    """Undo what the model writes into its buffers: nothing refuses it here, and it would hold private values."""
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        for module, buffers in owners:
-            module._buffers.update(buffers)
-            for buffer in buffers.values():
-                if buffer is not None and not torch.equal(buffer, contents[id(buffer)]):
-                    buffer.data.copy_(contents[id(buffer)])
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        for buffers, before in owners:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, content in contents:
+            buffer.data.copy_(content)

@@ -22,19 +22,11 @@ _MAY_CHANGE = (  # of PrivacyArguments and recipes
 def run_header(
     optimizer: PrivateOptimizer, *, settings: Mapping[str, Any] | None = None, data: str | None = None
 ) -> RunHeader:
-    """Build the ledger header of a run from its optimizer.
+    """Build the header for `StepLedger.open` from settings and a keyed digest of the records that must stay the same.
 
     Call it after `optimizer.load_state_dict`: a resumed run takes its run_id and its noise strategy from the state.
     Model code and weights are not in the header. If they change, the gradients of a repeated step do, and the ledger
     refuses it.
-
-    Args:
-        optimizer: The run's private optimizer.
-        settings: Further public values that must stay the same.
-        data: A keyed digest of the training records, `fingerprint_records(records, key).digest`.
-
-    Returns:
-        The header for `StepLedger.open`.
     """
     mechanism = optimizer.mechanism
     return RunHeader(

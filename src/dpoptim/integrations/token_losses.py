@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,7 @@ from dpoptim.integrations.masking import IGNORED
 from dpoptim.integrations.modes import in_eval_mode, without_peft
 
 
-@dataclass(frozen=True, eq=False)
-class _Reader:
+class _Reader(NamedTuple):
     """The modules that get the two hooks."""
 
     encoder: nn.Module

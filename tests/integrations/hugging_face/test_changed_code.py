@@ -96,9 +96,8 @@ def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
         trainer(tmp_path, stock(), loss=annealed, per_device_train_batch_size=4).train()
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param("tokenizer", marks=pytest.mark.slow), "closure", pytest.param("hook", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGES)
 def test_other_code_does_not_repeat_a_step(what, tmp_path):
     first, second = CHANGES[what]
     made(tmp_path, first).train()

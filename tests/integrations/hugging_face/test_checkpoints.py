@@ -61,20 +61,20 @@ def test_resume_from_the_last_checkpoint_of_a_finished_run_does_nothing(tmp_path
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
-    class_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True).train()
+    class_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"has no optimizer\.pt"):
-        class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
-    class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
     other = PrivacyArguments(noise_multiplier=0.5, delta=1e-3)
-    with pytest.raises(ValueError, match=r"another privacy plan \(its noise_multiplier"):
-        class_trainer(tmp_path, privacy=other).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"a different privacy plan: noise_multiplier"):
+        class_trainer(tmp_path, privacy=other, max_steps=2).train(resume_from_checkpoint=checkpoint)
     secret = key_of(tmp_path)
     secret.rename(tmp_path / "kept")
     with pytest.raises(ValueError, match=r"\.key is missing, and checkpoint .* needs this noise key"):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
     NoiseKey.generate().save(secret)
-    with pytest.raises(ValueError, match="another noise key"):
+    with pytest.raises(ValueError, match="a different noise key"):
+        class_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=checkpoint)
+    (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"has no optimizer\.pt"):
         class_trainer(tmp_path).train(resume_from_checkpoint=checkpoint)
 
 
@@ -116,6 +116,7 @@ def test_every_run_has_its_own_key(tmp_path):
     assert again.private_optimizer.key == NoiseKey.load(first)
 
 
+@pytest.mark.slow
 def test_a_key_file_serves_one_run(tmp_path):
     file = tmp_path / "vault" / "mine.key"
     privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, key_file=str(file))

@@ -57,11 +57,10 @@ def steps_file(folder: Path) -> Path:
 def edited() -> dict[str, list[dict[str, Any]]]:
     rows = labelled()
     other_label = [{**row, "labels": 1 - row["labels"]} if place == 5 else row for place, row in enumerate(rows)]
-    shorter = [{name: v[:-1] if name != "labels" else v for name, v in rows[0].items()}, *rows[1:]]
-    return {"one label": other_label, "one text": shorter, "rotated": [*rows[1:], rows[0]]}
+    return {"one label": other_label, "rotated": [*rows[1:], rows[0]]}
 
 
-@pytest.mark.parametrize(("how", "at"), [("one label", 2), ("one text", 4), ("rotated", 2)])
+@pytest.mark.parametrize(("how", "at"), [("one label", 2), ("rotated", 4)])
 def test_different_examples_are_refused(how, at, folder):
     with pytest.raises(ValueError, match="the training data has changed since the run started"):
         resumed(folder, edited()[how], at=at)
@@ -108,18 +107,11 @@ def test_random_examples_are_refused_with_what_to_do(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize(("name", "value"), [("learning_rate", 2e-2), ("lr_scheduler_type", "cosine"), ("seed", 7)])
-def test_different_arguments_are_refused(name, value, folder):
-    with pytest.raises(ValueError, match=f"setting {name} was .* when the run started and is .* now"):
-        resumed(folder, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"), [({"eps": 1e-3}, "setting eps was"), ({"clip_norm": 3.0}, "another privacy plan")]
-)
-def test_different_privacy_arguments_are_refused(changes, error, folder):
-    with pytest.raises(ValueError, match=error):
-        resumed(folder, privacy=dataclasses.replace(PRIVACY, **changes))
+def test_different_arguments_are_refused(folder):
+    with pytest.raises(ValueError, match=r"setting lr_scheduler_type was .* when the run started and is .* now"):
+        resumed(folder, lr_scheduler_type="cosine")
+    with pytest.raises(ValueError, match=r"setting eps was .* when the run started and is .* now"):
+        resumed(folder, privacy=dataclasses.replace(PRIVACY, eps=1e-3))
 
 
 def other_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -138,6 +130,7 @@ def test_a_different_dropout_is_refused(folder):
         resumed(folder, model=classifier(dropout=0.3))
 
 
+@pytest.mark.slow
 def test_edited_weights_are_refused(folder, tmp_path):
     """Files are not authenticated: the ledger compares what a step would release."""
     from safetensors.torch import load_file, save_file
@@ -168,6 +161,7 @@ def test_an_older_checkpoint_repeats_the_same_run(folder):
     assert released_count(steps_file(folder)) == 4
 
 
+@pytest.mark.slow
 def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     from dpoptim.clipping import PrivateMechanism
 

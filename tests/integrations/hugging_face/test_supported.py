@@ -31,7 +31,6 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("include_num_input_tokens_seen", "all", "private tokens"),
         ("optim", "adafactor", "variant="),
         ("optim_args", "a=1", "optim_args"),
-        ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "use_reentrant"),
         ("max_grad_norm", 0.0, "clip_norm"),
         ("per_device_train_batch_size", 100, "exceeds the 24 examples"),
     ],
@@ -68,7 +67,7 @@ def test_arguments_that_do_not_fit_together(tmp_path):
     refused("without a length", train_dataset=iter(data))
     refused("exceeds the 0 examples", train_dataset=[])
     refused("Declare a public one", privacy=PrivacyArguments(epsilon=1.0, adjacency="add_remove"))
-    refused("epsilon=-1.0 must be a finite number above 0", privacy=PrivacyArguments(epsilon=-1.0))
+    refused("Expected epsilon > 0", privacy=PrivacyArguments(epsilon=-1.0))
     with pytest.raises(ValueError, match="train_dataset=None"):
         _ = PrivateTrainer(model, args, processing_class=WORDS, privacy=PRIVACY).plan
 

@@ -231,6 +231,7 @@ def test_released_norms_and_the_debug_loss_are_options(tmp_path):
     assert 0.3 < output.training_loss < 3.0
 
 
+@pytest.mark.slow
 def test_empty_poisson_batches_are_steps_of_noise(tmp_path):
     """One expected example of 24 per batch: some of 40 batches are empty, and their placeholder is not counted."""
     seen: list[int] = []
@@ -467,6 +468,7 @@ def test_a_model_in_bf16_keeps_its_weights_and_full_moments(tmp_path):
     assert moments.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_bf16_is_close_to_full_precision(tmp_path):
     steps = []
     for bf16 in (False, True):

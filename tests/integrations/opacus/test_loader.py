@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_a_batch_that_was_only_looked_at_is_not_lost():
 
 def test_a_batch_that_is_skipped_is_refused():
     private = of_linear()
-    with pytest.raises(ValueError, match="call step\\(\\) once for each batch"):
+    with pytest.raises(ValueError, match="Call step\\(\\) once for each batch"):
         for _ in private.data_loader:
             pass
 
@@ -168,18 +167,6 @@ def test_an_empty_batch_takes_its_noise_step(monkeypatch):
         assert private.steps_taken == 3
         same = [torch.equal(a, b) for a, b in zip(model.parameters(), convolutions().parameters(), strict=True)]
         assert same == [not moves] * len(same)
-
-
-def test_worker_options_that_are_not_copied_are_named():
-    with pytest.warns(UserWarning, match="^timeout, prefetch_factor, persistent_workers of data_loader: not copied"):
-        of_linear(
-            data_loader=lambda d: DataLoader(
-                d, batch_size=4, num_workers=1, timeout=5, prefetch_factor=3, persistent_workers=True
-            )
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        of_linear(data_loader=lambda d: DataLoader(d, batch_size=4, num_workers=1))
 
 
 def test_a_selection_goes_into_a_subset():

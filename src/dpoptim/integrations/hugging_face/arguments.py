@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from dpoptim.arguments import check_choice
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
     VARIANTS,
@@ -80,11 +81,8 @@ class PrivacyArguments:
     debug_loss: bool = _option(False, "Log the training loss, which is NOT PRIVATE, as not_private_loss.")
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise ValueError(f"variant={self.variant!r} must be one of {', '.join(VARIANTS)}")
-        kinds = [kind.value for kind in Adjacency]
-        if self.adjacency not in kinds:
-            raise ValueError(f"adjacency={self.adjacency!r} must be one of {', '.join(kinds)}")
+        check_choice("variant", self.variant, VARIANTS)
+        check_choice("adjacency", self.adjacency, [kind.value for kind in Adjacency])
 
 
 def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.Module) -> PrivacyPlan:

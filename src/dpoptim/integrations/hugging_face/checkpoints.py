@@ -11,9 +11,8 @@ Limit: if key, ledger and checkpoint are restored together from a backup, nobody
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.noise import NoiseKey
@@ -22,8 +21,7 @@ from dpoptim.optim import PrivateOptimizer
 LOADER_STATE = "private_loader.json"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunSecrets:
+class RunSecrets(NamedTuple):
     """The name of a run, its noise key, and the file of its step ledger."""
 
     name: str
@@ -31,56 +29,36 @@ class RunSecrets:
     ledger_file: Path
 
 
-def new_secrets(privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None) -> RunSecrets:
-    """Create the secrets of a new run.
-
-    The key is new and saved at once, unless `key_file` names a file or `optimizer`, made by the user, has its own key.
-    """
-    check_key_file(privacy, args)
-    if privacy.key_file is not None and optimizer is None:
-        key = NoiseKey.load_or_create(privacy.key_file)
-        return RunSecrets(name=key.fingerprint(), key=key, ledger_file=Path(privacy.key_file).with_suffix(".steps"))
-    folder = secret_folder(args)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if optimizer is not None:
-        key, name = optimizer.key, optimizer.key.for_run(optimizer.mechanism.run_id).fingerprint()
-    else:
-        key = NoiseKey.generate()
-        name = key.fingerprint()
-        key.save(folder / f"{name}.key")
-    return RunSecrets(name=name, key=key, ledger_file=folder / f"{name}.steps")
-
-
-def secrets_of(
-    checkpoint: str | Path, privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None
+def run_secrets(
+    privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None, checkpoint: str | None
 ) -> RunSecrets:
-    """Find the secrets of the run that a checkpoint belongs to."""
-    check_key_file(privacy, args)
-    name = str(read_loader_state(checkpoint)["run"])
-    file = secret_folder(args) / f"{name}.key"
-    if privacy.key_file is not None and optimizer is None:
-        file = Path(privacy.key_file)
-    if optimizer is not None:
-        key = optimizer.key
-    elif file.is_file():
-        key = NoiseKey.load(file)
-    else:
-        raise ValueError(f"{file} is missing, and checkpoint {checkpoint} needs this noise key. Restore the file.")
-    return RunSecrets(name=name, key=key, ledger_file=file.with_suffix(".steps"))
+    """Find the secrets of a checkpoint's run, or create those of a new run.
 
-
-def secret_folder(args: Any) -> Path:
-    """The folder beside output_dir."""
-    folder = Path(args.output_dir).resolve()
-    return folder.with_name(f"{folder.name}.secret")
-
-
-def check_key_file(privacy: PrivacyArguments, args: Any) -> None:
-    """Refuse a key_file in output_dir."""
+    The key of a new run is saved at once, unless `key_file` names a file or `optimizer`, made by the user, has its own.
+    """
     output = Path(args.output_dir).resolve()
+    folder = output.with_name(f"{output.name}.secret")
+    file = None if privacy.key_file is None or optimizer is not None else Path(privacy.key_file)
     if privacy.key_file is not None and output in Path(privacy.key_file).resolve().parents:
         raise ValueError(f"key_file={privacy.key_file!r} is in output_dir, which people upload. Choose another place.")
+    if checkpoint is not None:
+        name = str(read_loader_state(checkpoint)["run"])
+        file = file or folder / f"{name}.key"
+        if optimizer is None and not file.is_file():
+            raise ValueError(f"{file} is missing, and checkpoint {checkpoint} needs this noise key. Restore the file.")
+        key = NoiseKey.load(file) if optimizer is None else optimizer.key
+    elif file is not None:
+        key = NoiseKey.load_or_create(file)
+        name = key.fingerprint()
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        key = NoiseKey.generate() if optimizer is None else optimizer.key
+        name = (key if optimizer is None else key.for_run(optimizer.mechanism.run_id)).fingerprint()
+        file = folder / f"{name}.key"
+        if optimizer is None:
+            key.save(file)
+    return RunSecrets(name=name, key=key, ledger_file=file.with_suffix(".steps"))
 
 
 def write_loader_state(checkpoint: str | Path, state: dict[str, Any]) -> None:

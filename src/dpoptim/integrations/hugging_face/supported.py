@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
@@ -13,69 +13,33 @@ from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan
 
-
-class _Unsupported(NamedTuple):
-    option: str
-    reason: str
-    fix: str
-    is_set: Callable[[Any], Any] = bool
-
-
-_ARGUMENTS = [  # of TrainingArguments
-    _Unsupported("fp16", "scales the loss, which changes clipping", "Use bf16=True or full precision"),
-    _Unsupported("torch_compile", "compiles the layers that see each example", "Leave it out"),
-    _Unsupported("use_liger_kernel", "replaces layers that must see each example", "Leave it out"),
-    _Unsupported(
-        "train_sampling_strategy",
-        "would change how batches are drawn",
-        "Leave it out and set PrivacyArguments(sampling=)",
-        lambda value: value != "random",
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: values that are supported, why no others
+    "fp16": ((False,), "scales the loss, which changes clipping. Use bf16=True or full precision."),
+    "torch_compile": ((False,), "compiles the layers that see each example. Leave it out."),
+    "use_liger_kernel": ((False,), "replaces layers that must see each example. Leave it out."),
+    "train_sampling_strategy": (
+        ("random",), "would change how batches are drawn. Leave it out and set PrivacyArguments(sampling=).",
     ),
-    _Unsupported(
-        "auto_find_batch_size",
-        "restarts the run, but the guarantee covers one run",
-        "Set per_device_train_batch_size and gradient_accumulation_steps",
+    "auto_find_batch_size": (
+        (False,), "restarts the run, but the guarantee covers one run. Set per_device_train_batch_size.",
     ),
-    _Unsupported(
-        "label_smoothing_factor", "averages the loss over the batch", "Leave it out, or pass loss_per_example="
+    "label_smoothing_factor": ((0.0,), "averages the loss over the batch. Leave it out, or pass loss_per_example=."),
+    "neftune_noise_alpha": (
+        (None,), "adds noise that depends on the padded length of the batch, which mixes examples. Leave it out.",
     ),
-    _Unsupported(
-        "neftune_noise_alpha",
-        "adds noise that depends on the padded length of the batch, which mixes examples",
-        "Leave it out",
-        lambda value: value is not None,
+    "include_num_input_tokens_seen": (("no", False), "logs a count of private tokens. Leave it out."),
+    "skip_memory_metrics": ((True,), "logs memory peaks, which depend on the secret batch sizes. Leave it out."),
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused"),
+        "is not a private optimizer. Leave it out and set PrivacyArguments(variant=), or pass optimizers= and plan=.",
     ),
-    _Unsupported(
-        "include_num_input_tokens_seen",
-        "logs a count of private tokens",
-        "Leave it out",
-        lambda value: value != "no",
-    ),
-    _Unsupported(
-        "skip_memory_metrics",
-        "logs memory peaks, which depend on the secret batch sizes",
-        "Leave it out",
-        lambda value: not value,
-    ),
-    _Unsupported(
-        "optim",
-        "is not a private optimizer",
-        "Leave it out and set PrivacyArguments(variant=), or pass plan= and optimizers=(optimizer, None)",
-        lambda value: str(getattr(value, "value", value)) not in ("adamw_torch", "adamw_torch_fused"),
-    ),
-    _Unsupported("optim_args", "is for other optimizers", "Set betas and weight_decay in TrainingArguments"),
-    _Unsupported(
-        "gradient_checkpointing_kwargs",
-        "hides which example a gradient belongs to",
-        "Leave use_reentrant out",
-        lambda value: (value or {}).get("use_reentrant"),
-    ),
-]
-_TRAINER_OPTIONS = [
-    _Unsupported("compute_loss_func", "may average over the batch", "Pass loss_per_example="),
-    _Unsupported("model_init", "would train again and spend epsilon again", "Pass model="),
-    _Unsupported("optimizer_cls_and_kwargs", "is not a private optimizer", "Set PrivacyArguments(variant=)"),
-]
+    "optim_args": ((None,), "is for other optimizers. Set betas and weight_decay in TrainingArguments."),
+}  # fmt: skip
+_TRAINER_OPTIONS = {
+    "compute_loss_func": "may average over the batch. Pass loss_per_example=.",
+    "model_init": "would train again and spend epsilon again. Pass model=.",
+    "optimizer_cls_and_kwargs": "is not a private optimizer. Set PrivacyArguments(variant=).",
+}
 _METHODS = {  # that a subclass must not override
     "compute_loss": "training does not call it",
     "training_step": "it could mix examples unnoticed",
@@ -88,15 +52,15 @@ def private_arguments(args: Any) -> Any:
     The private loader cuts steps into micro-batches, so the loop's own gradient accumulation is 1.
     """
     one_process.check_arguments(args)
-    for row in _ARGUMENTS:
-        value = getattr(args, row.option)
-        if row.is_set(value):
-            shown = getattr(value, "value", value)
-            raise ValueError(f"{row.option}={shown!r} {row.reason}. {row.fix}.")
+    for option, (supported, why) in _SUPPORTED.items():
+        value = getattr(args, option)
+        value = getattr(value, "value", value)
+        if value not in supported:
+            raise ValueError(f"{option}={value!r} {why}")
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
     if args.gradient_checkpointing:
-        args.gradient_checkpointing_kwargs = {**(args.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+        args.gradient_checkpointing_kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
     return args
 
 
@@ -120,9 +84,9 @@ def check_call(
         raise ValueError("privacy=None. Pass privacy=PrivacyArguments(epsilon=..., delta=...), or a calibrated plan=.")
     if plan is not None:
         _check_plan(plan, privacy, args)
-    for row in _TRAINER_OPTIONS:
-        if options.get(row.option) is not None:
-            raise ValueError(f"{row.option} {row.reason}. {row.fix}.")
+    for option, why in _TRAINER_OPTIONS.items():
+        if options.get(option) is not None:
+            raise ValueError(f"{option} {why}")
     if model is None:
         raise ValueError("model=None. Pass the model itself.")
     if optimizer is not None:

@@ -14,22 +14,16 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.clipping import Released, check_example_independence
-from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
+from dpoptim.data import PrivateLoader, fingerprint_records, private_loader
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
-from dpoptim.integrations.accelerate import check_accelerator
+from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
-from dpoptim.integrations.hugging_face.checkpoints import (
-    RunSecrets,
-    new_secrets,
-    read_loader_state,
-    secrets_of,
-    write_loader_state,
-)
+from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
-from dpoptim.integrations.padding_check import Extremes, buffers_restored, check_collator, check_padding
+from dpoptim.integrations.padding_check import buffers_restored, check_collator, check_padding
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
@@ -101,11 +95,11 @@ class PrivateTrainer(transformers.Trainer):
         super().__init__(
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
-        check_accelerator(self.accelerator)
+        one_process.check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
-        self._held_out: _HeldOutCheck | None = None
+        self._held_out: list[Any] = []  # datasets that have passed the check
         self._steps: StepLoader | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
@@ -143,16 +137,17 @@ class PrivateTrainer(transformers.Trainer):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        key, extremes = self._run_secrets().key, Extremes()
+        key, lengths = self._run_secrets().key, dict[int, int]()
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
         def look(place: int, record: Any) -> None:
             if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
                 schema.check(place, record)
-            extremes.note(place, record)
+            lengths[place] = _length(record)
 
         self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
-        self._check_records(collate, dataset, extremes.places)
+        by_length = sorted(lengths, key=lengths.__getitem__)
+        self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
         loader = private_loader(
             dataset,
             plan,
@@ -168,7 +163,7 @@ class PrivateTrainer(transformers.Trainer):
         return self._steps
 
     def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> None:
-        """Check the collator, padding and loss on a few records, those at `places` among them."""
+        """Check the collator, padding and loss on a few records, the shortest and the longest among them."""
         size = min(4, self.args.per_device_train_batch_size, len(dataset))
         if size < 2:
             return  # no two records are in one batch
@@ -203,10 +198,14 @@ class PrivateTrainer(transformers.Trainer):
         return super().get_test_dataloader(test_dataset)
 
     def _check_held_out(self, eval_dataset: Any) -> None:
-        if self._held_out is None:
-            self._held_out = _HeldOutCheck(self.train_dataset, lambda data: self._used_columns(data, "evaluation"))
-        if not self.privacy.debug_loss:
-            self._held_out.check(eval_dataset)
+        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if dataset is None or self.privacy.debug_loss or any(dataset is other for other in self._held_out):
+                continue
+            if dataset is self.train_dataset:
+                raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
+            used = [self._used_columns(data, "evaluation") for data in (self.train_dataset, dataset)]
+            _compare_held_out(*used)
+            self._held_out.append(dataset)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -229,7 +228,7 @@ class PrivateTrainer(transformers.Trainer):
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: Step, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run one backward of the summed losses per micro-batch; the stock loop then calls the optimizer.
 
         Returns:
@@ -250,14 +249,6 @@ class PrivateTrainer(transformers.Trainer):
         seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the sum of the per-example losses in training, and the stock loss in evaluation."""
-        if torch.is_grad_enabled():
-            return self._losses(model, inputs).sum()
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         with self.accelerator.autocast():
             losses = self.loss_per_example(model, batch)
@@ -268,10 +259,8 @@ class PrivateTrainer(transformers.Trainer):
             )
         return losses
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        if batch_samples and isinstance(batch_samples[0], Step):
-            return None  # dividing by the targets of the whole batch would mix examples
-        return super()._get_num_items_in_batch(batch_samples, device)
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
+        """Return None: dividing by the targets of the whole batch would mix examples."""
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0: the number of tokens in a private batch is not released."""
@@ -370,10 +359,8 @@ class PrivateTrainer(transformers.Trainer):
 
     def _run_secrets(self, checkpoint: str | None = None) -> RunSecrets:
         """The key and ledger file of the run: those of a checkpoint, or new ones."""
-        if checkpoint is not None:
-            self._secrets = secrets_of(checkpoint, self.privacy, self.args, self.private_optimizer)
-        elif self._secrets is None:
-            self._secrets = new_secrets(self.privacy, self.args, self.private_optimizer)
+        if checkpoint is not None or self._secrets is None:
+            self._secrets = run_secrets(self.privacy, self.args, self.private_optimizer, checkpoint)
         return self._secrets
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -407,9 +394,7 @@ class PrivateTrainer(transformers.Trainer):
 
 
 class StepLoader:
-    """A private loader as the stock loop sees it: one item per remaining step of the plan.
-
-    Iterations continue where the last one stopped, so a loop over epochs does not start the plan again.
+    """A private loader as the stock loop sees it: each item yields the micro-batches of one remaining step.
 
     >>> from dpoptim.privacy import PrivacyPlan
     >>> loader = StepLoader(private_loader(range(6), PrivacyPlan(num_examples=6, batch_size=3, steps=2),
@@ -420,90 +405,57 @@ class StepLoader:
 
     def __init__(self, loader: PrivateLoader) -> None:
         self.loader = loader
+        self.dataset = loader.dataset
         self._batches: Iterator[Any] | None = None
-
-    @property
-    def dataset(self) -> Any:
-        """The training examples."""
-        return self.loader.dataset
 
     def __len__(self) -> int:
         """The number of remaining steps."""
         return self.loader.steps - self.loader.next_step
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Iterator[Any]]:
         while len(self):
-            yield Step(self)
+            yield self._micro_batches()
 
-    def next_micro_batch(self) -> Any:
-        """Fetch the next micro-batch; `loader.step_ends` tells whether it is the last of its step."""
-        if self._batches is None:
+    def _micro_batches(self) -> Iterator[Any]:
+        if self._batches is None:  # later steps and epochs continue where the last one stopped
             self._batches = iter(self.loader)
-        return next(self._batches)
+        for batch in self._batches:
+            yield batch
+            if self.loader.step_ends:
+                return
 
     def pause(self) -> None:
-        """Stop the workers and drop what they have fetched.
-
-        After a checkpoint, this run and a resumed run then draw the workers' seeds at the same moment.
-        """
+        """Stop the workers and drop what they have fetched, so that a resumed run draws the same seeds for them."""
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
             self._batches = None
 
 
-class Step:
-    """The micro-batches of one step, fetched one at a time."""
+def _compare_held_out(train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse evaluation on the training examples, and warn about those that are shared."""
+    key = NoiseKey.generate()
+    try:
+        training, found = fingerprint_records(train_dataset, key), fingerprint_records(eval_dataset, key)
+    except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
+        return
+    shared = found.shared_with(training)
+    if shared == len(found.each) > 0 and training.mostly_distinct:
+        raise ValueError(
+            "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
+            "examples, or PrivacyArguments(debug_loss=True) to debug."
+        )
+    if shared:
+        warnings.warn(
+            f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does not "
+            "cover scores on them.",
+            stacklevel=4,
+        )
 
-    def __init__(self, steps: StepLoader) -> None:
-        self._steps = steps
 
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._steps.next_micro_batch()
-            if self._steps.loader.step_ends:
-                return
-
-
-class _HeldOutCheck:
-    """Refuses evaluation on the training examples; each dataset is compared once."""
-
-    def __init__(self, train_dataset: Any, used_columns: Callable[[Any], Any]) -> None:
-        self._train, self._used_columns = train_dataset, used_columns
-        self._key = NoiseKey.generate()
-        self._training: RecordFingerprint | None = None
-        self._checked: list[Any] = []
-
-    def check(self, eval_dataset: Any) -> None:
-        """Check one dataset, or several by name."""
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if dataset is not None and not any(dataset is other for other in self._checked):
-                self._check_one(dataset)
-                self._checked.append(dataset)
-
-    def _check_one(self, dataset: Any) -> None:
-        if dataset is self._train:
-            raise ValueError(
-                "eval_dataset is train_dataset, and scores on it are not private. Use other examples, or "
-                "PrivacyArguments(debug_loss=True) to debug."
-            )
-        try:
-            if self._training is None:
-                self._training = fingerprint_records(self._used_columns(self._train), self._key)
-            found = fingerprint_records(self._used_columns(dataset), self._key)
-        except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
-            return
-        shared = found.shared_with(self._training)
-        if shared == len(found.each) > 0 and self._training.mostly_distinct:
-            raise ValueError(
-                "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
-                "examples."
-            )
-        if shared:
-            warnings.warn(
-                f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does "
-                "not cover scores on them.",
-                stacklevel=5,
-            )
+def _length(record: Any) -> int:
+    """The number of tokens of a record, inputs and labels."""
+    values = record.values() if isinstance(record, Mapping) else ()
+    return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
 
 
 def _has_columns(dataset: Any) -> bool:

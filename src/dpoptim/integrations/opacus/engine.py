@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 import warnings
 from collections.abc import Mapping, Sized
@@ -12,6 +11,7 @@ import torch
 import torch.utils.data
 from torch import nn
 
+from dpoptim.arguments import check_choice, check_number, check_whole
 from dpoptim.data import private_loader
 from dpoptim.integrations import one_process
 from dpoptim.integrations.opacus.loader import DPDataLoader, checked_loader
@@ -21,7 +21,6 @@ from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
-_ACCOUNTANTS = ("prv", "rdp", "gdp")
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
@@ -72,23 +71,14 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are suppor
     ),
     "loss_reduction": (("mean", "sum"), "Use 'mean' or 'sum', as the loop reduces the losses."),
 }
-_FROM_ARGUMENTS = "It is read from the arguments of make_private. Set it there."
 _NOT_OPTIONS = {  # names that variant_options must not have
-    "key": "Pass key= to make_private.",
-    "loss_reduction": "Pass loss_reduction= to make_private.",
-    "external_batches": "Batches always come from the loader that make_private returns. Leave it out.",
-    "run_id": "Every run has its own, and load_checkpoint restores it. Leave it out.",
-    **dict.fromkeys(("model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay"), _FROM_ARGUMENTS),
-}
+    "model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay", "key", "loss_reduction", "run_id",
+    "external_batches",
+}  # fmt: skip
 
 
 def check_settings(settings: Settings) -> None:
-    """Refuse unsupported settings.
-
-    >>> check_settings({"clipping": "per_layer"})
-    Traceback (most recent call last):
-    ValueError: clipping='per_layer' is not supported. One norm over all parameters is clipped. Leave clipping out.
-    """
+    """Refuse unsupported settings."""
     unknown = sorted(set(settings) - Settings.__annotations__.keys())
     if unknown:
         raise ValueError(f"{unknown[0]} is not an argument. Put arguments of a variant into variant_options={{...}}.")
@@ -97,8 +87,8 @@ def check_settings(settings: Settings) -> None:
         if value not in values:
             raise ValueError(f"{name}={value!r} is not supported. {fix}")
     _check_criterion(settings.get("criterion"), settings.get("loss_reduction", "mean"))
-    for name in sorted(_NOT_OPTIONS.keys() & (settings.get("variant_options") or {}).keys()):
-        raise ValueError(f"variant_options has {name!r}. {_NOT_OPTIONS[name]}")
+    for name in sorted(_NOT_OPTIONS & (settings.get("variant_options") or {}).keys()):
+        raise ValueError(f"variant_options has {name!r}, which make_private sets from its own arguments. Leave it out.")
 
 
 def _check_criterion(criterion: Any, reduction: str) -> None:
@@ -116,22 +106,6 @@ def _check_criterion(criterion: Any, reduction: str) -> None:
             f"criterion has {what}, so its mean depends on the other targets of the batch. Use reduction='sum' with "
             "loss_reduction='sum'."
         )
-
-
-def check_max_grad_norm(max_grad_norm: object) -> float:
-    """Convert to a float; refuse a list with one norm per layer.
-
-    >>> check_max_grad_norm([1.0, 2.0])
-    Traceback (most recent call last):
-    ValueError: max_grad_norm=[1.0, 2.0] must be one number. Use √(Σ norm²): the whole gradient is clipped.
-    """
-    if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.numel() == 1:
-        return float(max_grad_norm)
-    if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, numbers.Real):
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} must be one number. Use √(Σ norm²): the whole gradient is clipped."
-        )
-    return float(max_grad_norm)
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -240,14 +214,10 @@ def make_private_with_epsilon(
     """Do the same as `make_private`, with the least noise that keeps a run within (target_epsilon, target_delta).
 
     Args:
-        module: As in `make_private`.
-        optimizer: As in `make_private`.
-        data_loader: As in `make_private`.
+        module, optimizer, data_loader, max_grad_norm, **settings: As in `make_private`.
         target_epsilon: The ε of the whole run.
         target_delta: The δ of (ε, δ).
         epochs: The length of the run. A longer run is refused.
-        max_grad_norm: The bound on the gradient of one example.
-        **settings: See `Settings`.
 
     Returns:
         The module, the private optimizer and the private loader.
@@ -263,27 +233,26 @@ def _assemble(
     optimizer: torch.optim.Optimizer,
     data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
     settings: Settings,
-    max_grad_norm: object,
+    max_grad_norm: float,
     *,
     noise_multiplier: float | None = None,
     target: tuple[float, float] | None = None,
     epochs: int | None,
 ) -> PrivateTraining:
     check_settings(settings)
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module must be an nn.Module, got {type(module).__name__}")
     if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
         raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
     one_process.check_module(module)
     check_optimizer(optimizer, module)
     original = checked_loader(data_loader)
     is_open = epochs is None and target is None
-    if not is_open and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-        raise ValueError(f"epochs must be a whole number ≥ 1, got {epochs!r}")
+    if not is_open:
+        check_whole("epochs", epochs)
+    check_number("max_grad_norm", max_grad_norm, above=0.0, infinity=True, hint="Use √(Σ norm²) for norms per layer.")
     plan, steps_per_epoch = _plan(
         original,
         poisson_sampling=settings.get("poisson_sampling", True),
-        clip_norm=check_max_grad_norm(max_grad_norm),
+        clip_norm=float(max_grad_norm),
         noise_multiplier=noise_multiplier,
         epochs=epochs,
     )
@@ -296,8 +265,7 @@ def _assemble(
             f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
             stacklevel=4,
         )
-    given_key = settings.get("key")
-    key = NoiseKey.generate() if given_key is None else given_key
+    key = settings.get("key") or NoiseKey.generate()
     private_batches = private_loader(
         original.dataset,
         plan,
@@ -401,14 +369,12 @@ class PrivacyEngine:
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        if accountant not in _ACCOUNTANTS:
-            raise ValueError(f"accountant={accountant!r} must be one of {', '.join(_ACCOUNTANTS)}")
+        check_choice("accountant", accountant, ("prv", "rdp", "gdp"))
         if secure_mode:
             raise ValueError(
                 "secure_mode=True is not supported: noise and batches come from a cryptographic key, but noise is not "
                 "hardened against floating-point attacks. Leave it out to accept that."
             )
-        self.secure_mode = False
         self.private: PrivateTraining | None = None
         self.accountant = Accountant(self, accountant)
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sized
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, cast
 
 import torch.utils.data
 
+from dpoptim.arguments import check_whole
 from dpoptim.data import PrivateLoader, secret_randomness
 from dpoptim.integrations.opacus.optimizers import DPOptimizer
 
-_OF_WORKERS: dict[str, tuple[Any, ...]] = {  # options that do not change what workers return, with their defaults
-    "timeout": (0,),
-    "prefetch_factor": (None, 2),
-    "persistent_workers": (False,),
-    "multiprocessing_context": (None,),
-}
 
-
+@dataclass(eq=False)
 class DPDataLoader:
     """A private loader that yields one epoch (`steps_per_epoch` steps) per iteration.
 
@@ -30,22 +25,13 @@ class DPDataLoader:
     (dropout, masks) comes from the run's secret key, and torch's generators are restored after each step.
     """
 
-    def __init__(
-        self,
-        private_loader: PrivateLoader,
-        optimizer: DPOptimizer,
-        *,
-        steps_per_epoch: int,
-        original: torch.utils.data.DataLoader[Any],
-        is_open: bool,
-        max_physical_batch_size: int | None = None,
-    ) -> None:
-        self.private_loader = private_loader
-        self.optimizer = optimizer
-        self.steps_per_epoch = steps_per_epoch
-        self.original = original
-        self.is_open = is_open
-        self.max_physical_batch_size = max_physical_batch_size
+    private_loader: PrivateLoader
+    optimizer: DPOptimizer
+    _: KW_ONLY
+    steps_per_epoch: int
+    original: torch.utils.data.DataLoader[Any]  # that make_private was given
+    is_open: bool  # without `epochs`
+    max_physical_batch_size: int | None = None
 
     @property
     def dataset(self) -> torch.utils.data.Dataset[Any]:
@@ -81,11 +67,10 @@ class DPDataLoader:
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size
-        batches = secret_randomness(self.private_loader, self.optimizer)
-        return self._epoch(batches, end=released + self.steps_per_epoch)
+        return self._epoch(end=released + self.steps_per_epoch)
 
-    def _epoch(self, batches: Iterator[Any], *, end: int) -> Iterator[Any]:
-        for batch in batches:
+    def _epoch(self, *, end: int) -> Iterator[Any]:
+        for batch in secret_randomness(self.private_loader, self.optimizer):
             last = self.private_loader.next_step >= end
             yield batch
             if last:
@@ -93,14 +78,7 @@ class DPDataLoader:
 
     def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
         """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
-        return DPDataLoader(
-            self.private_loader,
-            self.optimizer,
-            steps_per_epoch=self.steps_per_epoch,
-            original=self.original,
-            is_open=self.is_open,
-            max_physical_batch_size=max_physical_batch_size,
-        )
+        return replace(self, max_physical_batch_size=max_physical_batch_size)
 
 
 class BatchMemoryManager:
@@ -123,13 +101,11 @@ class BatchMemoryManager:
             )
         if optimizer is not data_loader.optimizer:
             raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
-        size = max_physical_batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"max_physical_batch_size must be a whole number ≥ 1, got {size!r}")
-        self.data_loader, self.optimizer, self.max_physical_batch_size = data_loader, optimizer, size
+        check_whole("max_physical_batch_size", max_physical_batch_size)
+        self._parts = data_loader.in_parts(max_physical_batch_size)
 
     def __enter__(self) -> DPDataLoader:
-        return self.data_loader.in_parts(self.max_physical_batch_size)
+        return self._parts
 
     def __exit__(self, *exception: object) -> None:
         return None
@@ -165,11 +141,5 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
         raise ValueError(
             "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
             "to make_private to resume a run."
-        )
-    left = [name for name, usual in _OF_WORKERS.items() if getattr(data_loader, name) not in usual]
-    if left:
-        warnings.warn(
-            f"{', '.join(left)} of data_loader: not copied. Workers restart at every epoch, with torch's defaults.",
-            stacklevel=5,
         )
     return data_loader

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from dpoptim.integrations.named_settings import ADAPTIVE
 from dpoptim.integrations.opacus.models import restore_own_loss
 from dpoptim.noise import NoiseKey
-from dpoptim.optim import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    PrivateOptimizer,
-    RMSProp,
-    bias_correction,
-    dp_sgd,
-    independent_moments,
-    joint_moments,
-    post_processing,
-    scale_then_privatize,
-    side_information,
-)
+from dpoptim.optim import SGD, AdaGrad, Adam, AdamW, PrivateOptimizer, RMSProp, dp_sgd, side_information
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.privacy import PrivacyPlan
 
@@ -63,48 +49,23 @@ class DPOptimizer(PrivateOptimizer):
         restore_own_loss(self._module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A class of torch.optim: the private rule, the settings to copy, and those with one supported value."""
 
     rule: Callable[..., UpdateRule]
     settings: tuple[str, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]
 
 
 _KINDS: dict[type, _Kind] = {
-    torch.optim.SGD: _Kind(
-        rule=SGD, settings=("momentum", "weight_decay"), fixed={"dampening": 0, "nesterov": False, "maximize": False}
-    ),
-    torch.optim.Adam: _Kind(
-        rule=Adam, settings=("betas", "eps", "weight_decay"), fixed={"amsgrad": False, "maximize": False}
-    ),
-    torch.optim.AdamW: _Kind(
-        rule=AdamW, settings=("betas", "eps", "weight_decay"), fixed={"amsgrad": False, "maximize": False}
-    ),
-    torch.optim.Adagrad: _Kind(
-        rule=AdaGrad,
-        settings=("eps", "weight_decay"),
-        fixed={"lr_decay": 0, "initial_accumulator_value": 0, "maximize": False},
-    ),
-    torch.optim.RMSprop: _Kind(
-        rule=RMSProp,
-        settings=("alpha", "momentum", "eps", "weight_decay"),
-        fixed={"centered": False, "maximize": False},
-    ),
+    torch.optim.SGD: _Kind(SGD, ("momentum", "weight_decay"), {"dampening": 0, "nesterov": False}),
+    torch.optim.Adam: _Kind(Adam, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
+    torch.optim.AdamW: _Kind(AdamW, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
+    torch.optim.Adagrad: _Kind(AdaGrad, ("eps", "weight_decay"), {"lr_decay": 0, "initial_accumulator_value": 0}),
+    torch.optim.RMSprop: _Kind(RMSProp, ("alpha", "momentum", "eps", "weight_decay"), {"centered": False}),
 }
 
-_ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
-    made.__name__: made
-    for made in (
-        post_processing,
-        bias_correction,
-        scale_then_privatize,
-        independent_moments,
-        joint_moments,
-        side_information,
-    )
-}
+_ADAPTIVE = {**ADAPTIVE, "side_information": side_information}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
@@ -122,15 +83,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             "optimizer has parameters that the module does not have. Create it from module.parameters(), after "
             "ModuleValidator.fix, which copies the module."
         )
-    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in given]
-    if missing:
-        raise ValueError(
-            f"optimizer lacks the trainable parameter '{missing[0]}'. Add it, or freeze it with requires_grad_(False)."
-        )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
         raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
     for group in optimizer.param_groups:
-        for name, value in kind.fixed.items():
+        for name, value in {**kind.fixed, "maximize": False}.items():
             if group.get(name, value) != value:
                 raise ValueError(
                     f"optimizer has {name}={group[name]!r}, which has no private counterpart. Use {name}={value!r}."
