@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +58,6 @@ _CONSTANTS = {
     "bias_correction": "rule=Adam(eps={})",
     "post_processing": "",
 }
-_OPTIONS = {  # the library's names, in the words of this command
-    "model": "MODEL",
-    "tokenizer": "MODEL's tokenizer",
-    "task": "--task",
-    "from_scratch": "--from-scratch",
-    "label_column": "--label-column",
-    "text_column": "--text-column",
-    "max_length": "--max-length",
-}
-_NAMES = re.compile(rf"\b(model|tokenizer|task)=|\b({'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)")
-
 _DESCRIPTION = """\
 Recommend the optimizer variant and the noise to train MODEL with at (epsilon, delta), and the command that does so.
 --verbose explains why: the noise's variance against the squared gradient, how many second moments bias correction
@@ -138,24 +125,24 @@ def run(options: Namespace) -> int:
     _check_probe(options, number=number)
     check_plot(options.plot)
     silence_libraries()
-    console, signal = Console(stderr=True), None
+    console, signal, counted = Console(stderr=True), None, None
     with ProgressReporter(console) as progress:
         if number is not None:
-            size = ModelSize(parameters=number)
+            parameters = number
         elif options.probe is None:
             progress.stage(f"reading {options.model}")
-            size = model_size(options.model, task=None if options.task is None else Task(options.task))
+            parameters, counted = model_size(options.model, task=None if options.task is None else Task(options.task))
         else:
             progress.message(_PUBLIC)
             progress.stage(f"reading {options.model} and {options.probe}")
             signal = _measure(options, progress=lambda n: progress.stage(f"gradients of {n} public examples"))
-            size = ModelSize(parameters=signal.parameters)
-        check_parameters(size.parameters, "MODEL")
+            parameters = signal.parameters
+        check_parameters(parameters, "MODEL")
         advice = advise(
             plan,
             epsilon=options.epsilon,
             delta=options.delta,
-            parameters=size.parameters,
+            parameters=parameters,
             signal=signal,
             beta1=options.betas[0],
             beta2=options.betas[1],
@@ -165,9 +152,9 @@ def run(options: Namespace) -> int:
         )
     train = train_line(advice, betas=tuple(options.betas), model=None if number is not None else options.model)
     if options.json:
-        print(json.dumps({**as_json(advice, counted=size.counted), "train": train}, indent=2, allow_nan=False))
+        print(json.dumps({**as_json(advice, counted=counted), "train": train}, indent=2, allow_nan=False))
     else:
-        _print_advice(advice, train=train, counted=size.counted, verbose=options.verbose)
+        _print_advice(advice, train=train, counted=counted, verbose=options.verbose)
     note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
         from dpoptim.app.cli.plots import draw_advice
@@ -206,10 +193,8 @@ def train_line(advice: Advice, *, betas: tuple[float, ...], model: str | None) -
 def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
     """The advice as plain values.
 
-    Variances, eps and clip norms are in gradient units; `snr` is the mean squared gradient over the noise's variance
-    at the last step. In `signal`, `squares` are in units of the squared clip norm, and `weights` are shares of the
-    coordinates. In `mechanisms`, `epsilon` is at the calibrated noise and `epsilon_at_chosen_error` is the mechanism's
-    cost at the chosen one's rmse_mean (null: not computed).
+    `snr` is the mean squared gradient over the noise's variance at the last step. `epsilon_at_chosen_error` is a
+    mechanism's cost at the chosen one's rmse_mean (null: not computed).
     """
     plan, window = advice.plan, advice.window
     return {
@@ -293,8 +278,6 @@ def _answer(advice: Advice, train: str, counted: str | None) -> Iterator[Rendera
 
 
 def _explanation(advice: Advice) -> Iterator[RenderableType]:
-    if advice.variant == "scale_then_privatize":
-        yield Text(f"\n{why_default(advice)}")
     yield ""
     yield _numbers(advice)
     yield ""
@@ -310,19 +293,6 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield ""
     for note in advice.notes:
         yield Text(f"- {note}")
-
-
-def why_default(advice: Advice) -> str:
-    """Explain why the library's own eps_scale is offered, wherever it lies."""
-    window = advice.window
-    place = window.place(window.default)
-    said = f"eps_scale={window.default:.3g} is the library's default, twice the noise's level: {_PLACES[place]}"
-    if place == "in":
-        return f"{said}, where the second moment is steady"
-    return (
-        f"{said}. The window assumes a constant gradient that is equal for all examples. Below it the noise diverges; "
-        "above it scaling fades gracefully towards post_processing, so the default stays clear of the lower end"
-    )
 
 
 def _optimizer_line(advice: Advice) -> str:
@@ -348,11 +318,9 @@ def _numbers(advice: Advice) -> Table:
         rows["signal in an update"] = (
             f"{advice.signal_share:.3f} of it on average, at most {advice.scaled_share:.3f} where scaling evens it"
         )
-    low, high, likely = _distinct(window.low, window.high, window.likely_high)
-    least, most = _distinct(*window.clip_norms)
     rows["window of eps_scale"] = (
-        f"({low}, {high}] at clip norm {plan.clip_norm:g}, up to {likely} if examples agree as little as "
-        f"{signal.agreement:.2g}; clip norm/eps_scale in [{least}, {most})"
+        f"({window.low:.6g}, {window.high:.6g}] at clip norm {plan.clip_norm:g}, up to {window.likely_high:.6g} if "
+        f"examples agree as little as {signal.agreement:.2g}"
     )
     rows["its default"] = f"{window.default:.4g}, {window.describe(window.default)}"
     table = plain_table(words=("", ""))
@@ -360,16 +328,6 @@ def _numbers(advice: Advice) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
-
-
-def _distinct(*values: float) -> list[str]:
-    """Print values with four digits, or as many as distinguish them.
-
-    >>> _distinct(0.02331, 0.0233105)
-    ['0.023310', '0.023311']
-    """
-    forms = ([f"{value:#.{digits}g}" for value in values] for digits in range(4, 18))
-    return next((shown for shown in forms if len(set(shown)) == len(set(values))), [repr(value) for value in values])
 
 
 def _to_try(advice: Advice) -> Table:
@@ -406,14 +364,6 @@ def _cost(row: Alternative) -> str:
     return "-" if row.epsilon_at_chosen_error is None else format_epsilon(row.epsilon_at_chosen_error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Trained parameters, and the class they were counted from (None if a number was given)."""
-
-    parameters: int
-    counted: str | None = None
-
-
 def typed_count(model: str) -> int | None:
     """Return MODEL as a number, or None if it is a folder or a name.
 
@@ -430,29 +380,20 @@ def typed_count(model: str) -> int | None:
         return None
 
 
-def model_size(model: str, *, task: Task | None = None) -> ModelSize:
+def model_size(model: str, *, task: Task | None = None) -> tuple[int, str]:
     """Count the trained parameters of a folder with config.json, a name on the hub, or a built-in model.
 
-    The model is built on the meta device, which needs no weights and no memory; tied parameters count once.
+    Also returns the name of the class. It is built on the meta device, which needs no weights and no memory.
 
-    Args:
-        model: The folder or name.
-        task: Which class to build (default: the one that the configuration names).
-
-    Raises:
-        ValueError: If transformers is missing, the model cannot be found, or its configuration names no task.
-
-    >>> model_size("small-cnn").counted
+    >>> model_size("small-cnn")[1]
     'SmallCNN'
     """
-    with _in_options():
-        task = task_of_model(model) if task is None else task
-        if task is Task.TABULAR_CLASSIFICATION:
-            raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
-        with torch.device("meta"):
-            made = load_model(task, model, num_labels=_labels(model, task), from_scratch=True)
-    parameters = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    return ModelSize(parameters=parameters, counted=type(made).__name__)
+    task = task_of_model(model) if task is None else task
+    if task is Task.TABULAR_CLASSIFICATION:
+        raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
+    with torch.device("meta"):
+        made = load_model(task, model, num_labels=_labels(model, task), from_scratch=True)
+    return sum(p.numel() for p in made.parameters() if p.requires_grad), type(made).__name__
 
 
 def _labels(model: str, task: Task) -> int | None:
@@ -468,37 +409,12 @@ def _labels(model: str, task: Task) -> int | None:
     return max(2, int(config.num_labels))
 
 
-@contextlib.contextmanager
-def _in_options() -> Iterator[None]:
-    """Rewrite the library's errors in the words of the command line.
-
-    >>> with _in_options():
-    ...     raise ValueError("max_length=1 must be above 1; set from_scratch or model='x'")
-    Traceback (most recent call last):
-    ValueError: --max-length 1 must be above 1; set --from-scratch or MODEL 'x'
-    """
-    try:
-        yield
-    except ValueError as error:
-        text = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", str(error))  # "task (--task)" becomes "--task"
-        text = re.sub(r"\bdata[ =](?=['\"])", "--probe ", text)
-        raise ValueError(_NAMES.sub(_in_option, text)) from error
-
-
-def _in_option(found: re.Match[str]) -> str:
-    """NAME=value becomes an option with its value, NAME alone becomes the option."""
-    name, blank = (found[1], " ") if found[1] else (found[2], " " if found[3] else "")
-    return f"{_OPTIONS[name]}{blank}"
-
-
 def _check_probe(options: Namespace, *, number: int | None) -> None:
     """Check the options of --probe before anything slow; `number` is MODEL if it is a number."""
     if options.probe is None:
         unused = [name for name in _ONLY_WITH_PROBE if getattr(options, name) not in (None, False)]
         if unused:
             raise ValueError(f"--{unused[0].replace('_', '-')} needs --probe; leave it out, or give --probe")
-        if options.task is not None and number is not None:
-            raise ValueError(f"--task needs a model, and MODEL {options.model!r} is a number; leave it out")
         return
     if number is not None:
         raise ValueError(f"--probe needs a model, and MODEL {options.model!r} is a number; give a folder or a name")
@@ -506,28 +422,24 @@ def _check_probe(options: Namespace, *, number: int | None) -> None:
         raise ValueError(f"--probe needs --task, one of {_TASKS}")
     if options.probe_examples is not None and options.probe_examples < _MIN_PROBE_EXAMPLES:
         raise ValueError(f"--probe-examples {options.probe_examples} is too few; give {_MIN_PROBE_EXAMPLES} or more")
-    if options.max_length is not None and options.max_length < 2:
-        raise ValueError(f"--max-length {options.max_length} must be at least 2 tokens")
 
 
 def _measure(options: Namespace, *, progress: Callable[[int], None]) -> GradientSignal:
     """Measure MODEL's gradients on the public records, in small batches and with dropout, as in training."""
-    with _in_options():
-        records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
+    records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
     order = order[: options.probe_examples or _PROBE_EXAMPLES]
     if len(order) < _MIN_PROBE_EXAMPLES:
         raise ValueError(
             f"--probe {options.probe} has {len(order)} records; give {_MIN_PROBE_EXAMPLES} or more, better hundreds"
         )
-    with _in_options():
-        prepared = prepare(
-            task=Task(options.task),
-            model=options.model,
-            records=records.take(order.tolist()),
-            max_length=options.max_length,
-            from_scratch=options.from_scratch,
-        )
+    prepared = prepare(
+        task=Task(options.task),
+        model=options.model,
+        records=records.take(order.tolist()),
+        max_length=options.max_length,
+        from_scratch=options.from_scratch,
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepared.model.to(device).train()
     dataset: Any = prepared.dataset

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
 from dpoptim.app.cli.options import add_adjacency, add_output, check_plot, count, output_console, say
@@ -92,14 +92,15 @@ def run(options: Namespace) -> int:
     plan, make, variant, files = _target(options)
     found: PlanAudit | None = None
     if not options.files_only:
-        with _progress(games_needed(plan, options.canaries) * plan.steps) as after_step:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            steps = bar.add_task("steps over canaries", total=games_needed(plan, options.canaries) * plan.steps)
             found = audit_plan(
                 plan,
                 make,
                 canaries=options.canaries,
                 confidence=options.confidence,
                 seed=options.seed,
-                after_step=after_step,
+                after_step=lambda: bar.advance(steps),
             )
     passed = all(check.passed is not False for check in files) and (found is None or found.passed)
     if options.json:
@@ -107,7 +108,7 @@ def run(options: Namespace) -> int:
             "passed": passed,
             "plan": plan.to_dict(),
             "variant": variant,
-            "files": [check.as_values() for check in files],
+            "files": [dataclasses.asdict(check) for check in files],
             "game": None if found is None else found.as_values(),
         }
         print(json.dumps(values, indent=2, allow_nan=False))
@@ -177,28 +178,6 @@ def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
         ) from None
     claimed = values.get("epsilon")
     return plan, [epsilon_check(plan, claimed)] if isinstance(claimed, float) and plan.delta is not None else []
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal; elsewhere print a line at each quarter."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        from rich.progress import Progress
-
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("steps over canaries", total=steps)
-            yield lambda: bar.advance(task)
-        return
-    done = 0
-
-    def after_step() -> None:
-        nonlocal done
-        done += 1
-        if 4 * done // steps > 4 * (done - 1) // steps:
-            print(f"{done:,} of {steps:,} steps over canaries", file=sys.stderr)
-
-    yield after_step
 
 
 def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit | None) -> None:

@@ -55,11 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_line(
     complete: Collection[str] = tuple(COMMANDS),
 ) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Build the parser of the program, and the parser of each command.
-
-    Args:
-        complete: The commands whose options are added, which imports their modules.
-    """
+    """Build the parser of the program, and of each command; commands in `complete` get their options."""
     parser = OneLineParser(
         prog="dpoptim",
         description="Differentially private training with adaptive optimizers for PyTorch.",

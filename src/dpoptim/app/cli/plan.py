@@ -22,8 +22,7 @@ from dpoptim.app.cli.options import (
 )
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.named_settings import noise_words
-from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
-from dpoptim.noise.search.dense import dense_seconds
+from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
 
 COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step", "epsilon")
 _ERROR_COLUMNS = 3  # the ratio to independent noise follows the first three columns
-_MAX_DENSE_SECONDS = 60.0
 
 _DESCRIPTION = """\
 Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one. RMSE is the root
-mean square error that the noise causes on prefix sums of averaged gradients (or on another workload) for clip norm 1.
-It includes the noise multiplier and the sensitivity, and is divided by the batch size.
+mean square error that the noise causes on prefix sums of averaged gradients for clip norm 1. It includes the noise
+multiplier and the sensitivity, and is divided by the batch size.
 """
 
 _EXAMPLES = """\
@@ -65,18 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="trained parameters, which determine the memory (default: 4.4M, BERT-Tiny)",
     )
     add_noise_memory(noise)
-    noise.add_argument(
-        "--workload",
-        type=_workload,
-        default=PrefixSums(),
-        metavar="W",
-        help="what the error is measured on: prefix (default), momentum:BETA, or moments:BETA2 for Adam's averages",
-    )
-    noise.add_argument(
-        "--all",
-        action="store_true",
-        help="also compare Banded and, if it takes less than about a minute, Dense; shuffled sampling only",
-    )
     add_output(parser, verbose="show every mechanism")
 
 
@@ -94,8 +80,6 @@ def run(options: Namespace) -> int:
             parameters=options.parameters,
             memory_budget=options.memory_budget,
             memory=NoiseMemory(bits=options.noise_bits),
-            workload=options.workload,
-            more=_slow_mechanisms(plan, options.workload) if options.all else (),
             progress=lambda name: progress.stage(f"optimizing and calibrating {name}"),
         )
     if options.json:
@@ -106,7 +90,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         from dpoptim.app.cli.plots import draw_plan
 
-        draw_plan(choice, options.plot)
+        draw_plan(choice, main_candidates(choice), options.plot)
         say(console, f"wrote {options.plot}")
     return 0
 
@@ -120,7 +104,6 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
         "batch_size": choice.plan.batch_size,
         "num_examples": choice.plan.num_examples,
         "adjacency": choice.plan.adjacency.value,
-        "workload": repr(choice.chosen.workload),
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
@@ -152,45 +135,18 @@ def _print_choice(choice: Choice, options: Namespace) -> None:
     console = output_console()
     console.print(f"Use {choice.reason}:", highlight=False, markup=False)
     print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}\n")  # to be copied: never wrapped
-    workload = "prefix sums" if options.workload == PrefixSums() else options.workload
     told = headline(plan, epsilon=options.epsilon, delta=options.delta)
-    console.print(f"{told}; RMSE of {workload}", highlight=False, markup=False)
+    console.print(f"{told}; RMSE of prefix sums", highlight=False, markup=False)
     console.print(table)
     if len(shown) < len(choice.candidates):
         print(f"{len(shown)} of {len(choice.candidates)} mechanisms; --verbose shows all")
 
 
-def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
-    if not isinstance(plan.sampling, Shuffled):
-        return []
-    kinds: list[StrategySpec] = [Banded(bands=min(128, plan.min_separation, plan.steps), workload=workload)]
-    is_quick = dense_seconds(plan.steps, plan.max_participations) <= _MAX_DENSE_SECONDS
-    return [*kinds, Dense(workload=workload)] if is_quick else kinds
-
-
-def _workload(text: str) -> Workload:
-    kind, _, value = text.partition(":")
-    try:
-        if kind == "prefix" and not value:
-            return PrefixSums()
-        if kind in ("momentum", "moments") and not value:
-            raise ValueError(f"{kind} needs a number, as in {kind}:0.9")
-        if kind == "momentum":
-            return PrefixSums(momentum=float(value))
-        if kind == "moments":
-            return DecayedSums(beta=float(value))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    raise argparse.ArgumentTypeError(f"{text!r} is not prefix, momentum:BETA or moments:BETA2")
-
-
 def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
     """The mechanism as plain values.
 
-    `noise_multiplier` is relative to one participation, and `sensitivity` is that of one participation (the largest
-    column norm), so rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity`, given where
-    sampling does not amplify, is how far one neighbour moves the whole run: over all its participations, and twice
-    as far under replace adjacency.
+    rmse_mean = noise_multiplier·sensitivity·mean error/batch size, with the sensitivity of one participation.
+    `total_sensitivity`, given where sampling does not amplify, is how far one neighbour moves the whole run.
     """
     plan, strategy = candidate.plan, candidate.plan.strategy
     total = None
