@@ -126,7 +126,7 @@ def test_the_answer_comes_first_and_verbose_explains_it(capsys):
 
 
 def test_values_to_try_are_marked(capsys):
-    text = " ".join(printed(capsys, ["advise", "300", *TRAINING]).split())
+    text = " ".join(printed(capsys, ["advise", "300", *TRAINING, "--verbose"]).split())
     window = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
     assert {window.place(value) for value in window.to_try} == {"in if examples agree", "above"}
     assert f"{window.to_try[0]:.6g} (in the window if examples agree)" in text
@@ -147,7 +147,7 @@ def test_nothing_is_printed_if_a_part_fails(capsys, monkeypatch):
     def fails(epsilon):
         raise ValueError("math domain error")
 
-    monkeypatch.setattr("dpoptim.app.cli.plan.format_epsilon", fails)
+    monkeypatch.setattr("dpoptim.app.cli.plan.format_bytes", fails)
     assert main([*SMALL, "--verbose"]) == 2
     assert capsys.readouterr().out == ""
     assert main(["plan", *DEFAULTS]) == 2
@@ -200,7 +200,7 @@ def test_the_printed_command_trains_as_advised(capsys, tmp_path):
 def test_the_printed_command_names_model_and_adjacency(capsys, bert):
     change = ["--sampling", "poisson", "--adjacency", "add-remove"]
     text = printed(capsys, changed(["advise", str(bert), *TRAINING], change))
-    (line,) = [line for line in text.splitlines() if line.startswith("  or: dpoptim train ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("  dpoptim train ")]
     assert f"--model {bert} --data DATA --epsilon 4.0 --delta 1e-06 --steps 60 --batch-size 100 " in line
     assert "--clip-norm 1.0 --sampling poisson --noise independent " in line
     assert line.endswith("--adjacency add-remove --num-examples 2000")

@@ -83,7 +83,7 @@ def test_a_weak_delta_is_noted(capsys):
 
 def test_a_tight_memory_budget_is_explained(capsys):
     text = " ".join(printed(capsys, [*SMALL, "--memory-budget", "1"]).split())
-    assert "times below independent noise, in no memory; B" in text
+    assert "times less than independent noise, in no memory; B" in text
     assert "above the 1 B allowed:" in text
 
 
@@ -96,7 +96,7 @@ def test_a_plot_without_matplotlib_is_refused_first(capsys, monkeypatch, tmp_pat
 def test_secret_sampling_and_verbose(capsys):
     text = printed(capsys, [*SMALL, "--sampling", "poisson"])
     assert "CyclicPoisson(bands=" in text
-    assert "secret Poisson sampling" in text
+    assert "Secret Poisson sampling" in text
     found = json.loads(printed(capsys, [*SMALL, "--sampling", "poisson", "--json"]))
     whole = printed(capsys, [*SMALL, "--sampling", "poisson", "--verbose"])
     assert all(row["name"] in whole for row in found["mechanisms"])

@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
     text = capsys.readouterr().out
     assert text.startswith("Differentially private: epsilon = 4.0000")
     assert len(text.splitlines()) <= 25
-    for words in ("RMSE", "memory   about", "parameters 35.6 kB", "s per step", "--verbose"):
+    for words in ("multiplier", "memory     about", "parameters 35.6 kB", "s per step", "--verbose"):
         assert words in text
     assert main([*base, "--dry-run", "--verbose", "--validation-fraction", "0"]) == 0
     printed = capsys.readouterr()

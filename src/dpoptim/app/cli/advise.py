@@ -29,7 +29,15 @@ from dpoptim.app.cli.options import (
     silence_libraries,
     uncalibrated_plan,
 )
-from dpoptim.app.cli.plan import COLUMNS, headline, mechanism_cells, mechanism_values, note_weak_delta, plan_line
+from dpoptim.app.cli.plan import (
+    COLUMNS,
+    LEGEND,
+    headline,
+    mechanism_cells,
+    mechanism_values,
+    note_weak_delta,
+    plan_line,
+)
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.losses import Task
@@ -250,8 +258,8 @@ def _fields(source: object, *names: str) -> dict[str, Any]:
 def _print_advice(advice: Advice, *, train: str, counted: str | None, verbose: bool) -> None:
     """Print the advice once all of it is made. Strings are code to be copied, so they are never wrapped."""
     console = output_console()
-    parts = list(_answer(advice, train, counted))
-    parts += _explanation(advice) if verbose else [Text("--verbose explains the advice and shows every mechanism")]
+    parts = list(_answer(advice, train, counted, verbose=verbose))
+    parts += _explanation(advice) if verbose else [Text("--verbose explains the advice and shows every mechanism.")]
     for part in parts:
         if isinstance(part, str):
             print(part)
@@ -259,22 +267,21 @@ def _print_advice(advice: Advice, *, train: str, counted: str | None, verbose: b
             console.print(part, highlight=False)
 
 
-def _answer(advice: Advice, train: str, counted: str | None) -> Iterator[RenderableType]:
+def _answer(advice: Advice, train: str, counted: str | None, *, verbose: bool) -> Iterator[RenderableType]:
     plan = advice.plan
     source = "measured" if advice.signal.measured else "ASSUMED (--probe measures them)"
     yield Text(f"Use {advice.variant} with {advice.choice.chosen.name}:", style="bold green")
+    yield f"  {train}"
+    yield "or in Python:"
     yield f"  plan = {plan_line(plan, epsilon=advice.epsilon, delta=advice.delta)}"
     yield f"  optimizer = {_optimizer_line(advice)}"
-    yield f"  or: {train}"
     yield ""
     yield Text.assemble((advice.variant, "bold"), f": {advice.reason}.")
     yield Text.assemble(("noise", "bold"), f": {advice.choice.reason}.")
+    yield Text(headline(plan, epsilon=advice.epsilon, delta=advice.delta))
     of = "" if counted is None else f" of {counted}"
-    told = headline(plan, epsilon=advice.epsilon, delta=advice.delta)
-    yield Text(
-        f"{told}; {advice.signal.parameters:,} parameters{of}; clip norm {plan.clip_norm:g}; gradients {source}\n"
-    )
-    yield _to_try(advice)
+    yield Text(f"{advice.signal.parameters:,} parameters{of}; clip norm {plan.clip_norm:g}; gradients {source}.\n")
+    yield _to_try(advice, every_variant=verbose)
 
 
 def _explanation(advice: Advice) -> Iterator[RenderableType]:
@@ -282,11 +289,7 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield _numbers(advice)
     yield ""
     yield _mechanisms(advice)
-    yield Text(
-        "normals per step: rows of random numbers, which decide how long the noise takes. epsilon*: the mechanism's "
-        f"cost at the chosen one's mean RMSE. All rows: {advice.plan.adjacency.value.replace('_', '-')} adjacency. "
-        "Accountants:"
-    )
+    yield Text(f"{LEGEND}\nepsilon*: the mechanism's cost at the chosen one's mean RMSE.\nAccountants:")
     for accountant in dict.fromkeys(row.accountant for row in advice.alternatives):
         kinds = (row.sampling.partition("(")[0] for row in advice.alternatives if row.accountant == accountant)
         yield Text(f"  {', '.join(dict.fromkeys(kinds))}: {accountant}")
@@ -330,14 +333,17 @@ def _numbers(advice: Advice) -> Table:
     return table
 
 
-def _to_try(advice: Advice) -> Table:
+def _to_try(advice: Advice, *, every_variant: bool) -> Table:
+    """Values of the settings of the advised variant, or of every variant."""
     table = plain_table(words=("to try", "for", "values"))
     window = advice.window
     marked = ", ".join(f"{value:.6g} ({_PLACES[window.place(value)]})" for value in window.to_try)
     if window.too_narrow:
         marked += "; the window is too narrow to hold a value that is clear of divergence"
-    table.add_row("eps_scale", "scale_then_privatize", marked)
-    table.add_row("eps", "bias_correction, IME", f"{_listed(advice.eps_to_try)} (0.3, 1 and 3 times the noise)")
+    if every_variant or advice.variant == "scale_then_privatize":
+        table.add_row("eps_scale", "scale_then_privatize", marked)
+    if every_variant or advice.variant == "bias_correction":
+        table.add_row("eps", "bias_correction, IME", f"{_listed(advice.eps_to_try)} (0.3, 1 and 3 times the noise)")
     source = "10, 50 and 90 % of the public norms; " if advice.signal.example_norms else ""
     table.add_row("clip_norm", "all", f"{_listed(advice.clip_norms_to_try)} ({source}eps_scale and eps in proportion)")
     return table
@@ -353,7 +359,7 @@ def _mechanisms(advice: Advice) -> Table:
         table.add_row(
             row.name,
             row.sampling,
-            *mechanism_cells(row.candidate, delta=advice.delta),
+            *mechanism_cells(row.candidate),
             _cost(row),
             style="bold green" if row.chosen else None,
         )

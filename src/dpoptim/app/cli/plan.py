@@ -21,17 +21,20 @@ from dpoptim.app.cli.options import (
     uncalibrated_plan,
 )
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.integrations.named_settings import noise_words
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, noise_words
 from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
-from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step", "epsilon")
+COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step")
 _ERROR_COLUMNS = 3  # the ratio to independent noise follows the first three columns
+
+LEGEND = """\
+RMSE: the error that noise leaves on prefix sums of averaged gradients at clip norm 1; lower is better.
+normals per step: rows of random numbers, which decide how long the noise takes."""
 
 _DESCRIPTION = """\
 Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one. RMSE is the root
@@ -122,9 +125,9 @@ def _print_choice(choice: Choice, options: Namespace) -> None:
     plan, independent = choice.plan, choice.independent
     shown = choice.candidates if options.verbose else main_candidates(choice)
     first, rest = COLUMNS[:_ERROR_COLUMNS], COLUMNS[_ERROR_COLUMNS:]
-    table = plain_table(words=("mechanism",), numbers=(*first, "to independent", *rest))
+    table = plain_table(words=("mechanism",), numbers=(*first, "ratio to independent", *rest))
     for candidate in shown:
-        cells = mechanism_cells(candidate, delta=options.delta)
+        cells = mechanism_cells(candidate)
         table.add_row(
             candidate.name,
             *cells[:_ERROR_COLUMNS],
@@ -133,13 +136,14 @@ def _print_choice(choice: Choice, options: Namespace) -> None:
             style="bold green" if candidate is choice.chosen else None,
         )
     console = output_console()
-    console.print(f"Use {choice.reason}:", highlight=False, markup=False)
-    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}\n")  # to be copied: never wrapped
-    told = headline(plan, epsilon=options.epsilon, delta=options.delta)
-    console.print(f"{told}; RMSE of prefix sums", highlight=False, markup=False)
+    console.print(f"Use {choice.reason}.", highlight=False, markup=False)
+    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}")  # to be copied: never wrapped
+    print(f"  or: dpoptim train ... --sampling {name_of_sampling(plan.sampling)} --noise {name_of_noise(plan.noise)}\n")
+    console.print(headline(plan, epsilon=options.epsilon, delta=options.delta), highlight=False, markup=False)
     console.print(table)
+    print(LEGEND)
     if len(shown) < len(choice.candidates):
-        print(f"{len(shown)} of {len(choice.candidates)} mechanisms; --verbose shows all")
+        print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
 
 
 def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
@@ -166,7 +170,7 @@ def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
     }
 
 
-def mechanism_cells(candidate: Candidate, *, delta: float) -> list[str]:
+def mechanism_cells(candidate: Candidate) -> list[str]:
     """The mechanism's cells under COLUMNS."""
     return [
         f"{candidate.plan.noise_multiplier:.4f}",
@@ -174,21 +178,20 @@ def mechanism_cells(candidate: Candidate, *, delta: float) -> list[str]:
         f"{candidate.rmse_max:.4g}",
         "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
         f"{candidate.normal_rows:.0f}",
-        format_epsilon(candidate.plan.epsilon(delta=delta)),
     ]
 
 
 def headline(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
-    """The training and its guarantee in one line."""
-    sampling = "secret Poisson sampling (cyclic where noise is correlated)"
+    """The guarantee and the training in two lines."""
+    sampling = "Secret Poisson sampling, in cycles if the noise is correlated."
     if isinstance(plan.sampling, Shuffled):
         sampling = (
-            f"shuffled (no amplification): {plan.max_participations} participations at least "
-            f"{plan.min_separation:,} steps apart"
+            f"Shuffled batches, without amplification: {plan.max_participations} participations at least "
+            f"{plan.min_separation:,} steps apart."
         )
     return (
-        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
-        f"epsilon = {epsilon:g} at delta = {delta:g}; {plan.adjacency.value.replace('_', '-')} adjacency; {sampling}"
+        f"epsilon = {epsilon:g} at delta = {delta:g}, {plan.adjacency.value.replace('_', '-')} adjacency; "
+        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples.\n{sampling}"
     )
 
 
