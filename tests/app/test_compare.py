@@ -97,8 +97,6 @@ def test_totals_have_the_closed_form(tuned):
     assert len(everything) == cost["runs_on_private_records"] == cost["runs_in_folder"] == 8
     assert cost["everything"] == pytest.approx(closed(everything), rel=1e-9)
     assert cost["folder"] == pytest.approx(cost["everything"], rel=1e-9)
-    assert cost["everything"] < cost["added"]["epsilon"]
-    assert cost["added"]["delta"] == pytest.approx(8 * DELTA)
     for variant in VARIANTS:
         trials = list(plans_under(folder / "trials" / variant).values())
         run = next(iter(plans_under(folder / "runs" / variant).values()))

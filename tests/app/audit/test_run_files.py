@@ -108,15 +108,15 @@ def test_a_recipe_with_other_settings_than_the_plan(run, setting, other):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
         ("nonsense", "line 1 is not JSON"),
         ('{"kind": "step", "step": 6, "epsilon": 9}', "epsilon = 9.0000 is above"),
     ],
 )
-def test_an_edited_log(run, line, said):
+def test_an_edited_log(run, line, words):
     run.log_file.write_text(line + "\n" + run.log_file.read_text())
-    assert said in failed(run)[LOG]
+    assert words in failed(run)[LOG]
 
 
 def test_more_steps_than_the_plan_covers(run):
@@ -146,11 +146,11 @@ def test_debug_values_in_the_log(run):
 
 
 @pytest.mark.parametrize(
-    ("file", "said"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")]
+    ("file", "words"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")]
 )
-def test_an_incomplete_run_is_refused(run, file, said):
+def test_an_incomplete_run_is_refused(run, file, words):
     (run.path / file).unlink()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=words):
         audit_folder(run.path)
 
 

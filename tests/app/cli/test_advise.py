@@ -284,7 +284,7 @@ def test_a_probe_measures(capsys, bert, public_texts, computed_once):
         (["--steps", "1e6", "--num-examples", "1e8"], "at most 100,000 steps"),
         (["--text-column", "text"], "--text-column needs --probe"),
         (["--betas", "0.9", "1"], "beta2=1.0 must lie in [0, 1)"),
-        (["--plot", "none/advice.png"], "there is no folder none"),
+        (["--plot", "none/advice.png"], "the folder none does not exist"),
         (["--probe", "public.txt", "--task", "masked-lm"], "is a number; give a folder or a name"),
     ],
 )

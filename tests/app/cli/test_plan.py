@@ -121,7 +121,7 @@ def test_the_plot(capsys, tmp_path):
         (["--steps", "1e6", "--num-examples", "10000000"], "at most 100,000 steps"),
         (["--parameters", "9e18"], "--parameters 9,000,000,000,000,000,000 must be"),
         (["--adjacency", "add-remove"], "no proof"),
-        (["--plot", "none/plan.png"], "there is no folder none"),
+        (["--plot", "none/plan.png"], "the folder none does not exist"),
         (["--plot", "plan.docx"], "must end in .png"),
     ],
 )

@@ -195,8 +195,8 @@ def test_texts(tmp_path, monkeypatch, capsys):
         assert not Path("out").exists()
     assert main([*base, "--data", "notes.jsonl", "--max-length", "32", *FEW, "--run-dir", "out"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    said = lines.index("texts from column 'body', cut at 32 tokens")
-    assert said < next(place for place, line in enumerate(lines) if line.startswith("step 0/"))
+    at = lines.index("texts from column 'body', cut at 32 tokens")
+    assert at < next(place for place, line in enumerate(lines) if line.startswith("step 0/"))
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def check_plot(path: Path | None) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot {path} must end in .png, .svg or .pdf")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}; create it first")
+        raise ValueError(f"--plot {path}: the folder {path.parent} does not exist; create it first")
     check_matplotlib("--plot needs")
 
 

@@ -48,6 +48,7 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting of a recipe, and those of the run itself."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.usage = "%(prog)s [RECIPE] [options]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file; flags override its settings")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag, field in flags().items():

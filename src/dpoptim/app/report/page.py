@@ -64,7 +64,7 @@ def check_output(output: Path) -> None:
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; give the name of a file")
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}; create it first")
+        raise ValueError(f"--output {output}: the folder {output.parent} does not exist; create it first")
 
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
