@@ -100,7 +100,7 @@ def test_the_plot(tmp_path, capsys):
         ([*SIZES, "--noise", "pink"], "noise='pink' must be auto or one of"),
         ([*SIZES, "--canaries", "3"], "canaries=3 must be"),
         ([*SIZES, "--canaries", "1e12"], "to 1,000,000"),
-        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "protects nobody"),
+        ([*SIZES[:-4], "--epsilon", "1e6", "--delta", "1e-4"], "--epsilon 1e+06 must be above 0 and at most 100"),
         ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
     ],
 )

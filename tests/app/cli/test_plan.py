@@ -84,7 +84,7 @@ def test_a_weak_delta_is_noted(capsys):
 def test_a_tight_memory_budget_is_explained(capsys):
     text = " ".join(printed(capsys, [*SMALL, "--memory-budget", "1"]).split())
     assert "times less than independent noise, in no memory; B" in text
-    assert "above the 1 B allowed:" in text
+    assert "above the 1 B allowed." in text
 
 
 def test_a_plot_without_matplotlib_is_refused_first(capsys, monkeypatch, tmp_path):

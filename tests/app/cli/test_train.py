@@ -129,7 +129,7 @@ def test_mistyped_flags_suggest_the_right_one(base, capsys):
         (["--batch_size=3"], "dpoptim train: there is no --batch_size; did you mean --batch-size?\n"),
         (["--quick", "--varant", "dp_sgd"], "dpoptim train: there is no --varant; did you mean --variant?\n"),
         (["recipe.toml", "more.toml"], "dpoptim train: unexpected argument 'more.toml'; see dpoptim train --help"),
-        (["--eps", "8"], "dpoptim train: there is no --eps; did you mean --epsilon or --adam-eps?\n"),
+        (["--eps", "8"], "dpoptim train: there is no --eps; did you mean --epsilon?\n"),
         (["--learn", "8"], "dpoptim train: there is no --learn; did you mean --learning-rate?\n"),
         (["--zzzz"], "dpoptim train: there is no --zzzz; see dpoptim train --help\n"),
     ):

@@ -44,6 +44,7 @@ examples:
 
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")
+_MAX_EPSILON = 100.0  # above it accounting takes minutes, and the guarantee means nothing
 _OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 
 
@@ -87,7 +88,8 @@ def run(options: Namespace) -> int:
     plan, make, variant, files = _target(options)
     found: PlanAudit | None = None
     if not options.files_only:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             steps = bar.add_task("steps over canaries", total=games_needed(plan, options.canaries) * plan.steps)
             found = audit_plan(
                 plan,
@@ -143,6 +145,8 @@ def _plan_of(options: Namespace) -> PrivacyPlan:
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(options, name) is None]
     if missing:
         raise ValueError(f"give RUN, a folder of `dpoptim train`, or a plan: {', '.join(missing)} missing")
+    if not 0 < options.epsilon <= _MAX_EPSILON:
+        raise ValueError(f"--epsilon {options.epsilon:g} must be above 0 and at most {_MAX_EPSILON:g}")
     return make_plan(
         num_examples=options.num_examples,
         batch_size=options.batch_size,

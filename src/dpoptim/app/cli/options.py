@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_PARAMETERS = 10**13
 _NAMES_ELSEWHERE = {  # flags of other libraries' scripts
+    "--eps": "--epsilon",
     "--lr": "--learning-rate",
     "--bs": "--batch-size",
     "--sigma": "--noise-multiplier",
