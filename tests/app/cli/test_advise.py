@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpoptim
-from dpoptim import PrivacyPlan, theory
+from dpoptim import NoiseMemory, PrivacyPlan, theory
 from dpoptim.app.cli import main
 from dpoptim.app.cli.advise import model_size, typed_count
 from dpoptim.integrations.losses import Task
@@ -36,20 +36,33 @@ def printed(capsys, arguments):
     return capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", autouse=True)
-def computed_once() -> Iterator[dict[str, Any]]:
-    """Advice by what was asked for: each is computed once."""
-    found: dict[str, Any] = {}
+class AdviseOnce:
+    """Computes each advice once, whoever asks for it."""
 
-    def once(plan, *, progress, **settings):
+    def __init__(self) -> None:
+        self.found: dict[str, theory.Advice] = {}
+
+    def __call__(self, plan: PrivacyPlan, *, progress: Any = lambda _: None, **settings: Any) -> theory.Advice:
+        settings = {
+            "signal": None,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "memory_budget": None,
+            "memory": NoiseMemory(bits=32),
+            **settings,
+        }
         asked = repr((plan, sorted(settings.items())))
-        if asked not in found:
-            found[asked] = theory.advise(plan, progress=progress, **settings)
-        return found[asked]
+        if asked not in self.found:
+            self.found[asked] = theory.advise(plan, progress=progress, **settings)
+        return self.found[asked]
 
+
+@pytest.fixture(scope="module", autouse=True)
+def advise_once() -> Iterator[AdviseOnce]:
     with pytest.MonkeyPatch.context() as patch:
+        once = AdviseOnce()
         patch.setattr("dpoptim.app.cli.advise.advise", once)
-        yield found
+        yield once
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +92,9 @@ def public_texts(tmp_path) -> Path:
     return path
 
 
-def test_json_is_the_advice(capsys):
+def test_json_is_the_advice(capsys, advise_once):
     found = json.loads(printed(capsys, [*SMALL, "--json"]))
-    advice = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=10_000)
+    advice = advise_once(PLAN, epsilon=4.0, delta=1e-6, parameters=10_000)
     assert found["variant"] == advice.variant
     assert found["noise_multiplier"] == advice.plan.noise_multiplier
     assert found["noise_variance"] == advice.noise_variance
@@ -125,9 +138,9 @@ def test_the_answer_comes_first_and_verbose_explains_it(capsys):
     assert text.count("nu collapses") == 1
 
 
-def test_values_to_try_are_marked(capsys):
+def test_values_to_try_are_marked(capsys, advise_once):
     text = " ".join(printed(capsys, ["advise", "300", *TRAINING, "--verbose"]).split())
-    window = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
+    window = advise_once(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
     assert {window.place(value) for value in window.to_try} == {"in if examples agree", "above"}
     assert f"{window.to_try[0]:.6g} (in the window if examples agree)" in text
     assert f"{window.to_try[-1]:.6g} (above the window)" in text
@@ -254,22 +267,22 @@ def test_the_class_that_was_counted_is_printed(capsys, bert):
     assert found["counted"] == "BertForSequenceClassification"
 
 
-def test_a_probe_measures(capsys, bert, public_texts, computed_once):
-    probe = ["--probe", str(public_texts), "--task", "masked-lm", "--probe-examples", "48"]
+def test_a_probe_measures(capsys, bert, public_texts, advise_once):
+    probe = ["--probe", str(public_texts), "--task", "masked-lm", "--probe-examples", "16"]
     assert main(["advise", str(bert), *TRAINING, *probe, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("you declare the examples of --probe PUBLIC") == 1
     assert "Loading weights" not in captured.err
     found = json.loads(captured.out)
     signal = found["signal"]
-    assert (signal["measured"], signal["examples"]) == (True, 48)
+    assert (signal["measured"], signal["examples"]) == (True, 16)
     assert found["parameters"] == model_size(str(bert))[0]
     assert 0 < signal["norm"] < 1
     assert len(signal["squares"]) > 10
-    assert found["notes"][0].startswith("MEASURED on 48 public examples")
-    before = len(computed_once)
+    assert found["notes"][0].startswith("MEASURED on 16 public examples")
+    before = len(advise_once.found)
     text = " ".join(printed(capsys, ["advise", str(bert), *TRAINING, *probe, "--verbose"]).split())
-    assert len(computed_once) == before  # the same signal again: masks and dropout come from a seed
+    assert len(advise_once.found) == before  # the same signal again: masks and dropout come from a seed
     assert "gradients measured" in text
     assert "signal in an update" in text
 
