@@ -47,7 +47,7 @@ def number(value: float | None, digits: int = 4) -> str:
 def spread(found: Interval) -> str:
     """The mean, and half the width of the interval if there is one.
 
-    >>> spread(Interval(mean=0.5, half_width=0.1, count=3)), spread(Interval(mean=-0.5, half_width=None, count=1))
+    >>> spread(Interval(mean=0.5, half_width=0.1)), spread(Interval(mean=-0.5, half_width=None))
     ('0.500 ± 0.100', '−0.500')
     """
     return thousandths(found.mean) + ("" if found.half_width is None else f" ± {found.half_width:.3f}")

@@ -97,8 +97,6 @@ def test_totals_have_the_closed_form(tuned):
     assert len(everything) == cost["runs_on_private_records"] == cost["runs_in_folder"] == 8
     assert cost["everything"] == pytest.approx(closed(everything), rel=1e-9)
     assert cost["folder"] == pytest.approx(cost["everything"], rel=1e-9)
-    assert cost["everything"] < cost["added"]["epsilon"]
-    assert cost["added"]["delta"] == pytest.approx(8 * DELTA)
     for variant in VARIANTS:
         trials = list(plans_under(folder / "trials" / variant).values())
         run = next(iter(plans_under(folder / "runs" / variant).values()))
@@ -259,7 +257,8 @@ def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_
     assert prepare_run(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
 
 
-def test_tuning_that_nothing_covers_is_said_and_still_counted(rows, tmp_path):
+@pytest.mark.slow
+def test_uncovered_tuning_is_noted_and_still_counted(rows, tmp_path):
     """With secret sampling, where the totals are privacy loss distributions."""
     request = request_for(
         rows, recipe={"sampling": "poisson"}, variants=VARIANTS[:1], seeds=(0,), tuning_epsilon="uncovered"

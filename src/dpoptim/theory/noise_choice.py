@@ -258,11 +258,11 @@ def _reason(choice: Choice, memory_budget: int) -> str:
     chosen, candidates = choice.chosen, choice.candidates
     reason = f"{chosen.name}: RMSE {chosen.rmse_mean:.4g}"
     if chosen is not choice.independent:
-        reason += f", {choice.independent.rmse_mean / chosen.rmse_mean:.3g} times below independent noise"
+        reason += f", {choice.independent.rmse_mean / chosen.rmse_mean:.3g} times less than independent noise"
     reason += f", in {format_bytes(chosen.memory_bytes)}"
     if not isinstance(chosen.plan.sampling, Shuffled) and len(candidates) > 1:
         most = max(c.plan.strategy.bands for c in candidates)
-        reason += f"; {chosen.plan.strategy.bands} bands are the best of 1 to {most}"
+        reason += f"; 1 to {most} bands were compared"
     better = [c for c in candidates if c.rmse_mean * _AS_GOOD < chosen.rmse_mean]
     if better:
         other = min(better, key=lambda c: c.rmse_mean)

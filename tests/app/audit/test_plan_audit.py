@@ -47,9 +47,9 @@ CASES: list[Any] = [
     ("dp_sgd", {}),
     ("dp_sgd", {"adjacency": Adjacency.REPLACE, "noise": BufferedToeplitz(buffers=2), "clip_norm": 0.01}),
     ("scale_then_privatize", {"sampling": CyclicPoisson(bands=4), "noise": BandedToeplitz(bands=4)}),
-    ("bias_correction", {"sampling": Poisson(), "adjacency": Adjacency.REPLACE}),
     ("independent_moments", {}),
     ("joint_moments", {"adjacency": Adjacency.REPLACE}),
+    pytest.param("bias_correction", {"sampling": Poisson(), "adjacency": Adjacency.REPLACE}, marks=pytest.mark.slow),
     pytest.param("scale_then_privatize", {"noise": BandedToeplitz(bands=4)}, marks=pytest.mark.slow),
     pytest.param("post_processing", {"sampling": Poisson()}, marks=pytest.mark.slow),
     pytest.param("dp_sgd", {"sampling": Poisson(), "adjacency": Adjacency.ADD_REMOVE}, marks=pytest.mark.slow),
@@ -195,20 +195,20 @@ def change_batches(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, change: 
     monkeypatch.setattr(kind, "largest_batch", lambda self, batch_size: 10**6)  # the mechanism checks it
 
 
-@pytest.mark.parametrize(("sampling", "change", "said"), DRAWS)
-def test_wrong_batches_are_found(monkeypatch, sampling, change, said):
+@pytest.mark.parametrize(("sampling", "change", "words"), DRAWS)
+def test_wrong_batches_are_found(monkeypatch, sampling, change, words):
     plan = PrivacyPlan(**PLAN, sampling=sampling, noise_multiplier=1.0, delta=1e-4)
     assert sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) is None
     change_batches(monkeypatch, sampling, change)
-    assert said in (sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) or "")
+    assert words in (sampling_violation(plan, play(plan, maker("dp_sgd"), canaries=1000, seed=0)) or "")
 
 
 def test_wrong_batches_fail_an_audit(monkeypatch):
-    sampling, change, said = DRAWS[0]
+    sampling, change, words = DRAWS[0]
     plan = plan_of(sampling=sampling)
     change_batches(monkeypatch, sampling, change)
     found = audit_plan(plan, maker("dp_sgd"), canaries=1000)
-    assert [check.name for check in found.checks if said in check.found] == ["batches are drawn as planned"]
+    assert [check.name for check in found.checks if words in check.found] == ["batches are drawn as planned"]
     assert "batches are drawn as planned" in failures(found)
 
 
@@ -235,15 +235,8 @@ def test_a_seed_repeats_an_audit():
     assert not (first.scores == other.scores).all()
 
 
-def test_as_values():
-    values = audit_plan(plan_of(steps=5), maker("dp_sgd"), canaries=200).as_values()
-    assert values["passed"] is True
-    assert values["canaries"] == 200
-    assert {check["name"] for check in values["checks"]} >= {"the claim stands", "noise level"}
-
-
 @pytest.mark.parametrize(
-    ("plan", "changes", "said"),
+    ("plan", "changes", "words"),
     [
         (PrivacyPlan(**PLAN, noise_multiplier=0.0, delta=1e-5), {}, "nothing to audit"),
         (PrivacyPlan(**PLAN, noise_multiplier=1.0), {}, "no delta"),
@@ -252,12 +245,6 @@ def test_as_values():
         (PrivacyPlan(**PLAN, noise_multiplier=1.0, delta=1e-5), {"confidence": 1.0}, "confidence=1.0"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_refused(plan, changes, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_arguments_are_refused(plan, changes, words):
+    with pytest.raises(ValueError, match=words):
         audit_plan(plan, maker("dp_sgd"), **changes)
-
-
-def test_too_many_steps_are_refused():
-    plan = PrivacyPlan(**{**PLAN, "steps": 400_000}, noise_multiplier=1.0, delta=1e-5)
-    with pytest.raises(ValueError, match="canaries=10,000 need 80 games of 400,000 steps"):
-        audit_plan(plan, maker("dp_sgd"))

@@ -36,7 +36,7 @@ def test_guessing_chance_is_attained_by_randomized_response(epsilon):
     truly = 1 / (1 + math.exp(-epsilon))
     for right in range(1, 6):
         exact = sum(
-            math.prod(truly if told else 1 - truly for told in outcome)
+            math.prod(truly if hit else 1 - truly for hit in outcome)
             for outcome in itertools.product([True, False], repeat=5)
             if sum(outcome) >= right
         )

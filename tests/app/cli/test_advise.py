@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dpoptim
-from dpoptim import PrivacyPlan, theory
+from dpoptim import NoiseMemory, PrivacyPlan, theory
 from dpoptim.app.cli import main
-from dpoptim.app.cli.advise import ModelSize, model_size, typed_count, why_default
+from dpoptim.app.cli.advise import model_size, typed_count
 from dpoptim.integrations.losses import Task
 from dpoptim.optim.geometries import InverseRoot
 from tests.app.cli.arguments import changed
@@ -34,6 +34,35 @@ WORDS = SENTENCE.split()
 def printed(capsys, arguments):
     assert main(arguments) == 0
     return capsys.readouterr().out
+
+
+class AdviseOnce:
+    """Computes each advice once, whoever asks for it."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, theory.Advice] = {}
+
+    def __call__(self, plan: PrivacyPlan, *, progress: Any = lambda _: None, **settings: Any) -> theory.Advice:
+        settings = {
+            "signal": None,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "memory_budget": None,
+            "memory": NoiseMemory(bits=32),
+            **settings,
+        }
+        asked = repr((plan, sorted(settings.items())))
+        if asked not in self.found:
+            self.found[asked] = theory.advise(plan, progress=progress, **settings)
+        return self.found[asked]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def advise_once() -> Iterator[AdviseOnce]:
+    with pytest.MonkeyPatch.context() as patch:
+        once = AdviseOnce()
+        patch.setattr("dpoptim.app.cli.advise.advise", once)
+        yield once
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +92,9 @@ def public_texts(tmp_path) -> Path:
     return path
 
 
-def test_json_is_the_advice(capsys):
+def test_json_is_the_advice(capsys, advise_once):
     found = json.loads(printed(capsys, [*SMALL, "--json"]))
-    advice = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=10_000)
+    advice = advise_once(PLAN, epsilon=4.0, delta=1e-6, parameters=10_000)
     assert found["variant"] == advice.variant
     assert found["noise_multiplier"] == advice.plan.noise_multiplier
     assert found["noise_variance"] == advice.noise_variance
@@ -104,38 +133,21 @@ def test_the_answer_comes_first_and_verbose_explains_it(capsys):
         "closed form (Balle and Wang 2018)",
         "CyclicPoisson",
         "normals per step",
-        "is the library's default, twice the noise's level: above the window. The window assumes a constant",
     ):
         assert words in text
     assert text.count("nu collapses") == 1
 
 
-def test_values_to_try_are_marked(capsys):
-    text = " ".join(printed(capsys, ["advise", "300", *TRAINING]).split())
-    window = theory.advise(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
+def test_values_to_try_are_marked(capsys, advise_once):
+    text = " ".join(printed(capsys, ["advise", "300", *TRAINING, "--verbose"]).split())
+    window = advise_once(PLAN, epsilon=4.0, delta=1e-6, parameters=300).window
     assert {window.place(value) for value in window.to_try} == {"in if examples agree", "above"}
     assert f"{window.to_try[0]:.6g} (in the window if examples agree)" in text
     assert f"{window.to_try[-1]:.6g} (above the window)" in text
     assert "too narrow" not in text
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "likely_high", "words"),
-    [
-        (0.1, 0.4, 0.3, "in the window, where"),
-        (0.1, 0.4, 0.15, "in the window if examples agree. The"),
-        (0.15, 0.18, 0.17, "above the window. The"),
-    ],
-)
-def test_why_the_default_is_offered(low, high, likely_high, words):
-    window = theory.ScaleWindow(
-        clip_norm=1.0, low=low, high=high, likely_high=likely_high, clip_norms=(1.0, 2.0), default=0.2
-    )
-    told = why_default(SimpleNamespace(window=window))  # type: ignore[arg-type]
-    assert f"twice the noise's level: {words}" in told
-    assert ("Below it the noise diverges" in told) == (words[:14] != "in the window,")
-
-
+@pytest.mark.slow
 def test_a_tiny_epsilon_has_every_row(capsys):
     """The accountant may return 0, within its tolerance."""
     found = printed(capsys, changed([*SMALL, "--verbose"], ["--epsilon", "1e-6"]))
@@ -148,7 +160,7 @@ def test_nothing_is_printed_if_a_part_fails(capsys, monkeypatch):
     def fails(epsilon):
         raise ValueError("math domain error")
 
-    monkeypatch.setattr("dpoptim.app.cli.plan.format_epsilon", fails)
+    monkeypatch.setattr("dpoptim.app.cli.plan.format_bytes", fails)
     assert main([*SMALL, "--verbose"]) == 2
     assert capsys.readouterr().out == ""
     assert main(["plan", *DEFAULTS]) == 2
@@ -201,7 +213,7 @@ def test_the_printed_command_trains_as_advised(capsys, tmp_path):
 def test_the_printed_command_names_model_and_adjacency(capsys, bert):
     change = ["--sampling", "poisson", "--adjacency", "add-remove"]
     text = printed(capsys, changed(["advise", str(bert), *TRAINING], change))
-    (line,) = [line for line in text.splitlines() if line.startswith("  or: dpoptim train ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("  dpoptim train ")]
     assert f"--model {bert} --data DATA --epsilon 4.0 --delta 1e-06 --steps 60 --batch-size 100 " in line
     assert "--clip-norm 1.0 --sampling poisson --noise independent " in line
     assert line.endswith("--adjacency add-remove --num-examples 2000")
@@ -220,7 +232,7 @@ def test_poisson_and_other_betas(capsys):
 def test_the_plot(capsys, tmp_path):
     target = tmp_path / "advice.svg"
     printed(capsys, [*SMALL, "--plot", str(target)])
-    for words in ("bias correction", "to try", "variance φ of the noise", "BufferedToeplitz(buffers=2)"):
+    for words in ("bias correction", "to try", "ν̂ diverges"):
         assert words in target.read_text()
 
 
@@ -230,23 +242,22 @@ def test_parameters_are_counted_from_the_configuration_alone(tmp_path, bert):
         architectures=["BertForMaskedLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
-    assert model_size(str(tmp_path)) == ModelSize(parameters=4_416_698, counted="BertForMaskedLM")  # BERT-Tiny, tied
+    assert model_size(str(tmp_path)) == (4_416_698, "BertForMaskedLM")  # BERT-Tiny, tied
     config.architectures = None
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"does not name its task .*; set --task to one of masked-lm"):
+    with pytest.raises(ValueError, match=r"does not name its task .*one of masked-lm"):
         model_size(str(tmp_path))
-    assert model_size(str(tmp_path), task=Task.MASKED_LM).parameters == 4_416_698
+    assert model_size(str(tmp_path), task=Task.MASKED_LM)[0] == 4_416_698
     config.num_labels = 5
     config.save_pretrained(tmp_path)
     classifier = transformers.AutoModelForSequenceClassification.from_config(config)
-    counted = model_size(str(tmp_path), task=Task.TEXT_CLASSIFICATION)
-    assert counted.parameters == sum(p.numel() for p in classifier.parameters())
-    assert counted.counted == "BertForSequenceClassification"
+    counted = (sum(p.numel() for p in classifier.parameters()), "BertForSequenceClassification")
+    assert model_size(str(tmp_path), task=Task.TEXT_CLASSIFICATION) == counted
     (tmp_path / "gpt2").mkdir()
     transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
-    assert model_size(str(tmp_path / "gpt2")).parameters == 124_439_808
+    assert model_size(str(tmp_path / "gpt2"))[0] == 124_439_808
     made = transformers.AutoModelForMaskedLM.from_pretrained(bert)
-    assert model_size(str(bert)).parameters == sum(p.numel() for p in made.parameters())
+    assert model_size(str(bert))[0] == sum(p.numel() for p in made.parameters())
 
 
 def test_the_class_that_was_counted_is_printed(capsys, bert):
@@ -256,22 +267,22 @@ def test_the_class_that_was_counted_is_printed(capsys, bert):
     assert found["counted"] == "BertForSequenceClassification"
 
 
-def test_a_probe_measures(capsys, bert, public_texts):
-    probe = ["--probe", str(public_texts), "--task", "masked-lm", "--probe-examples", "48"]
+def test_a_probe_measures(capsys, bert, public_texts, advise_once):
+    probe = ["--probe", str(public_texts), "--task", "masked-lm", "--probe-examples", "16"]
     assert main(["advise", str(bert), *TRAINING, *probe, "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("you declare the examples of --probe PUBLIC") == 1
     assert "Loading weights" not in captured.err
     found = json.loads(captured.out)
     signal = found["signal"]
-    assert (signal["measured"], signal["examples"]) == (True, 48)
-    assert found["parameters"] == model_size(str(bert)).parameters
+    assert (signal["measured"], signal["examples"]) == (True, 16)
+    assert found["parameters"] == model_size(str(bert))[0]
     assert 0 < signal["norm"] < 1
     assert len(signal["squares"]) > 10
-    assert found["notes"][0].startswith("MEASURED on 48 public examples")
-    again = json.loads(printed(capsys, ["advise", str(bert), *TRAINING, *probe, "--json"]))
-    assert again["signal"] == signal  # masks and dropout come from a seed
+    assert found["notes"][0].startswith("MEASURED on 16 public examples")
+    before = len(advise_once.found)
     text = " ".join(printed(capsys, ["advise", str(bert), *TRAINING, *probe, "--verbose"]).split())
+    assert len(advise_once.found) == before  # the same signal again: masks and dropout come from a seed
     assert "gradients measured" in text
     assert "signal in an update" in text
 
@@ -283,12 +294,10 @@ def test_a_probe_measures(capsys, bert, public_texts):
         (["--epsilon", "inf"], "--epsilon inf must be a finite number above 0"),
         (["--delta", "2"], "--delta 2 must lie strictly between 0 and 1"),
         (["--clip-norm", "0"], "Expected clip_norm > 0"),
-        (["--clip-norm", "1e-30"], "--clip-norm 1e-30 must lie between 1e-09 and 1e+09"),
         (["--steps", "1e6", "--num-examples", "1e8"], "at most 100,000 steps"),
         (["--text-column", "text"], "--text-column needs --probe"),
-        (["--task", "masked-lm"], "--task needs a model"),
         (["--betas", "0.9", "1"], "beta2=1.0 must lie in [0, 1)"),
-        (["--plot", "none/advice.png"], "there is no folder none"),
+        (["--plot", "none/advice.png"], "the folder none does not exist"),
         (["--probe", "public.txt", "--task", "masked-lm"], "is a number; give a folder or a name"),
     ],
 )
@@ -305,8 +314,8 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, change, words):
         ("-5", "is neither a number of parameters, such as 4.4M, nor"),
         ("mlp", "depends on the columns of the data; give a number"),
         ("./missing", "does not exist"),
-        ("empty", "MODEL 'empty' is a folder without config.json"),
-        ("broken", "MODEL 'broken' cannot be loaded"),
+        ("empty", "'empty' is a folder without config.json"),
+        ("broken", "'broken' cannot be loaded"),
         ("nobody/no-such-model", "is not a folder here, and the Hugging Face hub did not provide it"),
         ("9/no-such-model", "hub did not provide it"),
     ],
@@ -329,28 +338,13 @@ def test_probes_that_cannot_run(capsys, tmp_path, bert, public_texts):
     missing = [*base, "--probe", str(tmp_path / "no.txt"), "--task", "masked-lm"]
     refused_in_one_line(capsys, missing, "does not exist")
     refused_in_one_line(capsys, [*missing, "--probe-examples", "4"], "too few")
-    refused_in_one_line(capsys, [*missing, "--max-length", "1"], "--max-length 1 must be at least 2")
-
-
-def test_mistakes_of_a_probe_are_reported_in_options(capsys, tmp_path, bert, public_texts):
-    base = ["advise", str(bert), *TRAINING, "--task", "masked-lm", "--probe"]
-    refused_in_one_line(capsys, [*base, str(tmp_path / "no.txt")], f"--probe '{tmp_path}/no.txt' does not exist")
-    refused_in_one_line(capsys, [*base, str(public_texts), "--max-length", "900"], "--max-length 900 must be between 2")
-    refused_in_one_line(
-        capsys, [*base, str(public_texts), "--text-column", "a"], "--text-column 'a' was given, but --probe"
-    )
-    labels = changed([*base, str(public_texts)], ["--task", "text-classification"])
-    refused_in_one_line(capsys, labels, "set --label-column")
-    (tmp_path / "bare").mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "bare" / name).write_bytes((bert / name).read_bytes())
-    bare = ["advise", str(tmp_path / "bare"), *TRAINING, "--task", "masked-lm", "--probe", str(public_texts)]
-    refused_in_one_line(capsys, bare, "set --from-scratch")
+    too_long = [*base, "--probe", str(public_texts), "--task", "masked-lm", "--max-length", "900"]
+    refused_in_one_line(capsys, too_long, "900")
 
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"MODEL 'some/model' needs .*transformers"):
+    with pytest.raises(ValueError, match=r"'some/model' needs .*transformers"):
         model_size("some/model")
     assert typed_count("4.4M") == 4_400_000
 

@@ -17,15 +17,15 @@ FEW = ["--canaries", "500"]
 
 def test_a_plan(capsys):
     assert main(["audit", *SIZES, *FEW, "--noise", "banded-toeplitz:2", "--sampling", "shuffled"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(
+    printed = capsys.readouterr()
+    assert printed.out.startswith(
         "nothing contradicts the claim\nscale_then_privatize, BandedToeplitz(bands=2), Shuffled(), zero-out"
     )
-    assert "10 of 10 steps over canaries" in told.err
+    assert "noise level" in printed.out
 
 
 def test_json_is_all_of_standard_output(capsys):
-    assert main(["audit", *SIZES, *FEW, "--variant", "dp_sgd", "--json", "--seed", "3"]) == 0
+    assert main(["audit", *SIZES, *FEW, "--sampling", "shuffled", "--variant", "dp_sgd", "--json", "--seed", "3"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["passed"] is True
     assert values["variant"] == "dp_sgd"
@@ -38,15 +38,15 @@ def test_json_is_all_of_standard_output(capsys):
 def test_a_run_whose_statement_was_edited(trained_run, tmp_path, capsys):
     shutil.copytree(trained_run, tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
-    told = capsys.readouterr().out
-    assert "Files" in told
-    assert "FAILED" not in told
+    printed = capsys.readouterr().out
+    assert "Files" in printed
+    assert "FAILED" not in printed
     (tmp_path / "run" / "statement.txt").write_text("epsilon = 0")
     assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 1
-    told = capsys.readouterr().out
-    assert "FAILED  the statement matches the plan" in told
-    assert "1 FAILED" in told
-    assert "Game:" not in told
+    printed = capsys.readouterr().out
+    assert "FAILED  the statement matches the plan" in printed
+    assert "1 FAILED" in printed
+    assert "Game:" not in printed
     assert main(["audit", str(tmp_path / "run"), "--files-only", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["game"] is None
 
@@ -82,13 +82,13 @@ def test_a_contradicted_claim_is_exit_status_1(monkeypatch, capsys):
 
 
 def test_the_plot(tmp_path, capsys):
-    assert main(["audit", *SIZES, *FEW, "--plot", str(tmp_path / "audit.png")]) == 0
+    assert main(["audit", *SIZES, *FEW, "--sampling", "shuffled", "--plot", str(tmp_path / "audit.png")]) == 0
     assert (tmp_path / "audit.png").stat().st_size > 20_000
     assert "wrote" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ([], "give RUN, a folder of `dpoptim train`, or a plan: --steps, --batch-size, --num-examples"),
         (SIZES[:-2], "--delta missing"),
@@ -104,13 +104,13 @@ def test_the_plot(tmp_path, capsys):
         ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert main(["audit", *arguments]) == 2
-    told = capsys.readouterr()
-    assert said in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"plan": 3}', '{"steps": 3}'])

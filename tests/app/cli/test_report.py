@@ -69,10 +69,10 @@ def test_a_cut_off_log_is_mentioned(run, tmp_path, capsys):
         (["nowhere"], "nowhere is not a run directory"),
         (["folder.html"], "is not a run directory"),
         (["empty"], "log.jsonl is empty"),
-        (["run", "-o", "missing/report.html"], "there is no folder missing"),
+        (["run", "-o", "missing/report.html"], "the folder missing does not exist"),
         (["run", "-o", "run/log.jsonl"], "must end in .html"),
         (["run", "-o", "folder.html"], "is a folder"),
-        (["run", "-o", "run/log.jsonl/report.html"], "there is no folder"),
+        (["run", "-o", "run/log.jsonl/report.html"], "does not exist"),
     ],
 )
 def test_mistakes_are_one_line(run, tmp_path, capsys, arguments, message):

@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
     text = capsys.readouterr().out
     assert text.startswith("Differentially private: epsilon = 4.0000")
     assert len(text.splitlines()) <= 25
-    for words in ("RMSE", "memory   about", "parameters 35.6 kB", "s per step", "--verbose"):
+    for words in ("multiplier", "memory     about", "parameters 35.6 kB", "s per step", "--verbose"):
         assert words in text
     assert main([*base, "--dry-run", "--verbose", "--validation-fraction", "0"]) == 0
     printed = capsys.readouterr()
@@ -129,7 +129,7 @@ def test_mistyped_flags_suggest_the_right_one(base, capsys):
         (["--batch_size=3"], "dpoptim train: there is no --batch_size; did you mean --batch-size?\n"),
         (["--quick", "--varant", "dp_sgd"], "dpoptim train: there is no --varant; did you mean --variant?\n"),
         (["recipe.toml", "more.toml"], "dpoptim train: unexpected argument 'more.toml'; see dpoptim train --help"),
-        (["--eps", "8"], "dpoptim train: there is no --eps; did you mean --epsilon or --adam-eps?\n"),
+        (["--eps", "8"], "dpoptim train: there is no --eps; did you mean --epsilon?\n"),
         (["--learn", "8"], "dpoptim train: there is no --learn; did you mean --learning-rate?\n"),
         (["--zzzz"], "dpoptim train: there is no --zzzz; see dpoptim train --help\n"),
     ):
@@ -195,8 +195,8 @@ def test_texts(tmp_path, monkeypatch, capsys):
         assert not Path("out").exists()
     assert main([*base, "--data", "notes.jsonl", "--max-length", "32", *FEW, "--run-dir", "out"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    said = lines.index("texts from column 'body', cut at 32 tokens")
-    assert said < next(place for place, line in enumerate(lines) if line.startswith("step 0/"))
+    at = lines.index("texts from column 'body', cut at 32 tokens")
+    assert at < next(place for place, line in enumerate(lines) if line.startswith("step 0/"))
 
 
 @pytest.mark.slow

@@ -67,18 +67,8 @@ def play(
 ) -> GameResult:
     """Train, in micro-batches, over a dataset of canaries and blanks that is as large as the plan says.
 
-    Under a known order (`Shuffled`), canaries take the places that are drawn most often.
-
-    Args:
-        plan: The plan to attack.
-        make_optimizer: Makes the optimizer.
-        canaries: How many examples are canaries.
-        seed: Determines coins, batches and noise.
-        steps: Stop after this many steps.
-        after_step: Called after each step.
-
-    Raises:
-        ValueError: If a release is not finite: the optimizer diverged, and nothing can be judged.
+    The seed determines coins, batches and noise. Under a known order (`Shuffled`), canaries take the places that are
+    drawn most often.
     """
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())

@@ -6,10 +6,8 @@ normals.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +39,6 @@ class Check:
     name: str
     passed: bool | None
     found: str
-
-    def as_values(self) -> dict[str, Any]:
-        """The check as plain values."""
-        return dataclasses.asdict(self)
 
 
 def errors_check(allowed: TradeOff, scores: Floats, included: NDArray[np.bool_], *, confidence: float) -> Check:

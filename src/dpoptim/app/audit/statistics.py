@@ -32,9 +32,6 @@ def correlation_chance(total: float, count: int) -> float:
     """Bound the probability that `count` products of independent unit normals sum to ±`total` or further.
 
     Chernoff: a product's moment generating function is (1 − θ²)^−½.
-
-    >>> correlation_chance(0.0, 100), 1e-6 < correlation_chance(50.0, 100) < 1e-4
-    (1.0, True)
     """
     mean = abs(total) / count
     if mean == 0.0:
@@ -49,11 +46,7 @@ def squares_chance(total: Floats, count: int) -> Floats:
 
 
 def count_chance(found: NDArray[np.int64] | int, of: int, rate: float, *, only_more: bool = False) -> Floats:
-    """The chance that a binomial count is as large or, unless `only_more`, lies as far out on either side.
-
-    >>> round(float(count_chance(10, 10, 0.5, only_more=True)) * 1024, 9)
-    1.0
-    """
+    """The chance that a binomial count is as large or, unless `only_more`, lies as far out on either side."""
     counts = np.asarray(found, dtype=np.float64)
     more = np.where(counts <= 0, 1.0, bdtrc(np.maximum(counts - 1, 0), of, rate))
     if only_more:
@@ -62,20 +55,12 @@ def count_chance(found: NDArray[np.int64] | int, of: int, rate: float, *, only_m
 
 
 def upper_limit(count: int, of: int, error: float) -> float:
-    """Clopper and Pearson's upper limit of a rate: the true rate is above it with probability at most `error`.
-
-    >>> round(upper_limit(0, 10, 0.05), 4)
-    0.2589
-    """
+    """Clopper and Pearson's upper limit of a rate: the true rate is above it with probability at most `error`."""
     return 1.0 if count == of else float(betaincinv(count + 1, of - count, 1.0 - error))
 
 
 def distance_from_normal(sample: Floats) -> float:
-    """Kolmogorov and Smirnov's distance between the sample's distribution function and Φ.
-
-    >>> round(distance_from_normal(np.zeros(10)), 3)
-    0.5
-    """
+    """Kolmogorov and Smirnov's distance between the sample's distribution function and Φ."""
     expected = ndtr(np.sort(sample))
     places = np.arange(len(sample) + 1) / len(sample)
     return float(max(np.abs(expected - places[1:]).max(), np.abs(expected - places[:-1]).max()))
@@ -86,11 +71,6 @@ def guessing_bound(scores: Floats, included: Bools, *, delta: float, confidence:
 
     The attack guesses the highest and the lowest scores, equally many of each. A few shares are tried, and the allowed
     probability of error is divided among them (Steinke, Nasr, Jagielski 2023, Theorem 5.2).
-
-    >>> import numpy as np
-    >>> coins = np.arange(1000) % 2 == 0
-    >>> round(guessing_bound(coins.astype(float), coins, delta=0.0, confidence=0.95), 2)
-    5.26
     """
     order = np.argsort(scores, kind="stable")
     error = (1.0 - confidence) / len(_GUESSED_SHARES)
@@ -119,10 +99,7 @@ def _least_epsilon(canaries: int, guesses: int, right: int, *, delta: float, err
 def guessing_chance(canaries: int, guesses: int, right: int, *, epsilon: float, delta: float) -> float:
     """Bound the probability that an (ε, δ)-private run allows `right` or more right guesses.
 
-        P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
-
-    >>> round(guessing_chance(10, 10, 10, epsilon=0.0, delta=0.0) * 1024, 9)
-    1.0
+    P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
     """
     if right == 0:
         return 1.0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,15 @@ from dpoptim.app.cli.options import (
     silence_libraries,
     uncalibrated_plan,
 )
-from dpoptim.app.cli.plan import COLUMNS, headline, mechanism_cells, mechanism_values, note_weak_delta, plan_line
+from dpoptim.app.cli.plan import (
+    COLUMNS,
+    LEGEND,
+    headline,
+    mechanism_cells,
+    mechanism_values,
+    note_weak_delta,
+    plan_line,
+)
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.losses import Task
@@ -60,17 +66,6 @@ _CONSTANTS = {
     "bias_correction": "rule=Adam(eps={})",
     "post_processing": "",
 }
-_OPTIONS = {  # the library's names, in the words of this command
-    "model": "MODEL",
-    "tokenizer": "MODEL's tokenizer",
-    "task": "--task",
-    "from_scratch": "--from-scratch",
-    "label_column": "--label-column",
-    "text_column": "--text-column",
-    "max_length": "--max-length",
-}
-_NAMES = re.compile(rf"\b(model|tokenizer|task)=|\b({'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)")
-
 _DESCRIPTION = """\
 Recommend the optimizer variant and the noise to train MODEL with at (epsilon, delta), and the command that does so.
 --verbose explains why: the noise's variance against the squared gradient, how many second moments bias correction
@@ -138,24 +133,24 @@ def run(options: Namespace) -> int:
     _check_probe(options, number=number)
     check_plot(options.plot)
     silence_libraries()
-    console, signal = Console(stderr=True), None
+    console, signal, counted = Console(stderr=True), None, None
     with ProgressReporter(console) as progress:
         if number is not None:
-            size = ModelSize(parameters=number)
+            parameters = number
         elif options.probe is None:
             progress.stage(f"reading {options.model}")
-            size = model_size(options.model, task=None if options.task is None else Task(options.task))
+            parameters, counted = model_size(options.model, task=None if options.task is None else Task(options.task))
         else:
             progress.message(_PUBLIC)
             progress.stage(f"reading {options.model} and {options.probe}")
             signal = _measure(options, progress=lambda n: progress.stage(f"gradients of {n} public examples"))
-            size = ModelSize(parameters=signal.parameters)
-        check_parameters(size.parameters, "MODEL")
+            parameters = signal.parameters
+        check_parameters(parameters, "MODEL")
         advice = advise(
             plan,
             epsilon=options.epsilon,
             delta=options.delta,
-            parameters=size.parameters,
+            parameters=parameters,
             signal=signal,
             beta1=options.betas[0],
             beta2=options.betas[1],
@@ -165,9 +160,9 @@ def run(options: Namespace) -> int:
         )
     train = train_line(advice, betas=tuple(options.betas), model=None if number is not None else options.model)
     if options.json:
-        print(json.dumps({**as_json(advice, counted=size.counted), "train": train}, indent=2, allow_nan=False))
+        print(json.dumps({**as_json(advice, counted=counted), "train": train}, indent=2, allow_nan=False))
     else:
-        _print_advice(advice, train=train, counted=size.counted, verbose=options.verbose)
+        _print_advice(advice, train=train, counted=counted, verbose=options.verbose)
     note_weak_delta(console, delta=options.delta, num_examples=options.num_examples)
     if options.plot is not None:
         from dpoptim.app.cli.plots import draw_advice
@@ -206,10 +201,8 @@ def train_line(advice: Advice, *, betas: tuple[float, ...], model: str | None) -
 def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
     """The advice as plain values.
 
-    Variances, eps and clip norms are in gradient units; `snr` is the mean squared gradient over the noise's variance
-    at the last step. In `signal`, `squares` are in units of the squared clip norm, and `weights` are shares of the
-    coordinates. In `mechanisms`, `epsilon` is at the calibrated noise and `epsilon_at_chosen_error` is the mechanism's
-    cost at the chosen one's rmse_mean (null: not computed).
+    `snr` is the mean squared gradient over the noise's variance at the last step. `epsilon_at_chosen_error` is a
+    mechanism's cost at the chosen one's rmse_mean (null: not computed).
     """
     plan, window = advice.plan, advice.window
     return {
@@ -265,8 +258,8 @@ def _fields(source: object, *names: str) -> dict[str, Any]:
 def _print_advice(advice: Advice, *, train: str, counted: str | None, verbose: bool) -> None:
     """Print the advice once all of it is made. Strings are code to be copied, so they are never wrapped."""
     console = output_console()
-    parts = list(_answer(advice, train, counted))
-    parts += _explanation(advice) if verbose else [Text("--verbose explains the advice and shows every mechanism")]
+    parts = list(_answer(advice, train, counted, verbose=verbose))
+    parts += _explanation(advice) if verbose else [Text("--verbose explains the advice and shows every mechanism.")]
     for part in parts:
         if isinstance(part, str):
             print(part)
@@ -274,55 +267,35 @@ def _print_advice(advice: Advice, *, train: str, counted: str | None, verbose: b
             console.print(part, highlight=False)
 
 
-def _answer(advice: Advice, train: str, counted: str | None) -> Iterator[RenderableType]:
+def _answer(advice: Advice, train: str, counted: str | None, *, verbose: bool) -> Iterator[RenderableType]:
     plan = advice.plan
     source = "measured" if advice.signal.measured else "ASSUMED (--probe measures them)"
     yield Text(f"Use {advice.variant} with {advice.choice.chosen.name}:", style="bold green")
+    yield f"  {train}"
+    yield "or in Python:"
     yield f"  plan = {plan_line(plan, epsilon=advice.epsilon, delta=advice.delta)}"
     yield f"  optimizer = {_optimizer_line(advice)}"
-    yield f"  or: {train}"
     yield ""
     yield Text.assemble((advice.variant, "bold"), f": {advice.reason}.")
     yield Text.assemble(("noise", "bold"), f": {advice.choice.reason}.")
+    yield Text(headline(plan, epsilon=advice.epsilon, delta=advice.delta))
     of = "" if counted is None else f" of {counted}"
-    told = headline(plan, epsilon=advice.epsilon, delta=advice.delta)
-    yield Text(
-        f"{told}; {advice.signal.parameters:,} parameters{of}; clip norm {plan.clip_norm:g}; gradients {source}\n"
-    )
-    yield _to_try(advice)
+    yield Text(f"{advice.signal.parameters:,} parameters{of}; clip norm {plan.clip_norm:g}; gradients {source}.\n")
+    yield _to_try(advice, every_variant=verbose)
 
 
 def _explanation(advice: Advice) -> Iterator[RenderableType]:
-    if advice.variant == "scale_then_privatize":
-        yield Text(f"\n{why_default(advice)}")
     yield ""
     yield _numbers(advice)
     yield ""
     yield _mechanisms(advice)
-    yield Text(
-        "normals per step: rows of random numbers, which decide how long the noise takes. epsilon*: the mechanism's "
-        f"cost at the chosen one's mean RMSE. All rows: {advice.plan.adjacency.value.replace('_', '-')} adjacency. "
-        "Accountants:"
-    )
+    yield Text(f"{LEGEND}\nepsilon*: the mechanism's cost at the chosen one's mean RMSE.\nAccountants:")
     for accountant in dict.fromkeys(row.accountant for row in advice.alternatives):
         kinds = (row.sampling.partition("(")[0] for row in advice.alternatives if row.accountant == accountant)
         yield Text(f"  {', '.join(dict.fromkeys(kinds))}: {accountant}")
     yield ""
     for note in advice.notes:
         yield Text(f"- {note}")
-
-
-def why_default(advice: Advice) -> str:
-    """Explain why the library's own eps_scale is offered, wherever it lies."""
-    window = advice.window
-    place = window.place(window.default)
-    said = f"eps_scale={window.default:.3g} is the library's default, twice the noise's level: {_PLACES[place]}"
-    if place == "in":
-        return f"{said}, where the second moment is steady"
-    return (
-        f"{said}. The window assumes a constant gradient that is equal for all examples. Below it the noise diverges; "
-        "above it scaling fades gracefully towards post_processing, so the default stays clear of the lower end"
-    )
 
 
 def _optimizer_line(advice: Advice) -> str:
@@ -348,11 +321,9 @@ def _numbers(advice: Advice) -> Table:
         rows["signal in an update"] = (
             f"{advice.signal_share:.3f} of it on average, at most {advice.scaled_share:.3f} where scaling evens it"
         )
-    low, high, likely = _distinct(window.low, window.high, window.likely_high)
-    least, most = _distinct(*window.clip_norms)
     rows["window of eps_scale"] = (
-        f"({low}, {high}] at clip norm {plan.clip_norm:g}, up to {likely} if examples agree as little as "
-        f"{signal.agreement:.2g}; clip norm/eps_scale in [{least}, {most})"
+        f"({window.low:.6g}, {window.high:.6g}] at clip norm {plan.clip_norm:g}, up to {window.likely_high:.6g} if "
+        f"examples agree as little as {signal.agreement:.2g}"
     )
     rows["its default"] = f"{window.default:.4g}, {window.describe(window.default)}"
     table = plain_table(words=("", ""))
@@ -362,24 +333,17 @@ def _numbers(advice: Advice) -> Table:
     return table
 
 
-def _distinct(*values: float) -> list[str]:
-    """Print values with four digits, or as many as distinguish them.
-
-    >>> _distinct(0.02331, 0.0233105)
-    ['0.023310', '0.023311']
-    """
-    forms = ([f"{value:#.{digits}g}" for value in values] for digits in range(4, 18))
-    return next((shown for shown in forms if len(set(shown)) == len(set(values))), [repr(value) for value in values])
-
-
-def _to_try(advice: Advice) -> Table:
+def _to_try(advice: Advice, *, every_variant: bool) -> Table:
+    """Values of the settings of the advised variant, or of every variant."""
     table = plain_table(words=("to try", "for", "values"))
     window = advice.window
     marked = ", ".join(f"{value:.6g} ({_PLACES[window.place(value)]})" for value in window.to_try)
     if window.too_narrow:
         marked += "; the window is too narrow to hold a value that is clear of divergence"
-    table.add_row("eps_scale", "scale_then_privatize", marked)
-    table.add_row("eps", "bias_correction, IME", f"{_listed(advice.eps_to_try)} (0.3, 1 and 3 times the noise)")
+    if every_variant or advice.variant == "scale_then_privatize":
+        table.add_row("eps_scale", "scale_then_privatize", marked)
+    if every_variant or advice.variant == "bias_correction":
+        table.add_row("eps", "bias_correction, IME", f"{_listed(advice.eps_to_try)} (0.3, 1 and 3 times the noise)")
     source = "10, 50 and 90 % of the public norms; " if advice.signal.example_norms else ""
     table.add_row("clip_norm", "all", f"{_listed(advice.clip_norms_to_try)} ({source}eps_scale and eps in proportion)")
     return table
@@ -395,7 +359,7 @@ def _mechanisms(advice: Advice) -> Table:
         table.add_row(
             row.name,
             row.sampling,
-            *mechanism_cells(row.candidate, delta=advice.delta),
+            *mechanism_cells(row.candidate),
             _cost(row),
             style="bold green" if row.chosen else None,
         )
@@ -404,14 +368,6 @@ def _mechanisms(advice: Advice) -> Table:
 
 def _cost(row: Alternative) -> str:
     return "-" if row.epsilon_at_chosen_error is None else format_epsilon(row.epsilon_at_chosen_error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Trained parameters, and the class they were counted from (None if a number was given)."""
-
-    parameters: int
-    counted: str | None = None
 
 
 def typed_count(model: str) -> int | None:
@@ -430,29 +386,20 @@ def typed_count(model: str) -> int | None:
         return None
 
 
-def model_size(model: str, *, task: Task | None = None) -> ModelSize:
+def model_size(model: str, *, task: Task | None = None) -> tuple[int, str]:
     """Count the trained parameters of a folder with config.json, a name on the hub, or a built-in model.
 
-    The model is built on the meta device, which needs no weights and no memory; tied parameters count once.
+    Also returns the name of the class. It is built on the meta device, which needs no weights and no memory.
 
-    Args:
-        model: The folder or name.
-        task: Which class to build (default: the one that the configuration names).
-
-    Raises:
-        ValueError: If transformers is missing, the model cannot be found, or its configuration names no task.
-
-    >>> model_size("small-cnn").counted
+    >>> model_size("small-cnn")[1]
     'SmallCNN'
     """
-    with _in_options():
-        task = task_of_model(model) if task is None else task
-        if task is Task.TABULAR_CLASSIFICATION:
-            raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
-        with torch.device("meta"):
-            made = load_model(task, model, num_labels=_labels(model, task), from_scratch=True)
-    parameters = sum(p.numel() for p in made.parameters() if p.requires_grad)
-    return ModelSize(parameters=parameters, counted=type(made).__name__)
+    task = task_of_model(model) if task is None else task
+    if task is Task.TABULAR_CLASSIFICATION:
+        raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
+    with torch.device("meta"):
+        made = load_model(task, model, num_labels=_labels(model, task), from_scratch=True)
+    return sum(p.numel() for p in made.parameters() if p.requires_grad), type(made).__name__
 
 
 def _labels(model: str, task: Task) -> int | None:
@@ -468,37 +415,12 @@ def _labels(model: str, task: Task) -> int | None:
     return max(2, int(config.num_labels))
 
 
-@contextlib.contextmanager
-def _in_options() -> Iterator[None]:
-    """Rewrite the library's errors in the words of the command line.
-
-    >>> with _in_options():
-    ...     raise ValueError("max_length=1 must be above 1; set from_scratch or model='x'")
-    Traceback (most recent call last):
-    ValueError: --max-length 1 must be above 1; set --from-scratch or MODEL 'x'
-    """
-    try:
-        yield
-    except ValueError as error:
-        text = re.sub(r"\b[a-z_]+ \((--[a-z-]+)\)", r"\1", str(error))  # "task (--task)" becomes "--task"
-        text = re.sub(r"\bdata[ =](?=['\"])", "--probe ", text)
-        raise ValueError(_NAMES.sub(_in_option, text)) from error
-
-
-def _in_option(found: re.Match[str]) -> str:
-    """NAME=value becomes an option with its value, NAME alone becomes the option."""
-    name, blank = (found[1], " ") if found[1] else (found[2], " " if found[3] else "")
-    return f"{_OPTIONS[name]}{blank}"
-
-
 def _check_probe(options: Namespace, *, number: int | None) -> None:
     """Check the options of --probe before anything slow; `number` is MODEL if it is a number."""
     if options.probe is None:
         unused = [name for name in _ONLY_WITH_PROBE if getattr(options, name) not in (None, False)]
         if unused:
             raise ValueError(f"--{unused[0].replace('_', '-')} needs --probe; leave it out, or give --probe")
-        if options.task is not None and number is not None:
-            raise ValueError(f"--task needs a model, and MODEL {options.model!r} is a number; leave it out")
         return
     if number is not None:
         raise ValueError(f"--probe needs a model, and MODEL {options.model!r} is a number; give a folder or a name")
@@ -506,28 +428,24 @@ def _check_probe(options: Namespace, *, number: int | None) -> None:
         raise ValueError(f"--probe needs --task, one of {_TASKS}")
     if options.probe_examples is not None and options.probe_examples < _MIN_PROBE_EXAMPLES:
         raise ValueError(f"--probe-examples {options.probe_examples} is too few; give {_MIN_PROBE_EXAMPLES} or more")
-    if options.max_length is not None and options.max_length < 2:
-        raise ValueError(f"--max-length {options.max_length} must be at least 2 tokens")
 
 
 def _measure(options: Namespace, *, progress: Callable[[int], None]) -> GradientSignal:
     """Measure MODEL's gradients on the public records, in small batches and with dropout, as in training."""
-    with _in_options():
-        records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
+    records = read_records(options.probe, text_column=options.text_column, label_column=options.label_column)
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(0))
     order = order[: options.probe_examples or _PROBE_EXAMPLES]
     if len(order) < _MIN_PROBE_EXAMPLES:
         raise ValueError(
             f"--probe {options.probe} has {len(order)} records; give {_MIN_PROBE_EXAMPLES} or more, better hundreds"
         )
-    with _in_options():
-        prepared = prepare(
-            task=Task(options.task),
-            model=options.model,
-            records=records.take(order.tolist()),
-            max_length=options.max_length,
-            from_scratch=options.from_scratch,
-        )
+    prepared = prepare(
+        task=Task(options.task),
+        model=options.model,
+        records=records.take(order.tolist()),
+        max_length=options.max_length,
+        from_scratch=options.from_scratch,
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepared.model.to(device).train()
     dataset: Any = prepared.dataset

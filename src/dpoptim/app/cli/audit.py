@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
 from dpoptim.app.cli.options import add_adjacency, add_output, check_plot, count, output_console, say
@@ -25,18 +25,14 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _DESCRIPTION = """\
-Attack a privacy guarantee. A whole training runs over a dataset of canaries with the loader, clipping, noise and
-optimizer that train models. Canaries are examples whose gradients are as conspicuous as clipping allows; a coin flip
-decides whether each is in. The best attack guesses the coins from everything released, and the guesses prove a lower
-bound on the epsilon spent. Noise and clipping are measured too. The exit status is 1 if the claim is contradicted or
-a check fails.
+Attack a privacy guarantee. A whole training runs over canaries: examples whose gradients are as conspicuous as
+clipping allows, each in or out by a coin flip. The best attack guesses the coins from everything released, which
+proves a lower bound on the epsilon spent. Batches, clipping and noise are checked too. The exit status is 1 if the
+claim is contradicted or a check fails.
 
-RUN is a folder of `dpoptim train`, whose files are checked too (epsilon recomputed, statement, key, released steps,
-log; no record is read), or a .json file with a plan (json.dumps(plan.to_dict())). Without RUN, the options define a
-plan.
-
-A bound below the claim only means that this attack found nothing; a bound near the claim shows that the accounting is
-tight. At a small delta, few canaries cannot reach epsilon, however good the attack is.
+RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
+(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
+attack found nothing.
 """
 
 _EXAMPLES = """\
@@ -48,8 +44,8 @@ examples:
 
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")
-_OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 _MAX_EPSILON = 100.0  # above it accounting takes minutes, and the guarantee means nothing
+_OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +88,16 @@ def run(options: Namespace) -> int:
     plan, make, variant, files = _target(options)
     found: PlanAudit | None = None
     if not options.files_only:
-        with _progress(games_needed(plan, options.canaries) * plan.steps) as after_step:
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            steps = bar.add_task("steps over canaries", total=games_needed(plan, options.canaries) * plan.steps)
             found = audit_plan(
                 plan,
                 make,
                 canaries=options.canaries,
                 confidence=options.confidence,
                 seed=options.seed,
-                after_step=after_step,
+                after_step=lambda: bar.advance(steps),
             )
     passed = all(check.passed is not False for check in files) and (found is None or found.passed)
     if options.json:
@@ -107,7 +105,7 @@ def run(options: Namespace) -> int:
             "passed": passed,
             "plan": plan.to_dict(),
             "variant": variant,
-            "files": [check.as_values() for check in files],
+            "files": [dataclasses.asdict(check) for check in files],
             "game": None if found is None else found.as_values(),
         }
         print(json.dumps(values, indent=2, allow_nan=False))
@@ -177,28 +175,6 @@ def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
         ) from None
     claimed = values.get("epsilon")
     return plan, [epsilon_check(plan, claimed)] if isinstance(claimed, float) and plan.delta is not None else []
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal; elsewhere print a line at each quarter."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        from rich.progress import Progress
-
-        with Progress(console=console, transient=True) as bar:
-            task = bar.add_task("steps over canaries", total=steps)
-            yield lambda: bar.advance(task)
-        return
-    done = 0
-
-    def after_step() -> None:
-        nonlocal done
-        done += 1
-        if 4 * done // steps > 4 * (done - 1) // steps:
-            print(f"{done:,} of {steps:,} steps over canaries", file=sys.stderr)
-
-    yield after_step
 
 
 def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit | None) -> None:

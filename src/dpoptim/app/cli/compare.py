@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +45,6 @@ examples:
       tuned on public records; eps_scale for one variant only
 """
 
-_FLAGS = (
-    "variants", "seeds", "metric", "epsilon", "tuning_epsilon", "tuning_data", "tuning_steps", "device", "plot",
-)  # fmt: skip
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -70,9 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=V,V",
         help="values of a setting for all variants, or for one as VARIANT.NAME=V,V; may be repeated",
     )
-    tuning.add_argument(
-        "--tuning-epsilon", type=_number_or_word, metavar="E", help=f"an epsilon, {PUBLIC}, or {UNCOVERED}"
-    )
+    tuning.add_argument("--tuning-epsilon", type=_value, metavar="E", help=f"an epsilon, {PUBLIC}, or {UNCOVERED}")
     tuning.add_argument("--tuning-data", metavar="D", help="public records for the trials")
     tuning.add_argument("--tuning-steps", type=count, metavar="N", help="steps of a trial (default: those of a run)")
     runs = parser.add_argument_group("runs")
@@ -104,8 +97,8 @@ def run(options: Namespace) -> int:
         with ProgressReporter(console, brief=True) as progress:
             result = compare(request, folder, progress=progress)
     except (Interrupted, KeyboardInterrupt) as stop:
-        say(console, f"{stop if isinstance(stop, Interrupted) else 'interrupted'}; resume with:")
-        say(console, f"  {_resume_line(options, folder)}")
+        what = stop if isinstance(stop, Interrupted) else "interrupted"
+        say(console, f"{what}; run the same command again to resume")
         return 128 + (stop.signal if isinstance(stop, Interrupted) else 2)
     if options.json:
         print(json.dumps(plain(result), indent=2, ensure_ascii=False))
@@ -118,19 +111,6 @@ def run(options: Namespace) -> int:
         say(console, f"wrote {options.plot}")
     say(console, f"runs, each with its secret noise.key: {folder}; numbers: {Path(folder, 'comparison.json')}")
     return 0
-
-
-def _resume_line(options: Namespace, folder: str) -> str:
-    """The command that resumes the comparison, with every flag that was given."""
-    words = ["dpoptim", "compare", options.recipe]
-    for name in _FLAGS:
-        value = getattr(options, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", ",".join(value) if isinstance(value, list) else str(value)]
-    for values in options.grid or []:
-        words += ["--grid", values]
-    words += [f"--{name}" for name in ("references", "json") if getattr(options, name)]
-    return shlex.join([*words, "--run-dir", folder])
 
 
 def _grid(given: list[str]) -> dict[str, Any]:
@@ -164,13 +144,6 @@ def _names(text: str) -> list[str]:
     return [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
 
 
-def _number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _print_result(result: dict[str, Any]) -> None:
     """Print the table, and what its numbers cover."""
     console = output_console()
@@ -195,10 +168,9 @@ def _notes(result: dict[str, Any]) -> list[str]:
             for variant, spent in cost["tuning"].items()
         )
         notes.append(f"epsilon of one run with its variant's trials: {parts}.")
-    added = f"added up: epsilon {_epsilon(cost['added']['epsilon'])} at delta {cost['added']['delta']:g}"
     notes.append(
         f"epsilon of everything in this table: {_epsilon(cost['everything'])}, composed over "
-        f"{cost['runs_on_private_records']} runs at delta = {cost['delta']:g} ({added})."
+        f"{cost['runs_on_private_records']} runs at delta = {cost['delta']:g}."
     )
     if cost["runs_in_folder"] != cost["runs_on_private_records"]:
         number, spent = cost["runs_in_folder"], _epsilon(cost["folder"])
@@ -251,8 +223,6 @@ def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
 
     >>> _interval({"mean": 0.5, "half_width": 0.01}, "{:.1f}", times=100)
     '50.0 ± 1.0'
-    >>> _interval({"mean": 0.5, "half_width": None}, "{:.2f}"), _interval({"mean": float("inf")}, "{:.2f}")
-    ('0.50', 'diverged')
     """
     if values["mean"] == float("inf"):
         return "diverged"

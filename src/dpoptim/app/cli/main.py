@@ -12,12 +12,12 @@ from dpoptim.app.cli.options import OneLineParser, explain_unknown
 from dpoptim.version import __version__
 
 COMMANDS = {
-    "plan": "compare noise mechanisms at one (epsilon, delta) and choose one",
-    "advise": "recommend an optimizer variant, its noise and its constants",
-    "train": "train a model privately from a recipe or flags; without either, run the demonstration",
-    "compare": "compare variants at one privacy budget, with tuning and several seeds",
-    "report": "write one HTML file that shows what runs did and what they guarantee",
-    "audit": "attack a privacy guarantee with canaries, and check a run's files",
+    "train": "train a model privately; without arguments, run a demonstration",
+    "plan": "choose the noise for a privacy budget",
+    "advise": "recommend an optimizer, its noise and settings to try",
+    "compare": "compare optimizers at one privacy budget, over several seeds",
+    "report": "write one HTML page about one or several runs",
+    "audit": "attack a privacy guarantee, and check a run's files",
 }
 """Each command has a module of its name with `add_options(parser)` and `run(options)`."""
 
@@ -55,14 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def command_line(
     complete: Collection[str] = tuple(COMMANDS),
 ) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Build the parser of the program, and the parser of each command.
-
-    Args:
-        complete: The commands whose options are added, which imports their modules.
-    """
+    """Build the parser of the program, and of each command; commands in `complete` get their options."""
     parser = OneLineParser(
         prog="dpoptim",
-        description="Differentially private training with adaptive optimizers for PyTorch.",
+        description="Train PyTorch models with differential privacy.",
+        epilog="`dpoptim COMMAND --help` lists the options of a command, with examples.",
     )
     parser.add_argument("--version", action="version", version=f"dpoptim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)

@@ -21,24 +21,25 @@ from dpoptim.app.cli.options import (
     uncalibrated_plan,
 )
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.integrations.named_settings import noise_words
-from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
-from dpoptim.noise.search.dense import dense_seconds
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, noise_words
+from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
-from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step", "epsilon")
+COLUMNS = ("noise multiplier", "RMSE mean", "RMSE max", "memory", "normals per step")
 _ERROR_COLUMNS = 3  # the ratio to independent noise follows the first three columns
-_MAX_DENSE_SECONDS = 60.0
+
+LEGEND = """\
+RMSE: the error that noise leaves on prefix sums of averaged gradients at clip norm 1; lower is better.
+normals per step: rows of random numbers, which decide how long the noise takes."""
 
 _DESCRIPTION = """\
 Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one. RMSE is the root
-mean square error that the noise causes on prefix sums of averaged gradients (or on another workload) for clip norm 1.
-It includes the noise multiplier and the sensitivity, and is divided by the batch size.
+mean square error that the noise causes on prefix sums of averaged gradients for clip norm 1. It includes the noise
+multiplier and the sensitivity, and is divided by the batch size.
 """
 
 _EXAMPLES = """\
@@ -65,18 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="trained parameters, which determine the memory (default: 4.4M, BERT-Tiny)",
     )
     add_noise_memory(noise)
-    noise.add_argument(
-        "--workload",
-        type=_workload,
-        default=PrefixSums(),
-        metavar="W",
-        help="what the error is measured on: prefix (default), momentum:BETA, or moments:BETA2 for Adam's averages",
-    )
-    noise.add_argument(
-        "--all",
-        action="store_true",
-        help="also compare Banded and, if it takes less than about a minute, Dense; shuffled sampling only",
-    )
     add_output(parser, verbose="show every mechanism")
 
 
@@ -94,8 +83,6 @@ def run(options: Namespace) -> int:
             parameters=options.parameters,
             memory_budget=options.memory_budget,
             memory=NoiseMemory(bits=options.noise_bits),
-            workload=options.workload,
-            more=_slow_mechanisms(plan, options.workload) if options.all else (),
             progress=lambda name: progress.stage(f"optimizing and calibrating {name}"),
         )
     if options.json:
@@ -106,7 +93,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         from dpoptim.app.cli.plots import draw_plan
 
-        draw_plan(choice, options.plot)
+        draw_plan(choice, main_candidates(choice), options.plot)
         say(console, f"wrote {options.plot}")
     return 0
 
@@ -120,7 +107,6 @@ def as_json(choice: Choice, epsilon: float, delta: float) -> dict[str, Any]:
         "batch_size": choice.plan.batch_size,
         "num_examples": choice.plan.num_examples,
         "adjacency": choice.plan.adjacency.value,
-        "workload": repr(choice.chosen.workload),
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
@@ -139,9 +125,9 @@ def _print_choice(choice: Choice, options: Namespace) -> None:
     plan, independent = choice.plan, choice.independent
     shown = choice.candidates if options.verbose else main_candidates(choice)
     first, rest = COLUMNS[:_ERROR_COLUMNS], COLUMNS[_ERROR_COLUMNS:]
-    table = plain_table(words=("mechanism",), numbers=(*first, "to independent", *rest))
+    table = plain_table(words=("mechanism",), numbers=(*first, "ratio to independent", *rest))
     for candidate in shown:
-        cells = mechanism_cells(candidate, delta=options.delta)
+        cells = mechanism_cells(candidate)
         table.add_row(
             candidate.name,
             *cells[:_ERROR_COLUMNS],
@@ -150,47 +136,21 @@ def _print_choice(choice: Choice, options: Namespace) -> None:
             style="bold green" if candidate is choice.chosen else None,
         )
     console = output_console()
-    console.print(f"Use {choice.reason}:", highlight=False, markup=False)
-    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}\n")  # to be copied: never wrapped
-    workload = "prefix sums" if options.workload == PrefixSums() else options.workload
-    told = headline(plan, epsilon=options.epsilon, delta=options.delta)
-    console.print(f"{told}; RMSE of {workload}", highlight=False, markup=False)
+    console.print(f"Use {choice.reason}.", highlight=False, markup=False)
+    print(f"  {plan_line(plan, epsilon=options.epsilon, delta=options.delta)}")  # to be copied: never wrapped
+    print(f"  or: dpoptim train ... --sampling {name_of_sampling(plan.sampling)} --noise {name_of_noise(plan.noise)}\n")
+    console.print(headline(plan, epsilon=options.epsilon, delta=options.delta), highlight=False, markup=False)
     console.print(table)
+    print(LEGEND)
     if len(shown) < len(choice.candidates):
-        print(f"{len(shown)} of {len(choice.candidates)} mechanisms; --verbose shows all")
-
-
-def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
-    if not isinstance(plan.sampling, Shuffled):
-        return []
-    kinds: list[StrategySpec] = [Banded(bands=min(128, plan.min_separation, plan.steps), workload=workload)]
-    is_quick = dense_seconds(plan.steps, plan.max_participations) <= _MAX_DENSE_SECONDS
-    return [*kinds, Dense(workload=workload)] if is_quick else kinds
-
-
-def _workload(text: str) -> Workload:
-    kind, _, value = text.partition(":")
-    try:
-        if kind == "prefix" and not value:
-            return PrefixSums()
-        if kind in ("momentum", "moments") and not value:
-            raise ValueError(f"{kind} needs a number, as in {kind}:0.9")
-        if kind == "momentum":
-            return PrefixSums(momentum=float(value))
-        if kind == "moments":
-            return DecayedSums(beta=float(value))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    raise argparse.ArgumentTypeError(f"{text!r} is not prefix, momentum:BETA or moments:BETA2")
+        print(f"{len(shown)} of {len(choice.candidates)} mechanisms are shown; --verbose shows all.")
 
 
 def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
     """The mechanism as plain values.
 
-    `noise_multiplier` is relative to one participation, and `sensitivity` is that of one participation (the largest
-    column norm), so rmse_mean = noise_multiplier·sensitivity·mean error/batch size. `total_sensitivity`, given where
-    sampling does not amplify, is how far one neighbour moves the whole run: over all its participations, and twice
-    as far under replace adjacency.
+    rmse_mean = noise_multiplier·sensitivity·mean error/batch size, with the sensitivity of one participation.
+    `total_sensitivity`, given where sampling does not amplify, is how far one neighbour moves the whole run.
     """
     plan, strategy = candidate.plan, candidate.plan.strategy
     total = None
@@ -210,7 +170,7 @@ def mechanism_values(candidate: Candidate, *, delta: float) -> dict[str, Any]:
     }
 
 
-def mechanism_cells(candidate: Candidate, *, delta: float) -> list[str]:
+def mechanism_cells(candidate: Candidate) -> list[str]:
     """The mechanism's cells under COLUMNS."""
     return [
         f"{candidate.plan.noise_multiplier:.4f}",
@@ -218,21 +178,20 @@ def mechanism_cells(candidate: Candidate, *, delta: float) -> list[str]:
         f"{candidate.rmse_max:.4g}",
         "-" if candidate.memory_bytes == 0 else format_bytes(candidate.memory_bytes),
         f"{candidate.normal_rows:.0f}",
-        format_epsilon(candidate.plan.epsilon(delta=delta)),
     ]
 
 
 def headline(plan: PrivacyPlan, *, epsilon: float, delta: float) -> str:
-    """The training and its guarantee in one line."""
-    sampling = "secret Poisson sampling (cyclic where noise is correlated)"
+    """The guarantee and the training in two lines."""
+    sampling = "Secret Poisson sampling, in cycles if the noise is correlated."
     if isinstance(plan.sampling, Shuffled):
         sampling = (
-            f"shuffled (no amplification): {plan.max_participations} participations at least "
-            f"{plan.min_separation:,} steps apart"
+            f"Shuffled batches, without amplification: {plan.max_participations} participations at least "
+            f"{plan.min_separation:,} steps apart."
         )
     return (
-        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples; "
-        f"epsilon = {epsilon:g} at delta = {delta:g}; {plan.adjacency.value.replace('_', '-')} adjacency; {sampling}"
+        f"epsilon = {epsilon:g} at delta = {delta:g}, {plan.adjacency.value.replace('_', '-')} adjacency; "
+        f"{plan.steps:,} steps of {plan.batch_size:,} from {plan.num_examples:,} examples.\n{sampling}"
     )
 
 

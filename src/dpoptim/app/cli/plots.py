@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,14 @@ import numpy as np
 
 from dpoptim.app.audit import PlanAudit
 from dpoptim.app.audit.statistics import TradeOff
-from dpoptim.app.cli.plan import main_candidates
 from dpoptim.app.comparison.request import UNCOVERED
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
-from dpoptim.noise import PrefixSums
 from dpoptim.privacy.format_epsilon import format_epsilon
-from dpoptim.theory import Advice, Alternative, Choice, ScaleWindow, SecondMomentRegime
+from dpoptim.theory import Advice, Candidate, Choice, SecondMomentRegime
 from dpoptim.theory.adviser import MANY_NEGATIVE
 from dpoptim.theory.stability_window import rounded
 
 _DPI = 150
-_BINS = 24
-_NARROW = 1.3  # a window whose high/low is smaller is also shown enlarged
-_MARKERS = "ov^<>DPXdh"
 _REGIMES = {
     SecondMomentRegime.DIVERGES: ("#f4c7c3", "ν̂ diverges"),
     SecondMomentRegime.STEADY: ("#cfe8cf", "ν̂ is steady"),
@@ -30,40 +26,34 @@ _REGIMES = {
 }
 
 
-def draw_plan(choice: Choice, path: Path) -> None:
+def draw_plan(choice: Choice, candidates: Sequence[Candidate], path: Path) -> None:
     """Draw the error at each step, and the mean error against memory; the chosen mechanism is thick."""
     figure = new_figure(11, 5)
     by_step, by_memory = figure.subplots(1, 2, width_ratios=[3, 2])
-    candidates = main_candidates(choice)
     for index, candidate in enumerate(candidates):
         colour, is_chosen = f"C{index % 10}", candidate is choice.chosen
         steps = np.arange(1, len(candidate.errors) + 1)
         by_step.plot(steps, candidate.errors, label=candidate.name, color=colour, linewidth=3.0 if is_chosen else 1.3)
         place = (candidate.memory_bytes / 1e6, candidate.rmse_mean)
         by_memory.plot(*place, marker="o", markersize=10 if is_chosen else 6, color=colour)
-    plan, workload = choice.plan, choice.chosen.workload
-    what = "prefix sums" if workload == PrefixSums() else repr(workload)
-    by_step.set(xlabel="step", ylabel=f"RMSE, {what} of averaged gradients", yscale="log")
+    plan = choice.plan
+    by_step.set(xlabel="step", ylabel="RMSE, prefix sums of averaged gradients", yscale="log")
     by_step.set_title(f"noise at ε = {format_epsilon(plan.epsilon())}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
     figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
     by_memory.set(ylabel="mean RMSE", yscale="log")
-    _memory_axis(by_memory, [candidate.memory_bytes for candidate in candidates])
+    by_memory.set_xlabel("memory for the noise, MB")
+    by_memory.set_xscale("symlog", linthresh=1.0)
+    by_memory.set_xlim(-0.3, 3 + 3 * max(candidate.memory_bytes for candidate in candidates) / 1e6)
     by_memory.set_title(f"{choice.chosen.parameters:,} parameters; the large dot is the choice", fontsize=10)
     for axes in (by_step, by_memory):
         axes.grid(alpha=0.3, which="both")
     figure.savefig(path, dpi=_DPI)
 
 
-def _memory_axis(axes: Any, sizes: list[float]) -> None:
-    axes.set_xlabel("memory for the noise, MB")
-    axes.set_xscale("symlog", linthresh=1.0)
-    axes.set_xlim(-0.3, 3 + 3 * max(sizes) / 1e6)
-
-
 def draw_advice(advice: Advice, path: Path) -> None:
-    """Draw negative second moments, gradients against noise, the window of eps_scale, and error against memory."""
-    figure = new_figure(12, 9.4)
-    panels = figure.subplots(2, 2)
+    """Draw how many second moments turn negative, and the window of eps_scale with the values to try."""
+    figure = new_figure(12, 5)
+    negative, window = figure.subplots(1, 2)
     plan = advice.plan
     kind = f"measured on {advice.signal.examples} public examples" if advice.signal.measured else "assumed"
     figure.suptitle(
@@ -72,11 +62,9 @@ def draw_advice(advice: Advice, path: Path) -> None:
         f"{plan.num_examples:,}; {advice.signal.parameters:,} parameters; gradients {kind}",
         fontsize=11,
     )
-    _negative(panels[0, 0], advice)
-    _squares(panels[0, 1], advice)
-    _window(panels[1, 0], advice)
-    _errors(panels[1, 1], advice)
-    for axes in panels.flat:
+    _negative(negative, advice)
+    _window(window, advice)
+    for axes in (negative, window):
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=_DPI)
 
@@ -93,49 +81,10 @@ def _negative(axes: Any, advice: Advice) -> None:
     axes.set_title("(a) above the dashed line, too few second moments see a gradient", fontsize=9)
 
 
-def _squares(axes: Any, advice: Advice) -> None:
-    unit = advice.plan.clip_norm**2
-    squares, weights = np.asarray(advice.signal.squares) * unit, np.asarray(advice.signal.weights)
-    shown = squares > 0
-    ends = (min(squares[shown].min(initial=np.inf), advice.noise_variance), max(squares.max(), advice.noise_variance))
-    low, high = (np.log10(end) if end > 0 else -12.0 for end in ends)
-    edges = np.logspace(low - 0.6, high + 0.6, 1 + _BINS)
-    axes.hist(squares[shown], bins=edges, weights=100 * weights[shown], color="C0", label="squared gradient g²")
-    if advice.noise_variance:
-        axes.axvline(advice.noise_variance, color="C3", linewidth=2, label="variance φ of the noise")
-    axes.set(xscale="log", xlabel="g² of a coordinate (averaged clipped gradient), gradient units²")
-    axes.set_ylabel("coordinates, %")
-    axes.legend(fontsize=8)
-    axes.set_title(f"(b) left of φ, noise exceeds the gradient; on average g² is {advice.snr:.2g} φ", fontsize=9)
-
-
 def _window(axes: Any, advice: Advice) -> None:
     window = advice.window
     points = [*window.to_try, window.default, window.high, *([window.low] if window.low else [])]
     left, right = 0.5 * min(points), 2 * max(points)
-    _bands(axes, window, left, right)
-    axes.plot(window.to_try, [0.38] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
-    axes.plot([window.default], [0.2], "D", color="C3", label="default", markersize=8)
-    for index, value in enumerate(window.to_try):  # alternate above and below, so that close labels do not overlap
-        place = (0, 9 if index % 2 == 0 else -17)
-        axes.annotate(f"{value:.4g}", (value, 0.38), textcoords="offset points", xytext=place, ha="center", fontsize=8)
-    axes.set(xscale="log", xlim=(left, right), ylim=(0, 1), yticks=[])
-    _set_ticks(axes, [rounded(float(value)) for value in np.geomspace(left, right, 7)[1:-1]])
-    axes.set_xlabel(f"eps_scale of scale_then_privatize at clip norm {window.clip_norm:g}, gradient units")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
-    axes.set_title(
-        f"(c) {_width(window.width)}: left of it noise feeds on itself, right of it scaling fades", fontsize=9
-    )
-    if window.width < _NARROW:
-        margin = 0.6 * (window.high - window.low)
-        inset = axes.inset_axes((0.37, 0.6, 0.58, 0.24))
-        _bands(inset, window, window.low - margin, window.high + margin)
-        inset.set(xlim=(window.low - margin, window.high + margin), yticks=[])
-        _set_ticks(inset, [window.low, window.high])
-        inset.set_title("the window, enlarged", fontsize=8)
-
-
-def _bands(axes: Any, window: ScaleWindow, left: float, right: float) -> None:
     for start, end, regime in (
         (left, max(left, window.low), SecondMomentRegime.DIVERGES),
         (max(left, window.low), window.high, SecondMomentRegime.STEADY),
@@ -144,39 +93,18 @@ def _bands(axes: Any, window: ScaleWindow, left: float, right: float) -> None:
         colour, label = _REGIMES[regime]
         axes.axvspan(start, end, color=colour, label=label)
     axes.axvline(window.likely_high, color="C2", linestyle=":", label="upper end if examples disagree")
-
-
-def _set_ticks(axes: Any, values: list[float]) -> None:
-    axes.set_xticks(values, [f"{value:.5g}" for value in values], fontsize=8)
+    axes.plot(window.to_try, [0.38] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
+    axes.plot([window.default], [0.2], "D", color="C3", label="default", markersize=8)
+    for index, value in enumerate(window.to_try):  # alternate above and below, so that close labels do not overlap
+        place = (0, 9 if index % 2 == 0 else -17)
+        axes.annotate(f"{value:.4g}", (value, 0.38), textcoords="offset points", xytext=place, ha="center", fontsize=8)
+    ticks = [rounded(float(value)) for value in np.geomspace(left, right, 7)[1:-1]]
+    axes.set(xscale="log", xlim=(left, right), ylim=(0, 1), yticks=[])
+    axes.set_xticks(ticks, [f"{value:.5g}" for value in ticks], fontsize=8)
     axes.set_xticks([], minor=True)
-
-
-def _width(width: float) -> str:
-    if width < 1.01:
-        return f"the window is {100 * (width - 1):.2g} % wide"
-    return "the window has no end" if np.isinf(width) else f"the window spans a factor of {width:.3g}"
-
-
-def _errors(axes: Any, advice: Advice) -> None:
-    """Draw small hollow points, so that none hides another; a ring marks the chosen mechanism."""
-    for index, row in enumerate(advice.alternatives):
-        place = (row.candidate.memory_bytes / 1e6, row.candidate.rmse_mean)
-        is_own = row.candidate in advice.choice.candidates
-        marker = _MARKERS[index % len(_MARKERS)] if is_own else "s"
-        style = {"markersize": 8, "mfc": "none", "mew": 1.8, "color": f"C{index % 10}", "ls": "none"}
-        axes.plot(*place, marker=marker, label=_alternative_label(row, is_own), **style)
-        if row.chosen:
-            axes.plot(*place, marker="o", markersize=20, mfc="none", mew=1.5, color="black", ls="none")
-    axes.set(yscale="log", ylabel="mean RMSE of prefix sums, clip norm 1")
-    _memory_axis(axes, [row.candidate.memory_bytes for row in advice.alternatives])
-    legend = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "title": "name: normals per step"}
-    axes.legend(fontsize=7, ncols=2, title_fontsize=7, **legend)
-    axes.set_title("(d) lower is better; ring: chosen; squares: the other sampling", fontsize=9)
-
-
-def _alternative_label(row: Alternative, is_own: bool) -> str:
-    name = row.name if is_own else f"{row.name}, {row.sampling}"
-    return f"{name}: {row.candidate.normal_rows:.0f}"
+    axes.set_xlabel(f"eps_scale of scale_then_privatize at clip norm {window.clip_norm:g}, gradient units")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+    axes.set_title("(b) left of the window noise feeds on itself, right of it scaling fades", fontsize=9)
 
 
 def draw_comparison(result: dict[str, Any], path: Path) -> None:

@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 _DESCRIPTION = """\
-Write one self-contained HTML file for one or several run directories: the privacy statement, loss curves, the clipped
-fraction, gradient and noise, second moments, scales, speed, epsilon against steps, recipe and versions. The page loads
-nothing from anywhere, works offline, on a phone, in light and dark mode, and prints. Several runs share each chart,
-one colour per run, and a table compares their final numbers.
+Write one HTML file about one or several runs: the privacy statement, loss curves, gradient and noise, speed, epsilon
+against steps, recipe and versions. The page works offline. Several runs share each chart, one colour per run, and a
+table compares their final numbers.
 
 Every number that depends on private data is either released under the guarantee or marked "not private: for
 debugging". Scores are marked as computed on data outside the guarantee. The noise key is never read.

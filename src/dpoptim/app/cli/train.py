@@ -48,6 +48,7 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting of a recipe, and those of the run itself."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.usage = "%(prog)s [RECIPE] [options]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file; flags override its settings")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for flag, field in flags().items():
@@ -174,24 +175,24 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
     statement = plan.statement()
     lines = [
         statement.splitlines()[0],
-        f"{recipe.task} with {recipe.variant}, learning rate {recipe.learning_rate:g}",
-        f"{recipe.noise} noise with multiplier {plan.noise_multiplier:.4f}, {recipe.sampling} sampling, "
-        f"{recipe.adjacency.replace('_', '-')} adjacency; RMSE of prefix sums {_rmse(setup):.4g} for clip norm 1",
-        f"{plan.num_examples:,} training records, {_held_out(setup):,} held out; "
-        f"{plan.steps:,} steps of {plan.batch_size:,}",
-        f"{setup.trained_parameters:,} trained parameters, on {setup.device} in {recipe.dtype}",
-        "",
-        f"memory   about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "
+        f"task       {recipe.task}, {setup.trained_parameters:,} trained parameters",
+        f"data       {plan.num_examples:,} training records; {_held_out(setup):,} more are held out for scores",
+        f"training   {plan.steps:,} steps of {plan.batch_size:,} records with {recipe.variant}, learning rate "
+        f"{recipe.learning_rate:g}",
+        f"noise      {recipe.noise}, multiplier {plan.noise_multiplier:.4f}; {recipe.sampling} sampling, "
+        f"{recipe.adjacency.replace('_', '-')} adjacency",
+        f"time       about {duration(found.run_seconds)} on {setup.device} in {recipe.dtype}, "
+        f"{found.step_seconds:.3g} s per step (measured on random examples, without evaluations)",
+        f"memory     about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
-        f"one micro-batch {format_bytes(found.working_bytes)} (measured)",
-        f"disk     at most {format_bytes(found.disk_bytes)}",
-        f"time     {found.step_seconds:.3g} s per step, {duration(found.run_seconds)} for the run "
-        "(measured on random examples, without evaluations)",
+        f"one micro-batch {format_bytes(found.working_bytes)}",
+        f"disk       at most {format_bytes(found.disk_bytes)}",
         "",
+        "Nothing was written. Leave out --dry-run to train.",
     ]
     if verbose:
-        return "\n".join([*lines, statement, "", "Nothing was written. The whole recipe:", "", recipe.to_toml()])
-    return "\n".join([*lines, "Nothing was written. --verbose also prints the privacy statement and the whole recipe."])
+        return "\n".join([*lines, "", statement, "", "The whole recipe:", "", recipe.to_toml()])
+    return "\n".join([*lines, "--verbose also prints the privacy statement and the whole recipe."])
 
 
 def _rmse(setup: RunSetup) -> float:

@@ -93,20 +93,13 @@ class _Job:
 
 
 def compare(request: Request, folder: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
-    """Run what is left of a comparison.
+    """Run what is left of a comparison; write its result to comparison.json and return it (see `summarize`).
 
-    Trials come first. Each variant's best setting then runs seed by seed, so that variants can be compared after an
-    interruption. A run that finished or diverged never runs again; one that was interrupted is resumed.
+    Trials come first, then each variant's best setting, seed by seed. A run that finished or diverged never runs
+    again; one that was interrupted is resumed.
 
     Guarantee: all compared runs have the same (ε, δ), sampling, batch size, steps and noise, and each has its own noise
     key. The result states ε of one run, of one run with its tuning, and of everything together.
-
-    Returns:
-        The result, which is also written to comparison.json; see `summarize`.
-
-    Raises:
-        Interrupted: If Ctrl-C stopped it.
-        ValueError: If the input is bad, before the first run, or if the folder holds a different comparison.
     """
     progress = progress or ProgressReporter()
     layout = Layout(path=Path(folder).expanduser())
@@ -274,11 +267,7 @@ def _check_tuning_data(request: Request, setup: RunSetup) -> None:
 
 
 def run_recipe(base: Recipe, variant: str, setting: Setting, seed: int) -> Recipe:
-    """The recipe of one run whose scores count.
-
-    Guarantee: ε, δ, sampling, batch size, steps and noise are those of the base. Only the reference without privacy
-    differs: it has neither noise nor clipping.
-    """
+    """The recipe of one run whose scores count; the reference without privacy has neither noise nor clipping."""
     recipe = with_setting(base, variant, setting).replace(seed=seed)
     if variant != NON_PRIVATE:
         return recipe
@@ -312,28 +301,18 @@ def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting)
 
 
 def _trial_noise(request: Request, base: Recipe, trial: Recipe, count: int) -> float:
+    """The noise multiplier of a trial; the noise is named by then, so `parameters` decides nothing."""
     budget = request.tuning_epsilon
     if isinstance(budget, str) or budget is None:
-        multiplier = _plan_of(base).noise_multiplier
+        multiplier = plan_of(base, parameters=1).noise_multiplier
     else:
         assert base.delta is not None
-        plan = _plan_of(trial.replace(epsilon=None, noise_multiplier=1.0))
+        plan = plan_of(trial.replace(epsilon=None, noise_multiplier=1.0), parameters=1)
         multiplier = calibrate_runs(plan, count, epsilon=float(budget), delta=base.delta).noise_multiplier
     assert multiplier is not None
     return multiplier
 
 
-def _plan_of(base: Recipe) -> PrivacyPlan:
-    """The calibrated plan of a recipe that names its noise, which needs no model."""
-    assert base.noise != "auto"
-    return plan_of(base, parameters=1)
-
-
 def best_setting(scores: Sequence[tuple[Setting, Mapping[str, float | None]]], metric: str) -> Setting:
-    """The setting with the best score, the first if several are equal; a run that diverged is worst.
-
-    >>> trials = [({"learning_rate": 1.0}, {"loss": None}), ({"learning_rate": 0.1}, {"loss": 2.0})]
-    >>> best_setting(trials, "loss")
-    {'learning_rate': 0.1}
-    """
+    """The setting with the best score, the first if several are equal; a run that diverged is worst."""
     return min(scores, key=lambda trial: badness(trial[1], metric))[0]

@@ -13,36 +13,21 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """mean ± half_width over `count` values; half_width is None for a single value.
-
-    >>> Interval(mean=0.5, half_width=0.1, count=3).low
-    0.4
-    """
+    """mean ± half_width; half_width is None for a single value."""
 
     mean: float
     half_width: float | None
-    count: int
-
-    @property
-    def low(self) -> float:
-        """The lower end."""
-        return -math.inf if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """The upper end."""
-        return math.inf if self.half_width is None else self.mean + self.half_width
 
     @property
     def excludes_zero(self) -> bool:
         """Whether 0 lies outside; never for a single value."""
-        return self.low > 0.0 or self.high < 0.0
+        return self.half_width is not None and abs(self.mean) > self.half_width
 
 
-def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """Compute the mean of independent values with Student's interval.
 
-        mean ± t_{(1+confidence)/2, n−1}·s/√n,      s² = Σ(x − mean)²/(n − 1)
+        mean ± t_{(1 + CONFIDENCE)/2, n−1}·s/√n,      s² = Σ(x − mean)²/(n − 1)
 
     The interval covers the expectation with this probability if values are normal. Over seeds, it covers what another
     seed would change, not what other records would. If a value is not finite (a run diverged), the mean is infinite.
@@ -53,22 +38,18 @@ def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) ->
     """
     if not values:
         raise ValueError("values is empty; give at least one")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence={confidence!r} must lie between 0 and 1")
     count = len(values)
     if not all(math.isfinite(value) for value in values):
-        return Interval(mean=math.inf, half_width=None, count=count)
+        return Interval(mean=math.inf, half_width=None)
     mean = math.fsum(values) / count
     if count == 1:
-        return Interval(mean=mean, half_width=None, count=1)
+        return Interval(mean=mean, half_width=None)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    quantile = float(stdtrit(count - 1, (1.0 + confidence) / 2))
-    return Interval(mean=mean, half_width=quantile * math.sqrt(variance / count), count=count)
+    quantile = float(stdtrit(count - 1, (1.0 + CONFIDENCE) / 2))
+    return Interval(mean=mean, half_width=quantile * math.sqrt(variance / count))
 
 
-def paired_difference(
-    values: Sequence[float], others: Sequence[float], *, confidence: float = CONFIDENCE
-) -> Interval | None:
+def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval | None:
     """Compute the mean of valueᵢ − otherᵢ with its interval, or None if either diverged.
 
     It is tighter than two separate intervals if both depend on seed i in the same way.
@@ -77,8 +58,6 @@ def paired_difference(
     >>> round(found.mean, 4), found.excludes_zero, mean_interval([1.1, 2.1, 3.2]).half_width > found.half_width
     (0.1333, False, True)
     """
-    if len(values) != len(others):
-        raise ValueError(f"values has {len(values)} entries and others {len(others)}; give the same seeds for both")
     if not all(math.isfinite(value) for value in (*values, *others)):
         return None
-    return mean_interval([one - other for one, other in zip(values, others, strict=True)], confidence=confidence)
+    return mean_interval([one - other for one, other in zip(values, others, strict=True)])

@@ -20,11 +20,7 @@ NOT_PRIVATE = "NOT PRIVATE"
 
 
 def badness(score: Mapping[str, float | None], metric: str) -> float:
-    """What to minimize: the loss, or minus the accuracy; ∞ for a run that diverged.
-
-    >>> badness({"loss": 2.0, "accuracy": 0.75}, "accuracy"), badness({"loss": None}, "loss")
-    (-0.75, inf)
-    """
+    """What to minimize: the loss, or minus the accuracy; ∞ for a run that diverged."""
     value = score.get(metric)
     if value is None or score.get("loss") is None:
         return math.inf
@@ -50,8 +46,6 @@ def summarize(
         variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
         for variant in request.rows
     }
-    not_tuned_here = request.tuning_epsilon == PUBLIC or not any(trials[variant] for variant in variants)
-    ranked = "variants" if not_tuned_here else "settings and variants"
     references = []
     if request.references:
         references = [_before(runs[variants[0]], runs[best], request.metric), rows[NON_PRIVATE]]
@@ -67,7 +61,7 @@ def summarize(
         "seeds": list(request.seeds),
         "confidence": CONFIDENCE,
         "metric": request.metric,
-        "outside_guarantee": f"scores, which rank {ranked}, are on held-out records outside the guarantee",
+        "outside_guarantee": "scores, which rank the rows, are on held-out records outside the guarantee",
         "best": best,
         "variants": [rows[variant] for variant in variants],
         "references": references,
@@ -207,9 +201,5 @@ def _epsilons(
         "runs_on_private_records": len(everything),
         "folder": epsilon_of_runs(in_folder, delta=delta),
         "runs_in_folder": len(in_folder),
-        "added": {
-            "epsilon": math.fsum(plan.epsilon(delta=delta) for plan in everything),
-            "delta": delta * len(everything),
-        },
         "without": [f"{NON_PRIVATE}: {NOT_PRIVATE}"] if NON_PRIVATE in runs else [],
     }

@@ -38,8 +38,8 @@ class Mark(Enum):
 def format_number(value: float, digits: int = 6) -> str:
     """A number to read, with this many significant digits.
 
-    >>> format_number(3.14159265), format_number(12345678.0), format_number(1e-7), format_number(2048)
-    ('3.14159', '12,345,678', '1e-07', '2,048')
+    >>> format_number(3.14159265), format_number(12345678.0)
+    ('3.14159', '12,345,678')
     """
     if not math.isfinite(value):
         return "∞" if value > 0 else "−∞" if value < 0 else "not a number"
@@ -57,8 +57,8 @@ def mean(values: Sequence[float]) -> float:
 class Curve:
     """One logged number against steps.
 
-    `absent` replaces the chart if no run logged the number, and `not_applicable` does if all logged null: the runs'
-    variants do not have it. `gap` explains missing single values. A null counts as missing unless `may_be_null`.
+    `absent` replaces the chart if no run logged the number. `gap` explains missing single values. A null counts as
+    missing unless `may_be_null`.
     """
 
     name: str
@@ -68,7 +68,6 @@ class Curve:
     mark: Mark
     caption: str
     absent: str = ""
-    not_applicable: str = ""
     may_be_null: bool = False
     gap: str = "logged value(s) are not finite and are not drawn"
     of_evaluations: bool = False
@@ -156,9 +155,8 @@ CURVES = (
         mark=Mark.RELEASED,
         zero=True,
         caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
-        absent=f"Negative ν̂: {_NO_DIAGNOSTICS}.",
-        not_applicable="Negative second moments ν̂: does not apply to {variants}. Only variants that subtract, or could "
-        "subtract, the noise's share from ν̂ have it; those that scale before the noise or keep no ν̂ do not.",
+        absent="Negative second moments ν̂: only variants that subtract, or could subtract, the noise's share from ν̂ "
+        "log them.",
     ),
     Curve(
         name="seconds-per-step",
@@ -171,17 +169,6 @@ CURVES = (
         zero=True,
         caption="It should be flat. The first steps may be slower.",
         absent="Time per step: no step was logged.",
-    ),
-    Curve(
-        name="examples-per-second",
-        title="Throughput",
-        y_label="examples per second",
-        path="examples_per_second",
-        may_be_null=True,
-        mark=Mark.TIMING,
-        zero=True,
-        caption="Higher is cheaper.",
-        absent="Throughput: no step was logged.",
     ),
     Curve(
         name="epsilon",
@@ -298,17 +285,10 @@ def layers(rows: Sequence[Row], runs: int) -> list[Layer]:
 
 
 def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Axis:
-    """An axis over all values that ends on round numbers.
-
-    Args:
-        values: What the axis must hold. Equal values get room around them.
-        zero: Include 0.
-        log: Make it logarithmic if all values are above 0 and span a factor of 30.
+    """An axis over all values that ends on round numbers; with `log`, logarithmic if they span a factor of 30.
 
     >>> axis([0.0, 9.7]).ticks
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    >>> axis([0.002, 40.0], log=True).ticks
-    [0.001, 0.01, 0.1, 1.0, 10.0, 100.0]
     """
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
@@ -396,7 +376,7 @@ def all_charts(runs: Sequence[RunHistory], *, limit: int) -> list[Chart | str]:
 def _curve_chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> Chart | str:
     found = [curve.of(run) for run in runs]
     if not any(found):
-        return _why_absent(curve, runs)
+        return curve.absent
     rows = thin(found, limit=limit, gather=curve.gather)
     drawn = layers(rows, len(runs))
     remarks = _remarks(curve, runs, found, thinned=any(layer.bands for layer in drawn))
@@ -424,16 +404,6 @@ def _cell(point: Point | None, show: Callable[[float], str]) -> str:
     if point.low == point.high:
         return show(point.value)
     return f"{show(point.value)} ({show(point.low)}–{show(point.high)})"
-
-
-def _why_absent(curve: Curve, runs: Sequence[RunHistory]) -> str:
-    *parts, name = curve.path.split(".")
-    groups = [value_at(record, ".".join(parts)) for run in runs for record in run.steps] if parts else []
-    is_null = any(isinstance(group, dict) and name in group for group in groups)
-    if not curve.not_applicable or not is_null:
-        return curve.absent
-    variants = dict.fromkeys(str(run.setting("variant") or run.name) for run in runs)
-    return curve.not_applicable.format(variants=", ".join(variants))
 
 
 def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Series], *, thinned: bool) -> Iterator[str]:

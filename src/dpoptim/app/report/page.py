@@ -44,10 +44,6 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
 
     Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
     guarantee. The noise key is not read. The file loads nothing.
-
-    Raises:
-        ValueError: If `runs` is empty, or the output does not end in .html.
-        OSError: If the file cannot be written; an older report stays as it was.
     """
     if not runs:
         raise ValueError("runs is empty; give at least one run")
@@ -68,15 +64,11 @@ def check_output(output: Path) -> None:
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; give the name of a file")
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}; create it first")
+        raise ValueError(f"--output {output}: the folder {output.parent} does not exist; create it first")
 
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Everything that the report draws, not thinned: {"runs": [...]}, with JSON values only (no NaN, no infinity).
-
-    Each run has its `final` numbers, its `curves` {name: {"mark", "values": [[step, value], ...]}}, its
-    `scale_quantiles` [[step, seven values], ...], the recipe, the versions, the statement and the notes.
-    """
+    """Everything that the report draws, not thinned, as JSON values (no NaN, no infinity)."""
     return {"runs": [plain(_numbers_of(run)) for run in runs]}
 
 
@@ -96,11 +88,7 @@ def _numbers_of(run: RunHistory) -> dict[str, Any]:
 
 
 def final_numbers(run: RunHistory) -> dict[str, Any]:
-    """The run in a few numbers; None for those that no file holds.
-
-    `epsilon` covers all planned steps and `epsilon_spent` those taken, both from the accountant; they are ∞ without a
-    guarantee. `not_private` is there only if the run logged debugging values, which are not released.
-    """
+    """The run in a few numbers: `epsilon` covers all planned steps, `epsilon_spent` those taken (∞: no guarantee)."""
     guarantee = run.guarantee
     released = [record["released"] for record in run.steps if isinstance(record.get("released"), dict)]
     found: dict[str, Any] = {
@@ -226,11 +214,7 @@ def _title(numbers: Sequence[dict[str, Any]]) -> str:
 
 
 def _short(name: Any) -> str:
-    """A Hugging Face name as it is, a path without its folders.
-
-    >>> _short("google/bert"), _short("/home/me/models/bert"), _short("./bert")
-    ('google/bert', 'bert', 'bert')
-    """
+    """A Hugging Face name as it is, a path without its folders."""
     text = str(name)
     return text.rstrip("/").rpartition("/")[2] if text.startswith(("/", ".", "~")) else text
 
@@ -319,11 +303,7 @@ def _differences(shown: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[s
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, str]:
-    """Nested tables as dotted names, every value as text.
-
-    >>> _flat({"a": True, "b": {"c": "x", "d": [1, 2.5]}})
-    {'a': 'true', 'b.c': 'x', 'b.d': '[1, 2.5]'}
-    """
+    """Nested tables as dotted names, every value as text."""
     found: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, dict):
