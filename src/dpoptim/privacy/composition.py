@@ -87,7 +87,7 @@ def repeat_run(run: Run, times: int) -> Run:
     >>> repeat_run(GaussianRun(sensitivity=1.5), 4)
     GaussianRun(sensitivity=3.0)
     """
-    check_whole("times", times)
+    times = check_whole("times", times)
     if isinstance(run, GaussianRun):
         return GaussianRun(sensitivity=run.sensitivity * math.sqrt(times))
     return dataclasses.replace(run, steps=run.steps * times)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.arguments import check_at_most, check_delta, check_number, check_whole
+from dpoptim.arguments import check_at_most, check_delta, check_number, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
 from dpoptim.privacy import accounting, calibration, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
@@ -71,7 +71,7 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
-            check_whole(name, getattr(self, name))
+            set_whole(self, name)
         check_at_most(
             "batch_size", self.batch_size, "num_examples", self.num_examples, hint="Use a smaller batch_size."
         )
