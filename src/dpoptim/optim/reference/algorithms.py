@@ -93,7 +93,7 @@ def post_processing(
     batch_size: float,
     noiseless: bool = False,
 ) -> Tensor:
-    """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is of the average without noise: NOT private.
+    """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is without noise: NOT private.
 
     >>> from dpoptim.optim.reference import Adam
     >>> post_processing(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
