@@ -47,24 +47,9 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         loader: The run's private loader.
         optimizer: The run's private optimizer.
 
-    Yields:
-        The batches of the loader.
-
     Guarantee: the draws of step t are a function of (key, run, t) only, so a resumed run repeats them. They are seeded
     before the step's first batch is fetched; its micro-batches share one stream. When the step is released, the
     generators get their earlier state back, so saving them afterwards reveals nothing.
-
-    >>> import dpoptim
-    >>> plan = dpoptim.PrivacyPlan(num_examples=4, batch_size=2, steps=2, noise_multiplier=1.0)
-    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5))
-    >>> loader = dpoptim.private_loader([torch.ones(1)] * 4, plan)
-    >>> optimizer = dpoptim.dp_sgd(model, plan, lr=0.1)
-    >>> state = torch.get_rng_state()
-    >>> for batch in secret_randomness(loader, optimizer):
-    ...     model(batch).sum(1).sum().backward()
-    ...     optimizer.step()
-    >>> torch.equal(state, torch.get_rng_state())
-    True
     """
     if not hasattr(optimizer, "mechanism"):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Accelerate's optimizer
@@ -111,13 +96,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> dict[str, bytes]:
-    """The states of the seeded generators by name, to see which ones were used.
-
-    >>> before = generator_states()
-    >>> drawn = random.random()
-    >>> [name for name, state in generator_states().items() if state != before[name]]
-    ['random']
-    """
+    """The states of the seeded generators by name, to see which ones were used."""
     of_numpy: Any = np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {
