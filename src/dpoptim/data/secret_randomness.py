@@ -18,11 +18,6 @@ from dpoptim.data.loader import PrivateLoader
 from dpoptim.noise import NoiseKey
 
 
-class Mechanism(Protocol):
-    run_id: str
-    step: int
-
-
 class Optimizer(Protocol):
     """The part of a private optimizer that is used here."""
 
@@ -83,7 +78,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
 
 def seed_for_step(optimizer: Optimizer) -> None:
     """Seed torch, numpy and `random` for the optimizer's current step, from (key, run, step) only."""
-    mechanism: Mechanism = optimizer.mechanism
+    mechanism = optimizer.mechanism
     secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))
     seed_generators(int.from_bytes(secret[:8], "little"))
 

@@ -130,13 +130,10 @@ class GradientSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The noise and the share of negative second moments at one step.
+    """The noise and the share of negative second moments at one step, counted from 1.
 
-    Attributes:
-        step: The step, counted from 1.
-        noise_variance: φ_t, the noise variance on a coordinate of the averaged gradient.
-        bias_correction: The share of negative ν̂ after bias correction.
-        independent_moments: The same for IME; None if squares cannot be released under the plan's sampling.
+    `noise_variance` is φ_t on a coordinate of the averaged gradient. `bias_correction` and `independent_moments` are
+    shares of negative ν̂; the latter is None if squares cannot be released under the plan's sampling.
     """
 
     step: int
@@ -396,8 +393,8 @@ def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
 def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[float, float]:
     """The mean of x/(1+x) over coordinates, without scaling and with x the same in all.
 
-    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. x/(1+x) is
-    concave, so the second number is never smaller (Jensen), and equal only for even gradients.
+    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. The second
+    number is never smaller (Jensen), and equal only for even gradients.
     """
     noise = unit_variance(plan) * momentum_weight(plan.strategy, step=plan.steps, beta1=beta1)
     if not noise:

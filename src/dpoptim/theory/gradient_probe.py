@@ -120,10 +120,7 @@ def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tup
 def spread(
     means: Series, mean_squares: Series, variances: Series, *, count: float, batch_size: float
 ) -> tuple[Series, Series]:
-    """E g² at `batch_size` in groups of coordinates, and the weights of the groups; see the module.
-
-    Σ weights·squares is the unbiased mean of μ² + v/B over the coordinates, unless the total of μ² is below 0.
-    """
+    """E g² at `batch_size` in groups of coordinates, and the weights of the groups; see the module."""
     chance = max(0.0, float(variances.mean())) / batch_size
     target = max(0.0, float(mean_squares.mean()))
     every = -(-len(means) // _MOST_COORDINATES)

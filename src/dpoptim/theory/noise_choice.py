@@ -319,8 +319,7 @@ def alternatives(
     """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
 
     The other sampling is `Poisson()` (cyclic for correlated noise) for `Shuffled()` and the reverse, at the same
-    adjacency. The second result is why the other sampling is missing: it has no proof (`Shuffled()` under add/remove),
-    or no noise multiplier was found.
+    adjacency. The second result is why the other sampling is missing.
     """
     report = progress or (lambda name: None)
     candidates, missing = list(choice.candidates), None
