@@ -7,15 +7,21 @@ import numbers
 from collections.abc import Collection
 
 
-def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> None:
-    """Check that `value` is an int of at least `low`; a bool is not a number.
+def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> int:
+    """Return `value` as an int of at least `low`. Integers of numpy count; a bool is not a number.
 
     >>> check_whole("steps", 0)
     Traceback (most recent call last):
     ValueError: Expected steps to be a whole number >= 1, got 0.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise ValueError(_joined(f"Expected {name} to be a whole number >= {low}, got {value!r}.", hint))
+    return int(value)
+
+
+def set_whole(owner: object, name: str, *, low: int = 1, hint: str = "") -> None:
+    """Check a field of a frozen dataclass and store it as an int, so that its repr and JSON are those of an int."""
+    object.__setattr__(owner, name, check_whole(name, getattr(owner, name), low=low, hint=hint))
 
 
 def check_number(

@@ -218,8 +218,8 @@ def test_lengths_go_by_the_dataset_where_its_size_is_private():
         ({"lengths": LENGTHS / 2, "micro_batch_tokens": 64}, "float64"),
         ({"lengths": LENGTHS[None], "micro_batch_tokens": 64}, "shape"),
         ({"lengths": LENGTHS > 3, "micro_batch_tokens": 64}, "bool"),
-        ({"lengths": LENGTHS, "micro_batch_tokens": 0}, "micro_batch_tokens >= 1"),
-        ({"lengths": LENGTHS, "micro_batch_tokens": True}, "micro_batch_tokens >= 1"),
+        ({"lengths": LENGTHS, "micro_batch_tokens": 0}, "micro_batch_tokens to be a whole number >= 1"),
+        ({"lengths": LENGTHS, "micro_batch_tokens": True}, "micro_batch_tokens to be a whole number >= 1"),
         ({"lengths": LENGTHS, "micro_batch_tokens": 64, "bucket": 0}, "bucket"),
     ],
 )

@@ -151,12 +151,12 @@ def _side(t, noise, square_noise, rule, plan):
 
 
 def _noiseless(t, noise, square_noise, rule, plan):
-    return reference.noiseless_preconditioner(*_start(t), noise, rule=rule, **_common(plan))
+    return reference.post_processing(*_start(t), noise, rule=rule, noiseless=True, **_common(plan))
 
 
 def _noiseless_scaled(t, noise, square_noise, rule, plan):
-    return reference.noiseless_scale_then_privatize(
-        *_start(t), noise, rule=rule, eps_scale=EPS_SCALE, normalised=True, **_common(plan)
+    return reference.scale_then_privatize(
+        *_start(t), noise, rule=rule, eps_scale=EPS_SCALE, normalised=True, noiseless=True, **_common(plan)
     )
 
 

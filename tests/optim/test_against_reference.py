@@ -1,4 +1,4 @@
-"""Sixty steps of the fast path equal the reference implementation on the same normals, for every variant."""
+"""Forty steps of the fast path equal the reference implementation on the same normals, for every variant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.optim.table import ROWS, RULES, VARIANTS, Task, task
 
 KEY = dpoptim.NoiseKey.from_bytes(bytes(range(100, 132)))
 RUN: Any = {"key": KEY, "run_id": "the run", "external_batches": True}
-STEPS = 60
+STEPS = 40
 
 PLANS = {
     "independent noise, Poisson": dpoptim.PrivacyPlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +112,9 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
     if variant == "side_information":
         return reference.side_information(theta, gradients, QUIET, lambda th, t: gradients(th, t).mean(0), **plain)
     if variant == "noiseless_preconditioner":
-        return reference.noiseless_preconditioner(theta, gradients, QUIET, **plain)
+        return reference.post_processing(theta, gradients, QUIET, **plain, noiseless=True)
     assert variant == "noiseless_scale_then_privatize"
-    return reference.noiseless_scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2)
+    return reference.scale_then_privatize(theta, gradients, QUIET, **plain, eps_scale=1e-2, noiseless=True)
 
 
 @pytest.mark.parametrize("name", OPTIM)
@@ -199,11 +200,10 @@ def test_constant_scale_is_post_processing_with_clip_norm_over_s(name: str) -> N
     assert not torch.allclose(scaled, other, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("function", [reference.scale_then_privatize, reference.noiseless_scale_then_privatize])
+@pytest.mark.parametrize("noiseless", [False, True])
 @pytest.mark.parametrize("name", OPTIM)
-def test_normalised_scale_with_clip_norm_times_eps_is_the_same_algorithm(
-    name: str, function: Callable[..., Tensor]
-) -> None:
+def test_normalised_scale_with_clip_norm_times_eps_is_the_same_algorithm(name: str, noiseless: bool) -> None:
+    function = functools.partial(reference.scale_then_privatize, noiseless=noiseless)
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
     raw = function(theta, gradients, noise, rule=rule, **noisy(), eps_scale=0.05)
@@ -233,9 +233,11 @@ VARIANTS: dict[str, Callable[[Callable[[Tensor, int], Tensor]], Tensor]] = {
     "side_information": lambda g: reference.side_information(
         THETA, g, NOISE, lambda theta, t: CURVATURE, rule=ADAM, **noisy()
     ),
-    "noiseless_preconditioner": lambda g: reference.noiseless_preconditioner(THETA, g, NOISE, rule=ADAM, **noisy()),
-    "noiseless_scale_then_privatize": lambda g: reference.noiseless_scale_then_privatize(
-        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1
+    "noiseless_preconditioner": lambda g: reference.post_processing(
+        THETA, g, NOISE, rule=ADAM, **noisy(), noiseless=True
+    ),
+    "noiseless_scale_then_privatize": lambda g: reference.scale_then_privatize(
+        THETA, g, NOISE, rule=ADAM, **noisy(), eps_scale=0.1, noiseless=True
     ),
     "delayed_preconditioner": lambda g: reference.delayed_preconditioner(
         THETA,

@@ -269,11 +269,13 @@ def test_noiseless_second_moment_sees_no_noise_and_public_one_no_private_gradien
         return SIZES[None]
 
     for path in (
-        reference.noiseless_preconditioner(zero, gradients, noise, noise_stddev=0.3, **base),
+        reference.post_processing(zero, gradients, noise, noise_stddev=0.3, noiseless=True, **base),
         reference.side_information(zero, gradients, noise, lambda theta, t: SIZES, noise_stddev=0.3, **base),
     ):
         expected = -(1 + 0.3 * noise / SIZES).cumsum(0)
         torch.testing.assert_close(path, expected, rtol=1e-10, atol=1e-10)
-    path = reference.noiseless_scale_then_privatize(zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, **base)
+    path = reference.scale_then_privatize(
+        zero, gradients, noise, noise_stddev=0.3, eps_scale=0.5, noiseless=True, **base
+    )
     s = torch.cat([torch.full((1, 5), 2.0), (1 / (SIZES + 0.5)).expand(24, -1)])
     torch.testing.assert_close(path, -(1 + 0.3 * noise / s / SIZES).cumsum(0), rtol=1e-10, atol=1e-10)

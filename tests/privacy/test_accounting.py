@@ -19,7 +19,6 @@ from dpoptim.privacy.accounting import (
     PoissonRun,
     TruncatedPoissonRun,
     epsilon,
-    gaussian_delta,
     gaussian_epsilon,
     gaussian_log_delta,
     gaussian_noise_multiplier,
@@ -56,7 +55,7 @@ def test_gaussian_delta_is_the_integral_of_the_positive_part(multiplier):
             points=[0.0] if cut - 12 * multiplier - 1 < 0 < cut else None,
             limit=400,
         )
-        assert gaussian_delta(multiplier, level) == pytest.approx(expected, rel=1e-7, abs=1e-14)
+        assert math.exp(gaussian_log_delta(multiplier, level)) == pytest.approx(expected, rel=1e-7, abs=1e-14)
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-6, 1e-12, 1e-100])
@@ -229,7 +228,7 @@ def test_runs_without_a_renyi_bound_are_refused():
     assert not accounting.has_rdp_bound(run)
 
 
-@pytest.mark.parametrize("adjacency", list(Adjacency))
+@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
 def test_epsilon_falls_with_noise_and_rises_with_steps(adjacency):
     values = [
         epsilon(poisson(0.01, 300, adjacency), noise_multiplier=std, delta=1e-6) for std in np.geomspace(0.5, 8, 6)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 
 from dpoptim.noise import BandedToeplitz, Independent, SquareRoot
@@ -40,6 +41,17 @@ def test_unamplified_plan_counts_participations():
     assert plan.epsilon(delta=1e-7) == pytest.approx(10.0453, abs=1e-4)
     assert make(noise_multiplier=0.134466).epsilon(delta=1e-7) == pytest.approx(149.093, abs=1e-3)
     assert make(steps=31, noise_multiplier=1.0).max_participations == 4
+
+
+def test_integers_of_numpy_are_whole_numbers():
+    sampling, noise = CyclicPoisson(bands=np.int32(4)), BandedToeplitz(bands=np.int64(4))
+    plan = make(steps=np.int64(30), batch_size=np.uint8(100), sampling=sampling, noise=noise)
+    expected = make(sampling=CyclicPoisson(bands=4), noise=BandedToeplitz(bands=4))
+    assert repr(plan) == repr(expected)
+    assert json.dumps(plan.to_dict()) == json.dumps(expected.to_dict())
+    for wrong in (np.bool_(True), True, 30.0, "30"):
+        with pytest.raises(ValueError, match="steps to be a whole number"):
+            make(steps=wrong)
 
 
 @pytest.mark.parametrize("noise", [Independent(), SquareRoot(), BandedToeplitz(bands=4), BandedToeplitz(bands=20)])

@@ -21,9 +21,7 @@ class Ticket:
     key_fingerprint: str
     physical_examples: int
     is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
-    opens_batch: (
-        bool  # the first of its step; sums of an abandoned iteration are dropped, or examples would count twice
-    )
+    opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped
     closes_batch: bool  # the last of its step; noise is added and the update is made
 
 

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpoptim.arguments import check_whole
+
 Integers = NDArray[np.int64]
 Row = Tensor | Sequence[int] | NDArray[Any]
 
@@ -21,11 +23,7 @@ PART_PRICE = 131_072
 
 
 def part_multiple(batch_size: int) -> int:
-    """The number of examples that a loader's parts are multiples of, so that a run has few shapes.
-
-    >>> part_multiple(2048), part_multiple(8)
-    (64, 1)
-    """
+    """The number of examples that a loader's parts are multiples of, so that a run has few shapes."""
     return max(1, batch_size // 32)
 
 
@@ -41,19 +39,9 @@ def cut_by_length(
     """Cut the positions of `lengths`, sorted by length, into the cheapest parts.
 
     Minimizes Σ_parts (examples · width + price), where width is the part's longest rounded up to a multiple of
-    `bucket`. Every position is in exactly one part.
-
-    Args:
-        lengths: The length of each example.
-        max_tokens: Bound on examples · width in a part; an example above it is a part by itself.
-        max_examples: Bound on the examples in a part.
-        bucket: Widths are multiples of this.
-        multiple: All parts but the last have a multiple of this many examples, where the bounds allow it. A GPU then
-            sees few shapes.
-        price: The cost of one more part, in tokens.
-
-    Returns:
-        The positions in each part; positions of equal length keep their order.
+    `bucket`. Every position is in exactly one part; positions of equal length keep their order. A part has at most
+    `max_examples` examples and `max_tokens` tokens (examples · width); an example above that is a part by itself. All
+    parts but the last have a multiple of `multiple` examples, where the bounds allow it: a GPU then sees few shapes.
 
     >>> [part.tolist() for part in cut_by_length(np.array([200, 30, 190, 64]), max_tokens=512, price=100)]
     [[1, 3], [2, 0]]
@@ -84,21 +72,15 @@ def cut_by_length(
 
 
 def checked_lengths(lengths: Any, micro_batch_tokens: int | None, bucket: int, *, examples: int) -> Integers | None:
-    """Check and copy `lengths`; None if neither it nor `micro_batch_tokens` is given.
-
-    >>> checked_lengths([3, 5], 64, 64, examples=2)
-    array([3, 5])
-    """
-    if not _is_positive(bucket):
-        raise ValueError(f"Expected an integer bucket >= 1, got {bucket!r}.")
+    """Check and copy `lengths`; None if neither it nor `micro_batch_tokens` is given."""
+    check_whole("bucket", bucket)
     if lengths is None and micro_batch_tokens is None:
         return None
     if lengths is None or micro_batch_tokens is None:
         raise ValueError(
             "Expected both lengths and micro_batch_tokens, or neither. lengths counts each example's tokens."
         )
-    if not _is_positive(micro_batch_tokens):
-        raise ValueError(f"Expected an integer micro_batch_tokens >= 1, got {micro_batch_tokens!r}.")
+    check_whole("micro_batch_tokens", micro_batch_tokens)
     found = np.asarray(lengths.detach().cpu() if isinstance(lengths, Tensor) else lengths)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
@@ -122,17 +104,13 @@ def pad_to_bucket(sequences: Sequence[Row], *, value: int, bucket: int = 64) -> 
         value: The padding.
         bucket: The width is the longest sequence, rounded up to a multiple of this, so that a run has few shapes.
 
-    Returns:
-        The padded tensor, on the device of the sequences.
-
     >>> pad_to_bucket([[5, 6, 7], [8]], value=0, bucket=4)
     tensor([[5, 6, 7, 0],
             [8, 0, 0, 0]])
     """
     if len(sequences) == 0:
         raise ValueError("Expected at least one sequence, got none: sequences is empty.")
-    if not _is_positive(bucket):
-        raise ValueError(f"Expected an integer bucket >= 1, got {bucket!r}.")
+    check_whole("bucket", bucket)
     counts = [len(row) for row in sequences]
     width = max(_rounded_up(max(counts), bucket), bucket)
     flat = _flatten([row for row, count in zip(sequences, counts, strict=True) if count])
@@ -157,7 +135,3 @@ def _flatten(rows: Sequence[Row]) -> Tensor:
 
 def _rounded_up(lengths: Any, bucket: int) -> Any:
     return -(-lengths // bucket) * bucket
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -12,6 +12,7 @@ import torch.utils.data
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpoptim.arguments import check_at_most, check_whole
 from dpoptim.data import batch_handshake as tickets
 from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
@@ -103,7 +104,7 @@ class PrivateLoader:
         # The batch sampler runs in this process, ahead of the workers; batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             _OneByOne(self.dataset) if _is_transformed(self.dataset) else self.dataset,
-            batch_sampler=_PhysicalBatches(self, pending),
+            batch_sampler=self._index_lists(pending),
             generator=self._worker_seed(),
             **self._fetching,
         )
@@ -116,6 +117,13 @@ class PrivateLoader:
             if ticket.closes_batch:
                 self._next_step = ticket.step + 1
             yield batch
+
+    def _index_lists(self, pending: deque[Ticket]) -> Iterator[list[int]]:
+        """The batch sampler of the DataLoader; it queues the ticket of every index list that it yields."""
+        for step in range(self._next_step, self.steps):
+            for indices, ticket in self.physical_batches(step):
+                pending.append(ticket)
+                yield indices
 
     def physical_batches(self, step: int) -> Iterator[tuple[list[int], Ticket]]:
         """The index lists of one step, each with its ticket."""
@@ -174,11 +182,7 @@ class PrivateLoader:
         return None if self._digest is None else self.key.subkey("dataset digest", self._digest).hex()[:32]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict`.
-
-        Raises:
-            ValueError: The key, the number of examples or the examples differ; see `digest` in `private_loader`.
-        """
+        """Resume from a `state_dict` with the same key and examples; see `digest` in `private_loader`."""
         if state["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
                 f"the state was saved with key {state['key_fingerprint']}, but this loader has key "
@@ -194,25 +198,10 @@ class PrivateLoader:
                 "the state was saved with different examples, or in a different order. Load the original dataset of "
                 "the run."
             )
-        next_step = state["next_step"]
-        _check_step("next_step", next_step, self.steps)
+        next_step = _checked_step("next_step", state["next_step"], self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))
         self._next_step = next_step
-
-
-class _PhysicalBatches:
-    """The batch sampler for DataLoader; it queues the ticket of every index list that it yields."""
-
-    def __init__(self, loader: PrivateLoader, pending: deque[Ticket]) -> None:
-        self._loader = loader
-        self._pending = pending
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self._loader.next_step, self._loader.steps):
-            for indices, ticket in self._loader.physical_batches(step):
-                self._pending.append(ticket)
-                yield indices
 
 
 class _OneByOne(torch.utils.data.Dataset[Any]):
@@ -266,20 +255,15 @@ def private_loader(
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
         micro_batch_size: The most examples in a part.
         lengths: One length per example, such as its tokens; then parts have similar lengths.
-        micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part. A longer
-            example is a part by itself.
+        micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part.
         bucket: Padded widths are multiples of this.
         collate_fn: As in torch's DataLoader. It must not mix examples, nor have its own seed or random generator.
         num_workers: As in torch's DataLoader.
         pin_memory: As in torch's DataLoader.
         start_step: Resume here, with the run's own `key` and `run_id`.
         digest: A name for the examples and their order, which `load_state_dict` compares: a version, or
-            `fingerprint_records(dataset, key).digest`. By default, lists, arrays and tensors are fingerprinted, and of
-            other datasets only the size is compared.
+            `fingerprint_records(dataset, key).digest`. By default, only data in memory is fingerprinted.
         check_schema: False for a `collate_fn` that treats each example by itself.
-
-    Returns:
-        The loader.
 
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset has exactly `plan.num_examples` examples; under `ADD_REMOVE`
     that number is a declared constant, and examples are drawn at the plan's rate. How a step is cut into parts changes
@@ -291,9 +275,9 @@ def private_loader(
     [0, 1, 2, 3, 4, 5]
     """
     size = _checked_size(dataset, plan)
-    if micro_batch_size is not None and not _is_whole(micro_batch_size, least=1):
-        raise ValueError(f"Expected an integer micro_batch_size >= 1 or None, got {micro_batch_size!r}.")
-    _check_step("start_step", start_step, plan.steps)
+    if micro_batch_size is not None:
+        micro_batch_size = check_whole("micro_batch_size", micro_batch_size)
+    start_step = _checked_step("start_step", start_step, plan.steps)
     if start_step > 0 and (key is None or run_id is None):
         raise ValueError(
             f"start_step={start_step} needs the run's own key and run_id. Pass key=NoiseKey.load(path) and "
@@ -346,10 +330,7 @@ def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> 
     return size
 
 
-def _check_step(name: str, step: Any, steps: int) -> None:
-    if not _is_whole(step, least=0) or step > steps:
-        raise ValueError(f"Expected an integer {name} from 0 to {steps}, got {step!r}.")
-
-
-def _is_whole(value: Any, *, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _checked_step(name: str, step: object, steps: int) -> int:
+    step = check_whole(name, step, low=0)
+    check_at_most(name, step, "the plan's steps", steps)
+    return step

@@ -18,11 +18,6 @@ from dpoptim.data.loader import PrivateLoader
 from dpoptim.noise import NoiseKey
 
 
-class Mechanism(Protocol):
-    run_id: str
-    step: int
-
-
 class Optimizer(Protocol):
     """The part of a private optimizer that is used here."""
 
@@ -47,24 +42,9 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         loader: The run's private loader.
         optimizer: The run's private optimizer.
 
-    Yields:
-        The batches of the loader.
-
     Guarantee: the draws of step t are a function of (key, run, t) only, so a resumed run repeats them. They are seeded
     before the step's first batch is fetched; its micro-batches share one stream. When the step is released, the
     generators get their earlier state back, so saving them afterwards reveals nothing.
-
-    >>> import dpoptim
-    >>> plan = dpoptim.PrivacyPlan(num_examples=4, batch_size=2, steps=2, noise_multiplier=1.0)
-    >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5))
-    >>> loader = dpoptim.private_loader([torch.ones(1)] * 4, plan)
-    >>> optimizer = dpoptim.dp_sgd(model, plan, lr=0.1)
-    >>> state = torch.get_rng_state()
-    >>> for batch in secret_randomness(loader, optimizer):
-    ...     model(batch).sum(1).sum().backward()
-    ...     optimizer.step()
-    >>> torch.equal(state, torch.get_rng_state())
-    True
     """
     if not hasattr(optimizer, "mechanism"):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Accelerate's optimizer
@@ -98,7 +78,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
 
 def seed_for_step(optimizer: Optimizer) -> None:
     """Seed torch, numpy and `random` for the optimizer's current step, from (key, run, step) only."""
-    mechanism: Mechanism = optimizer.mechanism
+    mechanism = optimizer.mechanism
     secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))
     seed_generators(int.from_bytes(secret[:8], "little"))
 
@@ -111,13 +91,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> dict[str, bytes]:
-    """The states of the seeded generators by name, to see which ones were used.
-
-    >>> before = generator_states()
-    >>> drawn = random.random()
-    >>> [name for name, state in generator_states().items() if state != before[name]]
-    ['random']
-    """
+    """The states of the seeded generators by name, to see which ones were used."""
     of_numpy: Any = np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return {

@@ -13,7 +13,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
-from dpoptim.arguments import check_whole
+from dpoptim.arguments import check_whole, set_whole
 from dpoptim.kernels import choose
 from dpoptim.kernels.normals import SCRATCH_ROWS, box_muller, compiled_box_muller
 from dpoptim.kernels.threads import in_threads
@@ -69,8 +69,8 @@ def words(subkey: bytes, *, step: int, start: int = 0, count: int) -> NDArray[np
     >>> words(bytes(32), step=0, start=1, count=2).tolist() == words(bytes(32), step=0, count=3)[1:].tolist()
     True
     """
-    check_whole("start", start, low=0)
-    check_whole("count", count, low=0)
+    start = check_whole("start", start, low=0)
+    count = check_whole("count", count, low=0)
     first = start // WORDS_PER_BLOCK
     blocks = -(-(start + count) // WORDS_PER_BLOCK) - first
     stream = keystream(subkey, step=step, first_block=first, blocks=blocks).view("<u8")
@@ -129,8 +129,8 @@ def normals(
     >>> torch.equal(normals(key, stream="gradient", name="weight", step=7, start=3, count=4), whole[3:7])
     True
     """
-    check_whole("start", start, low=0)
-    check_whole("count", count, low=0)
+    start = check_whole("start", start, low=0)
+    count = check_whole("count", count, low=0)
     if not dtype.is_floating_point:
         raise ValueError(f"Expected a floating dtype, got {dtype}. Use torch.float32 or torch.float64.")
     subkey = key.subkey(f"normals/{stream}", name)
@@ -190,8 +190,8 @@ class TensorPart:
     start: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("numel", self.numel, low=0)
-        check_whole("start", self.start, low=0)
+        set_whole(self, "numel", low=0)
+        set_whole(self, "start", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)

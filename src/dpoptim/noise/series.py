@@ -22,7 +22,7 @@ def multiply(a: ArrayLike, b: ArrayLike, n: int) -> Series:
     >>> multiply([1, 1], [1, 1], 4).tolist()
     [1.0, 2.0, 1.0, 0.0]
     """
-    check_whole("n", n)
+    n = check_whole("n", n)
     left, right = _as_series(a, "a")[:n], _as_series(b, "b")[:n]
     if len(left) * len(right) <= _DIRECT_PRODUCTS:
         product = np.convolve(left, right)
@@ -47,7 +47,7 @@ def divide(numerator: ArrayLike, denominator: ArrayLike, n: int) -> Series:
     >>> divide([1.0], [1.0, -1.0], 4).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    check_whole("n", n)
+    n = check_whole("n", n)
     top, bottom = _padded(_as_series(numerator, "numerator"), n), _as_series(denominator, "denominator")[:n]
     if bottom[0] == 0:
         raise ValueError("Expected denominator[0] != 0: the series has no inverse.")
@@ -73,7 +73,7 @@ def sqrt_series(n: int) -> Series:
     >>> sqrt_series(5).tolist() == [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128]
     True
     """
-    check_whole("n", n)
+    n = check_whole("n", n)
     k = np.arange(1, n, dtype=np.float64)
     return np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])
 
@@ -86,7 +86,7 @@ def inverse_sqrt_series(n: int) -> Series:
     >>> inverse_sqrt_series(5).tolist() == [1, -1 / 2, -1 / 8, -1 / 16, -5 / 128]
     True
     """
-    check_whole("n", n)
+    n = check_whole("n", n)
     k = np.arange(1, n, dtype=np.float64)
     return np.concatenate([[1.0], np.cumprod((2 * k - 3) / (2 * k))])
 

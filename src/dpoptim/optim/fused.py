@@ -5,7 +5,6 @@ Where no fused version applies, the slots compute the same up to the rounding of
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 
 import torch
@@ -17,18 +16,13 @@ from dpoptim.optim.rules import Adam, UpdateRule
 from dpoptim.optim.second_moments import OfNoisyGradient, SecondMoment
 
 
-@functools.cache
-def _kernels() -> ModuleType | None:
-    if not choose.available("cuda"):
+def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
+    on_gpu = choose.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
+    if not on_gpu or not all(parameter.is_contiguous() for parameter in bundle.parameters):
         return None
     from dpoptim.kernels import adam_triton
 
     return adam_triton
-
-
-def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
-    on_gpu = choose.available(bundle.parameters[0].device) and bundle.dtype == torch.float32
-    return _kernels() if on_gpu and all(parameter.is_contiguous() for parameter in bundle.parameters) else None
 
 
 def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dpoptim.arguments import check_number, check_whole, set_whole
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import CachedPublicGradients
@@ -53,9 +54,6 @@ class InverseRoot:
             s = 1/(ν̂ᵖ + ε). Both are the same algorithm, with clip norms ζ·ε and ζ.
         debias: Use ν̂ = ν/(1−β₂ᵗ), as in the paper, or ν itself.
         start: ν̂ before the first step; 0 makes the first (normalised) scale 1.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     exponent: float = 0.5
@@ -65,16 +63,12 @@ class InverseRoot:
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.exponent <= 1:
-            raise ValueError(f"exponent={self.exponent} must lie in [0, 1]")
-        if not self.eps_scale > 0:
-            raise ValueError(
-                f"eps_scale={self.eps_scale} must be positive. It bounds the scale where the second moment is 0."
-            )
+        check_number("exponent", self.exponent, low=0, high=1)
+        hint = "It bounds the scale where the second moment is 0."
+        check_number("eps_scale", self.eps_scale, above=0, infinity=True, hint=hint)
+        check_number("start", self.start, low=0)
         if math.isinf(self.eps_scale) and not self.normalise:
             raise ValueError("eps_scale=inf with normalise=False makes the scale 0. Use normalise=True, where it is 1.")
-        if not self.start >= 0:
-            raise ValueError(f"start={self.start} must be 0 or more")
 
     def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("second_moment")
@@ -104,9 +98,6 @@ class Delayed:
         decay: A ← decay·A + (1−decay)·(average release)²; None sums instead, A + (average release)² (AdaGrad).
         eps: ε.
         clip_ratio: Clip norm of the scaled steps over that of the plain ones. The noise scales with it.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     plain_steps: int
@@ -116,16 +107,12 @@ class Delayed:
     clip_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.plain_steps < 1:
-            raise ValueError(f"plain_steps={self.plain_steps} must be 1 or more. They build the preconditioner.")
-        if self.scaled_steps < 1:
-            raise ValueError(f"scaled_steps={self.scaled_steps} must be 1 or more")
-        if self.decay is not None and not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must lie in [0, 1), or be None for a sum")
-        if not self.eps > 0:
-            raise ValueError(f"eps={self.eps} must be positive")
-        if not self.clip_ratio > 0:
-            raise ValueError(f"clip_ratio={self.clip_ratio} must be positive")
+        set_whole(self, "plain_steps", hint="They build the preconditioner.")
+        set_whole(self, "scaled_steps")
+        if self.decay is not None:
+            check_number("decay", self.decay, low=0, below=1, hint="None sums instead.")
+        check_number("eps", self.eps, above=0)
+        check_number("clip_ratio", self.clip_ratio, above=0)
 
     def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("preconditioner")
@@ -161,9 +148,6 @@ class FromPublic:
         renew_every: How many steps to use one A.
         decay: The decay of A; 0 replaces it.
         eps: ε.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     def __init__(
@@ -174,13 +158,9 @@ class FromPublic:
         decay: float = 0.0,
         eps: float = 1e-8,
     ) -> None:
-        if renew_every < 1:
-            raise ValueError(f"renew_every={renew_every} must be 1 or more steps")
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} must lie in [0, 1)")
-        if not eps > 0:
-            raise ValueError(f"eps={eps} must be positive")
-        self.renew_every, self.decay, self.eps = renew_every, decay, eps
+        check_number("decay", decay, low=0, below=1)
+        check_number("eps", eps, above=0)
+        self.renew_every, self.decay, self.eps = check_whole("renew_every", renew_every), decay, eps
         self._source = CachedPublicGradients(gradients)
 
     def begin(self, bundle: ParameterBundle) -> None:

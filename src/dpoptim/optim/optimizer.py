@@ -105,10 +105,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self.observers: list[Callable[[Released], None]] = []
-        self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._members = self._bundle_members()
-        self._kept = [({}, {}) for _ in self._members]
+        self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in self._members]
         for bundle in self._bundles():
             geometry.begin(bundle)
         self._set_scale()
@@ -124,18 +123,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self.mechanism.key
 
     def explain(self) -> str:
-        """Describe how the last physical batch was clipped, to see where time and memory go.
-
-        Returns:
-            The method and the memory of each parameter. They follow from shapes, the scale and `clipping_memory`.
-        """
+        """Describe how the last physical batch was clipped: the method and the memory of each parameter."""
         return str(self.mechanism.explain())
 
     def captured(self, losses: Callable[..., Tensor], *, together: int | None = None) -> Captured:
         """Capture the losses and their backward as CUDA graphs, so that small batches do not wait for the host.
-
-        The result does for a batch what `losses(*batch).sum().backward()` does and returns the losses. On a GPU it runs
-        one CUDA graph per shape. On a CPU it runs the functions as usual.
 
         Args:
             losses: Returns one loss per example, from tensors with the examples on their first axis. It and the model
@@ -145,7 +137,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 does not count. None pads by at most an eighth.
 
         Returns:
-            A function of a batch.
+            A function that does for a batch what `losses(*batch).sum().backward()` does and returns the losses. On a
+            GPU it runs one CUDA graph per shape, on a CPU the functions themselves.
 
         >>> import dpoptim
         >>> model = nn.Linear(3, 1)
@@ -162,14 +155,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Close the batch: release it with noise, then update the parameters.
-
-        Args:
-            closure: Computes the losses and calls backward, as for `torch.optim`.
-
-        Returns:
-            What `closure` returns.
-        """
+        """Close the batch: release it with noise, then update the parameters. Return what `closure` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -198,11 +184,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse further groups: the guarantee covers a fixed set of parameters.
-
-        Raises:
-            ValueError: Once the optimizer exists.
-        """
+        """Refuse further groups: the guarantee covers a fixed set of parameters."""
         if hasattr(self, "mechanism"):
             raise ValueError("param_group cannot be added to a private optimizer. Create a new one with all groups.")
         super().add_param_group(param_group)
@@ -223,14 +205,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume a run.
-
-        Args:
-            state_dict: What `state_dict()` returned.
-
-        Raises:
-            ValueError: If plan, key or variant differ from those of the run.
-        """
+        """Resume a run from what `state_dict()` returned; plan, key and variant must be those of the run."""
         privacy = state_dict.get("privacy")
         if privacy is None:
             raise ValueError("state_dict has no 'privacy' entry: it is not the state of a private optimizer")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from dpoptim.arguments import check_number
 from dpoptim.optim.bundle import ParameterBundle
 
 
@@ -41,9 +42,6 @@ class Adam:
         eps: Added to the denominator, or its floor under bias correction.
         weight_decay: Added to the noisy gradient, as in `torch.optim.Adam`.
         decoupled: True is AdamW: decay multiplies the parameters instead.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -54,9 +52,9 @@ class Adam:
 
     def __post_init__(self) -> None:
         for i, beta in enumerate(self.betas):
-            _in_unit_interval(f"betas[{i}]", beta)
-        _not_negative("eps", self.eps)
-        _not_negative("weight_decay", self.weight_decay)
+            check_number(f"betas[{i}]", beta, low=0, below=1)
+        check_number("eps", self.eps, low=0)
+        check_number("weight_decay", self.weight_decay, low=0)
 
     def defaults(self) -> dict[str, Any]:
         return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
@@ -74,18 +72,12 @@ class Adam:
 
 
 def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Adam:
-    """Create Adam with decoupled weight decay: θ ← (1 − lr·weight_decay)·θ before the update.
+    """Create `Adam(decoupled=True)`: θ ← (1 − lr·weight_decay)·θ before the update.
 
     Args:
         betas: (β₁, β₂).
         eps: Added to the denominator, or its floor under bias correction.
         weight_decay: The decay.
-
-    Returns:
-        `Adam(..., decoupled=True)`.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
     return Adam(betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
 
@@ -97,9 +89,6 @@ class AdaGrad:
     Args:
         eps: Added to the denominator, or its floor under bias correction.
         weight_decay: Added to the noisy gradient.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     eps: float = 1e-10
@@ -108,8 +97,8 @@ class AdaGrad:
     decoupled = False
 
     def __post_init__(self) -> None:
-        _not_negative("eps", self.eps)
-        _not_negative("weight_decay", self.weight_decay)
+        check_number("eps", self.eps, low=0)
+        check_number("weight_decay", self.weight_decay, low=0)
 
     def defaults(self) -> dict[str, Any]:
         return {"eps": self.eps, "weight_decay": self.weight_decay}
@@ -133,9 +122,6 @@ class RMSProp:
         momentum: The momentum of the buffer.
         eps: Added to the denominator, or its floor under bias correction.
         weight_decay: Added to the noisy gradient.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     alpha: float = 0.99
@@ -146,10 +132,10 @@ class RMSProp:
     decoupled = False
 
     def __post_init__(self) -> None:
-        _in_unit_interval("alpha", self.alpha)
-        _in_unit_interval("momentum", self.momentum)
-        _not_negative("eps", self.eps)
-        _not_negative("weight_decay", self.weight_decay)
+        check_number("alpha", self.alpha, low=0, below=1)
+        check_number("momentum", self.momentum, low=0, below=1)
+        check_number("eps", self.eps, low=0)
+        check_number("weight_decay", self.weight_decay, low=0)
 
     def defaults(self) -> dict[str, Any]:
         return {"alpha": self.alpha, "momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
@@ -171,9 +157,6 @@ class SGD:
     Args:
         momentum: The momentum of the buffer.
         weight_decay: Added to the noisy gradient.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     momentum: float = 0.0
@@ -183,8 +166,8 @@ class SGD:
     decoupled = False
 
     def __post_init__(self) -> None:
-        _in_unit_interval("momentum", self.momentum)
-        _not_negative("weight_decay", self.weight_decay)
+        check_number("momentum", self.momentum, low=0, below=1)
+        check_number("weight_decay", self.weight_decay, low=0)
 
     def defaults(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "weight_decay": self.weight_decay}
@@ -210,13 +193,3 @@ def _ratio(numerator: Tensor, denominator: Tensor | None) -> Tensor:
     if denominator is None:
         return numerator
     return torch.where(numerator == 0, 0.0, numerator / denominator)
-
-
-def _in_unit_interval(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value} must lie in [0, 1)")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}={value} must be 0 or more")

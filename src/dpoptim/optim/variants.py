@@ -27,6 +27,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_number
 from dpoptim.noise import NoiseKey, NoiseMemory, StrategySpec
 from dpoptim.optim.geometries import Delayed, Flat, FromPublic, Geometry, InverseRoot
 from dpoptim.optim.optimizer import PrivateOptimizer, check_plan
@@ -77,15 +78,8 @@ def dp_sgd(
     """Create DP-SGD: buf ← momentum·buf + g̃, θ ← θ − lr·buf. Under a plan with correlated noise this is DP-MF.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         momentum: The momentum of the buffer.
         weight_decay: Added to the noisy gradient.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum, weight_decay=weight_decay),
@@ -101,18 +95,7 @@ def post_processing(
     rule: UpdateRule = ADAM,
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
-    """Create the rule on the noisy gradient: ν of g̃², update μ̂ / (√ν̂ + eps).
-
-    Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
-        rule: The update rule.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
-    """
+    """Create the rule on the noisy gradient: ν of g̃², update μ̂ / (√ν̂ + eps)."""
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
         geometry=Flat(), second_moment=OfNoisyGradient(), **common,
@@ -130,19 +113,9 @@ def bias_correction(
     """Create post-processing with the noise's known bias removed from ν̂: update μ̂ / √max(ν̂ − b_t, eps²).
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         rule: The update rule; its eps is the floor and must be positive. None is Adam with eps at the noise's standard
             deviation (the paper's best value, 1e-4, is close to it). Then no coordinate moves by more than about
             g̃/noise·lr.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: If the rule's eps is 0.
     """
     rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
     if not rule.eps > 0:
@@ -169,9 +142,6 @@ def independent_moments(
     Args not given default to those of `plan.release` if it is an `IndependentMoments`.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         rule: The update rule. None is Adam with eps at the noise's standard deviation: ν̂ is negative for many
             coordinates, and they divide by eps alone.
         balance: How to split the budget. "equal" is the paper's (default), "mse" minimizes the total error, and a
@@ -180,10 +150,6 @@ def independent_moments(
             squares.
         square_noise: The noise for the squares; defaults to the plan's. Noise that costs more than the plan was
             calibrated for is refused: put it into the plan first.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     check_plan(plan)
     planned = plan.release if isinstance(plan.release, IndependentMoments) else IndependentMoments()
@@ -211,15 +177,8 @@ def joint_moments(
     """Create JME: release (g, √λ·average of squares) as one vector with one sensitivity; update as in IME.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         rule: The update rule. None is Adam with eps at the noise's standard deviation.
         square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     release = JointMoments(square_weight=square_weight)
     rule = _floored_adam(plan, release) if rule is None else rule
@@ -248,9 +207,6 @@ def scale_then_privatize(
     ζ·eps_scale.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         rule: The update rule.
         eps_scale: ε. Below the noise's standard deviation, noise feeds on itself through ν̂ and training diverges. None
             is twice the smallest stable value. Large values approach post-processing; math.inf is post-processing.
@@ -259,10 +215,6 @@ def scale_then_privatize(
         normalise: False is the paper's parametrisation.
         debias: See `InverseRoot`.
         start: See `InverseRoot`.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
     geometry = InverseRoot(eps_scale=eps_scale, exponent=exponent, normalise=normalise, debias=debias, start=start)
@@ -284,16 +236,9 @@ def side_information(
     """Create an optimizer with ν of the gradient of PUBLIC data.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         public_gradients: Called at every step. A `PublicGradients`, or a function that returns
             {parameter name: gradient} and calls the model inside `with dpoptim.public_data():`.
         rule: The update rule.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     return PrivateOptimizer(
         model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
@@ -316,19 +261,10 @@ def noiseless_preconditioner(
     The plan must declare this, so that its statement does: `plan.with_release(dpoptim.NoiselessSquare())`.
 
     Args:
-        model: The model to train.
         plan: A calibrated plan that releases a `NoiselessSquare`.
-        lr: The learning rate.
         rule: The update rule.
         scaled: Also scale gradients before clipping, as in scale-then-privatize.
         eps_scale: ε of that scale; None is twice the smallest stable value.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: If the plan does not declare that it is not private.
     """
     check_plan(plan)
     if not isinstance(plan.release, NoiselessSquare):
@@ -365,22 +301,15 @@ def delayed_preconditioner(
     """Create DP²: alternate plain steps, which build a preconditioner, with steps that clip and move in its space.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         plain_steps: Steps that average their releases into the preconditioner.
         scaled_steps: Steps that use it; defaults to `plain_steps`.
         decay: A number averages the squares (RMSProp); None sums them (AdaGrad).
         eps: The constant in g/(√A + eps).
         scaled_clip_norm: The bound on ‖g/(√A + eps)‖; defaults to `plan.clip_norm`.
         momentum: The momentum of the steps.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
-    if scaled_clip_norm is not None and not scaled_clip_norm > 0:
-        raise ValueError(f"scaled_clip_norm={scaled_clip_norm} must be positive")
+    if scaled_clip_norm is not None:
+        check_number("scaled_clip_norm", scaled_clip_norm, above=0)
     geometry = Delayed(
         plain_steps=plain_steps,
         scaled_steps=plain_steps if scaled_steps is None else scaled_steps,
@@ -409,18 +338,11 @@ def adadps(
     """Create AdaDPS: clip and move in the space g/√(A + eps), with A from PUBLIC data.
 
     Args:
-        model: The model to train.
-        plan: A calibrated plan.
-        lr: The learning rate.
         public_gradients: Returns {parameter name: gradient}, as for `side_information`.
         renew_every: How many steps to use one A.
         decay: The decay of A; 0 replaces it.
         eps: The constant in √(A + eps).
         momentum: The momentum of the steps.
-        **common: See the module.
-
-    Returns:
-        The optimizer.
     """
     geometry = FromPublic(public_gradients, renew_every=renew_every, decay=decay, eps=eps)
     return PrivateOptimizer(

@@ -30,9 +30,8 @@ _SQRT2 = math.sqrt(2.0)
 class GaussianRun:
     """A run that is one Gaussian mechanism: every participation counts, and sampling does not amplify.
 
-    Attributes:
-        sensitivity: The ℓ₂ change of the whole noised sequence, relative to the noise of noise multiplier 1. It is
-            the strategy's sensitivity over its column norm, times the adjacency's factor.
+    `sensitivity` is the ℓ₂ change of the whole noised sequence, relative to the noise of noise multiplier 1: the
+    strategy's sensitivity over its column norm, times the adjacency's factor.
 
     >>> round(epsilon(GaussianRun(sensitivity=math.sqrt(3.0)), noise_multiplier=0.134466, delta=1e-7), 3)
     149.093
@@ -45,11 +44,8 @@ class GaussianRun:
 class PoissonRun:
     """An adaptive composition of Gaussian steps, each on a secret Poisson sample.
 
-    Attributes:
-        sampling_prob: The probability that an example is drawn.
-        steps: At how many steps one example may be drawn: all of them under `Poisson`, one in `bands` under
-            `CyclicPoisson`, where a step is a block of rows.
-        adjacency: The relation of neighbouring datasets.
+    `steps` counts at how many steps one example may be drawn: all of them under `Poisson`, one in `bands` under
+    `CyclicPoisson`, where a step is a block of rows.
 
     >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
     >>> round(epsilon(run, noise_multiplier=1.0, delta=1e-5), 2)
@@ -98,9 +94,6 @@ def epsilon(run: Run, *, noise_multiplier: float, delta: float, resolution: floa
         resolution: Grid points per spread of one step.
 
     Guarantee: an upper bound, and exact for a `GaussianRun`.
-
-    >>> epsilon(GaussianRun(sensitivity=1.0), noise_multiplier=0.0, delta=1e-5)
-    inf
     """
     check_number("noise_multiplier", noise_multiplier, low=0.0)
     check_delta(delta)
@@ -149,14 +142,7 @@ def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
     """Return a second upper bound on ε, by Rényi divergences: a different proof and different code.
 
     ε is the minimum over orders α of the conversion of steps·D_α (Mironov 2017; Canonne, Kamath and Steinke 2020).
-
-    Args:
-        run: What is run; see `has_rdp_bound`.
-        noise_multiplier: σ, relative to one participation; 0 gives ∞.
-        delta: δ in (0, 1).
-
-    Raises:
-        ValueError: If no Rényi bound is implemented for the run.
+    `has_rdp_bound` tells which runs it covers.
 
     >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
     >>> rdp_epsilon(run, noise_multiplier=1.0, delta=1e-5) > epsilon(run, noise_multiplier=1.0, delta=1e-5)
@@ -182,13 +168,7 @@ def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
 
 
 def has_rdp_bound(run: Run) -> bool:
-    """Return whether `rdp_epsilon` covers this run.
-
-    Under `REPLACE` the library's Poisson bound is the add/remove value, which is too small.
-
-    >>> has_rdp_bound(PoissonRun(sampling_prob=0.1, steps=1, adjacency=Adjacency.REPLACE))
-    False
-    """
+    """Return whether `rdp_epsilon` covers this run; under `REPLACE` its Poisson bound is too small."""
     return isinstance(run, GaussianRun) or (isinstance(run, PoissonRun) and run.adjacency is not Adjacency.REPLACE)
 
 
@@ -205,11 +185,7 @@ def _quiet_absl() -> Iterator[None]:
 
 
 def describe_accountant(run: Run) -> str:
-    """Return the name and version of the accountant that `epsilon` uses for a run.
-
-    >>> describe_accountant(GaussianRun(sensitivity=1.0))
-    'Gaussian mechanism, closed form (Balle and Wang 2018), exact; accounting version 1'
-    """
+    """Return the name and version of the accountant that `epsilon` uses for a run."""
     if isinstance(run, GaussianRun):
         name = "Gaussian mechanism, closed form (Balle and Wang 2018), exact"
     else:
@@ -247,15 +223,6 @@ def gaussian_log_delta(noise_multiplier: float, epsilon: float) -> float:
     return math.log(0.5 * difference) - x * x / 2 if difference > 0.0 else -math.inf
 
 
-def gaussian_delta(noise_multiplier: float, epsilon: float) -> float:
-    """Return the smallest δ at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
-
-    >>> gaussian_delta(0.0, 3.0)
-    1.0
-    """
-    return math.exp(gaussian_log_delta(noise_multiplier, epsilon))
-
-
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
 
@@ -285,10 +252,6 @@ def gaussian_noise_multiplier(epsilon: float, delta: float) -> float:
     """Return the smallest σ, up to 1e-12, at which a Gaussian release of sensitivity 1 is (ε, δ)-private.
 
     Guarantee: `gaussian_epsilon` of the result never exceeds `epsilon`.
-
-    >>> sigma = gaussian_noise_multiplier(10.0453, 1e-7)
-    >>> round(sigma * math.sqrt(3.0), 4)
-    1.0
     """
     from scipy.optimize import brentq
 

@@ -21,11 +21,7 @@ _LARGEST_MULTIPLIER = 1e9
 
 
 def tolerance(epsilon: float) -> float:
-    """Return how far a calibrated ε may lie below its target: 1e-4, or 1e-4 of a target below 1.
-
-    >>> tolerance(8.0), tolerance(0.5)
-    (0.0001, 5e-05)
-    """
+    """Return how far a calibrated ε may lie below its target: 1e-4, or 1e-4 of a target below 1."""
     return 1e-4 * min(1.0, epsilon)
 
 
@@ -33,24 +29,10 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
     """Return the noise multiplier σ with ε − tolerance(ε) ≤ ε(σ) ≤ ε.
 
     A `GaussianRun` has a closed form. Otherwise the search brackets the root of ln ε(σ) in ln σ on a coarse grid of
-    privacy losses and finishes on the fine one. Results are cached on disk.
-
-    Args:
-        run: What is run.
-        epsilon: The target ε > 0; ∞ gives 0.
-        delta: The target δ in (0, 1).
-        use_cache: Whether to use the disk cache.
-
-    Raises:
-        ValueError: If σ < 1e-3 already meets the target, or no finite σ does.
+    privacy losses and finishes on the fine one. Results are cached on disk. ε = ∞ gives 0. A target that σ < 1e-3
+    already meets, or that no finite σ meets, is refused.
 
     Guarantee: `accounting.epsilon` at the result never exceeds `epsilon`. A cached result is checked by computing ε.
-
-    >>> calibrate(GaussianRun(sensitivity=1.0), epsilon=math.inf, delta=1e-6)
-    0.0
-    >>> sigma = calibrate(GaussianRun(sensitivity=1.0), epsilon=1.0, delta=1e-6)
-    >>> 0.99999 <= accounting.epsilon(GaussianRun(sensitivity=1.0), noise_multiplier=sigma, delta=1e-6) <= 1.0
-    True
     """
     check_number("epsilon", epsilon, above=0.0, infinity=True)
     check_delta(delta)

@@ -37,11 +37,8 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     their privacy loss distributions; the Gaussian is one more factor.
 
     Args:
-        plans: One plan per run; without any ε is 0. A run that is not private makes ε infinite.
+        plans: One plan per run, all with one adjacency. Without any, ε is 0; a run that is not private makes it ∞.
         delta: δ in (0, 1).
-
-    Raises:
-        ValueError: If the plans have different adjacencies.
 
     Guarantee: an upper bound, and exact if no run is amplified. It covers every model and every log of released values,
     if each run has its own noise key.
@@ -82,12 +79,8 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
 
 
 def repeat_run(run: Run, times: int) -> Run:
-    """Return `times` runs of one kind with one noise multiplier as a single run.
-
-    >>> repeat_run(GaussianRun(sensitivity=1.5), 4)
-    GaussianRun(sensitivity=3.0)
-    """
-    check_whole("times", times)
+    """Return `times` runs of one kind with one noise multiplier as a single run."""
+    times = check_whole("times", times)
     if isinstance(run, GaussianRun):
         return GaussianRun(sensitivity=run.sensitivity * math.sqrt(times))
     return dataclasses.replace(run, steps=run.steps * times)
@@ -95,15 +88,6 @@ def repeat_run(run: Run, times: int) -> Run:
 
 def calibrate_runs(plan: PrivacyPlan, times: int, *, epsilon: float, delta: float) -> PrivacyPlan:
     """Return the plan with the least noise at which `times` runs of it TOGETHER keep to (ε, δ).
-
-    Args:
-        plan: The plan of each run.
-        times: The number of runs.
-        epsilon: The target of all runs together.
-        delta: The target δ in (0, 1).
-
-    Raises:
-        ValueError: If the plan releases a square without noise.
 
     Guarantee: `epsilon_of_runs([result] * times, delta=delta)` is within 1e-4 of `epsilon` and never above it.
 

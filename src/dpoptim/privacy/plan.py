@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import dpoptim.noise
-from dpoptim.arguments import check_at_most, check_delta, check_number, check_whole
+from dpoptim.arguments import check_at_most, check_delta, check_number, set_whole
 from dpoptim.noise import Banded, BandedToeplitz, Independent, Strategy, StrategySpec
 from dpoptim.privacy import accounting, calibration, release_types, sampling
 from dpoptim.privacy.accounting import GaussianRun, PoissonRun, Run, TruncatedPoissonRun
@@ -43,9 +43,6 @@ class PrivacyPlan:
         noise_multiplier: σ; `calibrate` sets it. 0 is for debugging and gives ε = ∞.
         delta: The δ that the plan was calibrated for; the default of `epsilon` and `statement`.
 
-    Raises:
-        ValueError: If an argument is invalid or the combination has no privacy proof.
-
     Guarantee: the same object tells the loader how to sample, the optimizer how much noise to add, and the accountant
     what to prove. Combinations without a proof are refused when the plan is created.
 
@@ -71,7 +68,7 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
-            check_whole(name, getattr(self, name))
+            set_whole(self, name)
         check_at_most(
             "batch_size", self.batch_size, "num_examples", self.num_examples, hint="Use a smaller batch_size."
         )
@@ -203,9 +200,6 @@ class PrivacyPlan:
     def epsilon(self, *, delta: float | None = None) -> float:
         """Return ε at `delta`, by default the plan's own.
 
-        Raises:
-            ValueError: If the noise multiplier or δ is not set.
-
         Guarantee: never understated. ∞ without noise, or if a square is released without noise.
         """
         multiplier = self._known_multiplier()
@@ -224,14 +218,7 @@ class PrivacyPlan:
         return accounting.rdp_epsilon(self.run, noise_multiplier=multiplier, delta=delta)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
-        """Return a new plan with the least noise that keeps to (ε, δ).
-
-        Args:
-            epsilon: The target ε > 0; inf gives no noise.
-            delta: The target δ in (0, 1).
-
-        Raises:
-            ValueError: If the target cannot be met.
+        """Return a new plan with the least noise that keeps to (ε, δ); ε = inf gives no noise.
 
         Guarantee: the new plan's ε is within 1e-4 of `epsilon` and never above it.
         """
@@ -252,10 +239,7 @@ class PrivacyPlan:
     def with_release(self, release: Release) -> PrivacyPlan:
         """Return a new plan that releases something else with the same noise multiplier.
 
-        Raises:
-            ValueError: If the new release would make ε larger, because of its `square_noise` or balance.
-
-        Guarantee: ε does not grow.
+        Guarantee: ε does not grow. A release that would make it larger, by its `square_noise` or balance, is refused.
         """
         changed = self.replace(release=release)
         if not self.noise_multiplier or self._square_noise == changed._square_noise == self.noise:
@@ -296,9 +280,6 @@ class PrivacyPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
         """Return the plan that `to_dict` described.
-
-        Raises:
-            ValueError: If a field or a kind is unknown.
 
         >>> plan = PrivacyPlan(num_examples=10, batch_size=2, steps=5, sampling=Poisson())
         >>> PrivacyPlan.from_dict(plan.to_dict()) == plan

@@ -169,10 +169,6 @@ def joint_sensitivity(*, square_weight: float, sampling: Sampling, adjacency: Ad
     Zero-out and add/remove: ‖g‖² + λ‖g²‖² ≤ ζ² + λζ⁴, attained by one coordinate. `REPLACE` with exactly B examples
     and dimension ≥ 2: 2ζ for λ ≤ 1/(2ζ²), else ζ(1 + 2λζ²)/√(2λζ²). `REPLACE` with random sampling: twice the zero-out
     value.
-
-    >>> from dpoptim.privacy.sampling import Shuffled
-    >>> joint_sensitivity(square_weight=0.5, sampling=Shuffled(), adjacency=Adjacency.REPLACE, clip_norm=1.0)
-    2.0
     """
     weight = square_weight * clip_norm * clip_norm
     if adjacency is not Adjacency.REPLACE:
@@ -235,9 +231,6 @@ def gradient_share(release: IndependentMoments, ratio: float) -> float:
     """Return the gradient's share of the budget, for ratio = Δ₂/Δ₁. Both the noise and ε follow from it.
 
     (Δ₁/std₁)² = share·(f/σ)² and (Δ₂/std₂)² = (1 - share)·(f/σ)²: ½ for "equal", Δ₁ : Δ₂ for "mse", Δ₁² : c²Δ₂² for c.
-
-    >>> gradient_share(IndependentMoments(), 3.0), gradient_share(IndependentMoments(balance="mse"), 3.0)
-    (0.5, 0.25)
     """
     if release.balance == "equal":
         return 0.5

@@ -150,9 +150,6 @@ def grid_interval(
     grid neighbours adds at most h²/4 to its variance, a second-order error.
 
     Guarantee: every interval gives an upper bound on ε; a finer one gives a tighter bound.
-
-    >>> 2e-4 < grid_interval(0.8, 256 / 60_000, Adjacency.ZERO_OUT, steps=10_000) < 3e-4
-    True
     """
     inverse_variance = noise_multiplier**-2
     spread = math.sqrt(inverse_variance)

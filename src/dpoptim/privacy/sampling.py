@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise import NoiseKey, uniform_words
 from dpoptim.noise.short_repr import ShortRepr
 
@@ -118,7 +118,7 @@ class Poisson(ShortRepr):
 
     def __post_init__(self) -> None:
         if self.max_batch_size is not None:
-            check_whole("max_batch_size", self.max_batch_size, hint="Use None for no limit.")
+            set_whole(self, "max_batch_size", hint="Use None for no limit.")
 
     @property
     def is_random(self) -> bool:
@@ -192,7 +192,7 @@ class CyclicPoisson:
     bands: int
 
     def __post_init__(self) -> None:
-        check_whole("bands", self.bands, hint="bands=1 is Poisson().")
+        set_whole(self, "bands", hint="bands=1 is Poisson().")
 
     @property
     def is_random(self) -> bool:

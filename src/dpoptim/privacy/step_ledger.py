@@ -122,12 +122,7 @@ class StepLedger:
     def before_step(self, step: int, content: bytes) -> None:
         """Record step `step` (from 0), or compare it with its record; the mechanism calls this before it makes noise.
 
-        Args:
-            step: The step that is about to be released.
-            content: What is released, without its noise. Only a keyed digest of it is kept.
-
-        Raises:
-            ValueError: The step was released with different content, or an earlier step is missing.
+        `content` is what is released, without its noise. Only a keyed digest of it is kept.
         """
         digest = blake2b(b"%d " % step + content, key=self._secret, digest_size=_DIGEST_BYTES).hexdigest().encode()
         if step > self.count:
@@ -156,12 +151,7 @@ class StepLedger:
 
 
 def read_ledger(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a ledger as plain values, and how many steps it records.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It cannot be read.
-    """
+    """Return the header of a ledger as plain values, and how many steps it records."""
     header, _, digests = _read(path)
     return header, len(digests)
 
@@ -175,13 +165,7 @@ def released_count(path: Path) -> int:
 
 
 def strategy_digest(strategies: Mapping[str, Strategy], noise_bits: int) -> str:
-    """Digest the strategy of each noise stream, bit for bit; equal sums under two strategies would reveal the normals.
-
-    >>> from dpoptim.noise import ToeplitzStrategy
-    >>> one, other = (ToeplitzStrategy(steps=3, strategy_coefs=(1.0, c)) for c in (0.5, 0.25))
-    >>> strategy_digest({"gradient": one}, 32) == strategy_digest({"gradient": other}, 32)
-    False
-    """
+    """Digest the strategy of each noise stream: equal sums under two strategies would reveal the normals."""
     digest = blake2b(b"%d" % noise_bits, digest_size=_DIGEST_BYTES)
     for stream, strategy in sorted(strategies.items()):
         for name, value in sorted(strategy_state(strategy).items()):

@@ -53,14 +53,11 @@ class GradientSignal:
     Attributes:
         parameters: The number of coordinates.
         squares: The square of each group, in units of the squared clip norm ζ².
-        weights: The share of the coordinates in each group.
+        weights: The share of the coordinates in each group; they add up to 1.
         measured: Whether the numbers come from (public) gradients or are assumed.
         examples: How many examples were measured.
         agreement: ‖g‖ over the mean norm of the examples' clipped gradients; 1 if they all point the same way.
         example_norms: The 10, 50 and 90 % quantiles of the examples' gradient norms before clipping.
-
-    Raises:
-        ValueError: If a value is out of range or the weights do not add up to 1.
 
     >>> signal = GradientSignal(parameters=100, squares=(0.0, 2e-4), weights=(0.5, 0.5))
     >>> round(signal.norm, 6), signal.median, round(signal.share_above(1e-4), 6)
@@ -89,21 +86,11 @@ class GradientSignal:
 
     @classmethod
     def evenly(cls, *, parameters: int, norm: float = PAPER_NORM) -> GradientSignal:
-        """Assume ‖g‖ = norm·ζ, spread evenly: g_i² = (norm·ζ)²/m in each of the m coordinates.
+        """Assume ‖g‖ = norm·ζ, 0 < norm ≤ 1, spread evenly: g_i² = (norm·ζ)²/m in each of the m coordinates.
 
         This is the most favourable spread for bias correction. The probability of a negative ν̂ falls with g² and is
         convex in it (nearly linear for small g² under correlated noise). So any other spread of the same norm has more
         negative coordinates, by Jensen.
-
-        Args:
-            parameters: m.
-            norm: ‖g‖/ζ, in (0, 1].
-
-        Returns:
-            A signal with one group.
-
-        Raises:
-            ValueError: If `norm` is outside (0, 1].
 
         >>> GradientSignal.evenly(parameters=100, norm=1.0).squares
         (0.01,)
@@ -143,13 +130,10 @@ class GradientSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The noise and the share of negative second moments at one step.
+    """The noise and the share of negative second moments at one step, counted from 1.
 
-    Attributes:
-        step: The step, counted from 1.
-        noise_variance: φ_t, the noise variance on a coordinate of the averaged gradient.
-        bias_correction: The share of negative ν̂ after bias correction.
-        independent_moments: The same for IME; None if squares cannot be released under the plan's sampling.
+    `noise_variance` is φ_t on a coordinate of the averaged gradient. `bias_correction` and `independent_moments` are
+    shares of negative ν̂; the latter is None if squares cannot be released under the plan's sampling.
     """
 
     step: int
@@ -246,13 +230,6 @@ def advise(
         memory: How past noise is stored.
         progress: Called with the name of each mechanism before it is calibrated.
 
-    Returns:
-        The advice.
-
-    Raises:
-        ValueError: If the plan releases squares, if `signal` is for a different number of parameters, or if an argument
-            is out of range.
-
     Guarantee:
         Probabilities of a negative ν̂ are within .01 of the exact distribution for constant gradients of the given
         sizes (.003 at β₂ = .999).
@@ -310,19 +287,13 @@ def choose_variant(
 ) -> tuple[str, str]:
     """Choose the variant and give the reason.
 
-    Post-processing is Adam on the noisy gradient. Bias correction removes the noise's share from ν̂ and changes nothing
-    else. Scale-then-privatize also changes how clipping and noise are spread over the coordinates. That helps where
-    gradients are uneven; a constant scale is only a different clip norm. The rule:
-
     1. φ ≤ .1·g² in half of the coordinates: ν̂ is off by 10 %, steps by 5 %. Post-processing is enough.
     2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction,
        which then sees g² and changes nothing else.
     3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ, κ = (1−β₂)/(1+β₂):
-       there is nothing to adapt to, so post-processing. (If g² is even, the likely window of eps_scale is then narrower
-       than the fluctuation of √ν̂.)
+       there is nothing to adapt to, so post-processing.
     4. Assumed, and φ so large that this holds even with all of the gradient in 1 % of the coordinates: likewise.
     5. Otherwise scale-then-privatize. An assumed even spread cannot show what scaling gains, so the evidence decides.
-       This applies down to a mean g² of about φ/80.
     """
     if phi <= _NEGLIGIBLE_NOISE * signal.median:
         share = phi / signal.median if phi else 0.0
@@ -422,8 +393,8 @@ def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
 def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[float, float]:
     """The mean of x/(1+x) over coordinates, without scaling and with x the same in all.
 
-    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. x/(1+x) is
-    concave, so the second number is never smaller (Jensen), and equal only for even gradients.
+    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. The second
+    number is never smaller (Jensen), and equal only for even gradients.
     """
     noise = unit_variance(plan) * momentum_weight(plan.strategy, step=plan.steps, beta1=beta1)
     if not noise:

@@ -58,9 +58,6 @@ def measure_signal(
         The signal. Coordinates that no public example touches (rows of an embedding) count as 0. A total below 0, which
         happens by chance, counts as v/B alone. Examples with non-finite gradients have weight 0.
 
-    Raises:
-        ValueError: If there are fewer than two batches, no gradient is finite, or an argument is out of range.
-
     Guarantee:
         E‖g‖² is estimated without bias. There is no privacy guarantee: the examples must be public.
 
@@ -114,12 +111,7 @@ def measure_signal(
 
 
 def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tuple[Series, Series]:
-    """Unbiased (μ², v) per coordinate from ΣS_k, ΣS_k² and the batch sizes; single values may be below 0.
-
-    >>> sums = np.array([[1.0], [3.0]])  # two batches of one example: mean 2, variance 2
-    >>> [float(x[0]) for x in split_moments(sums.sum(0), (sums**2).sum(0), np.array([1.0, 1.0]))]
-    [3.0, 2.0]
-    """
+    """Unbiased (μ², v) per coordinate from ΣS_k, ΣS_k² and the batch sizes; single values may be below 0."""
     count, own = float(sizes.sum()), float((sizes**2).sum())
     mean_squares = (total**2 - total_of_squares) / (count**2 - own)
     return mean_squares, (total_of_squares - own * mean_squares) / count
@@ -128,10 +120,7 @@ def split_moments(total: Series, total_of_squares: Series, sizes: Series) -> tup
 def spread(
     means: Series, mean_squares: Series, variances: Series, *, count: float, batch_size: float
 ) -> tuple[Series, Series]:
-    """E g² at `batch_size` in groups of coordinates, and the weights of the groups; see the module.
-
-    Σ weights·squares is the unbiased mean of μ² + v/B over the coordinates, unless the total of μ² is below 0.
-    """
+    """E g² at `batch_size` in groups of coordinates, and the weights of the groups; see the module."""
     chance = max(0.0, float(variances.mean())) / batch_size
     target = max(0.0, float(mean_squares.mean()))
     every = -(-len(means) // _MOST_COORDINATES)

@@ -43,13 +43,7 @@ class Candidate:
     """A calibrated plan as one of several choices: how much noise remains, in how much memory.
 
     Errors are root mean squares of the noise on the workload, by default prefix sums, of the AVERAGED gradient
-    for clip norm 1: noise_multiplier·column_norm·‖row of AC⁻¹‖/batch_size.
-
-    Attributes:
-        plan: The calibrated plan.
-        parameters: The number of trained parameters.
-        memory: How past noise is stored.
-        workload: What the errors are measured on.
+    for clip norm 1: noise_multiplier·column_norm·‖row of AC⁻¹‖/batch_size. `memory` tells how past noise is stored.
     """
 
     plan: PrivacyPlan
@@ -95,13 +89,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The chosen candidate, the reason, and all candidates.
-
-    Attributes:
-        chosen: The recommended candidate.
-        reason: One line that explains the choice.
-        candidates: All candidates, including the chosen one.
-    """
+    """The chosen candidate, the reason in one line, and all candidates."""
 
     chosen: Candidate
     reason: str
@@ -139,8 +127,8 @@ def choose_noise(
     Independent noise needs no memory, so something always fits.
 
     Args:
-        plan: The plan without a noise multiplier; its noise is ignored.
-        epsilon: The target ε.
+        plan: The plan without a noise multiplier, of at most 100,000 steps; its noise is ignored.
+        epsilon: The target ε, at most 100 with secret sampling.
         delta: The target δ.
         parameters: The number of trained parameters, or the model.
         memory_budget: Bytes for past noise. None means 16 per parameter, but at least 4 GiB.
@@ -151,10 +139,6 @@ def choose_noise(
 
     Returns:
         The choice, with all candidates.
-
-    Raises:
-        ValueError: If an argument is out of range. More than 100,000 steps, or ε above 100 with secret sampling, are
-            refused because the search would take many minutes.
 
     Guarantee:
         Each candidate is a calibrated plan, and its own accountant determines its ε.
@@ -275,13 +259,7 @@ def _reason(choice: Choice, memory_budget: int) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in decimal units.
-
-    Args:
-        count: The number of bytes.
-
-    Returns:
-        Three significant digits and a unit.
+    """Format a number of bytes in decimal units, with three significant digits.
 
     >>> format_bytes(0), format_bytes(2_228_047_360)
     ('no memory', '2.23 GB')
@@ -301,13 +279,8 @@ class Alternative:
     """A calibrated mechanism, and the ε at which its mean RMSE would equal the chosen one's.
 
     Error is proportional to the noise multiplier. So `epsilon_at_chosen_error` is the accountant's ε of the same plan
-    at noise_multiplier·(RMSE of the chosen)/(RMSE of this one), at the same δ.
-
-    Attributes:
-        candidate: The mechanism.
-        chosen: Whether it is the recommended one.
-        epsilon_at_chosen_error: None if that multiplier is below .05 under secret sampling, where ε is meaninglessly
-            large.
+    at noise_multiplier·(RMSE of the chosen)/(RMSE of this one), at the same δ. It is None if that multiplier is below
+    .05 under secret sampling, where ε is meaninglessly large.
     """
 
     candidate: Candidate
@@ -346,8 +319,7 @@ def alternatives(
     """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
 
     The other sampling is `Poisson()` (cyclic for correlated noise) for `Shuffled()` and the reverse, at the same
-    adjacency. The second result is why the other sampling is missing: it has no proof (`Shuffled()` under add/remove),
-    or no noise multiplier was found.
+    adjacency. The second result is why the other sampling is missing.
     """
     report = progress or (lambda name: None)
     candidates, missing = list(choice.candidates), None

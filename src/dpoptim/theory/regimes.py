@@ -38,12 +38,9 @@ def largest_dimension_post_processing(
 
     Args:
         batch_size: B.
-        noise_multiplier: σ.
+        noise_multiplier: σ. Without noise the result is ∞.
         signal: The assumed gradient norm.
         row_norm: Correlated noise multiplies σ by this.
-
-    Returns:
-        The largest dimension; ∞ without noise.
 
     >>> largest_dimension_post_processing(batch_size=2048, noise_multiplier=1.0)
     4194304.0
@@ -63,9 +60,6 @@ def smallest_batch_post_processing(
         signal: The assumed gradient norm.
         row_norm: Correlated noise multiplies σ by this.
 
-    Returns:
-        The smallest batch size.
-
     >>> smallest_batch_post_processing(dimension=1e6, noise_multiplier=2.0)
     2000.0
     """
@@ -83,17 +77,8 @@ def largest_dimension_bias_correction(
 ) -> float:
     """Compute m up to which ν̂ minus its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
 
-    Equivalently B/σ ≥ ((1−β₂)²/(1−β₂²))^¼·√m. Averaging gains 1/√κ over post-processing, 45 at β₂ = .999.
-
-    Args:
-        batch_size: B.
-        noise_multiplier: σ.
-        beta2: Adam's second-moment decay.
-        signal: The assumed gradient norm.
-        row_norm: Correlated noise multiplies σ by this.
-
-    Returns:
-        The largest dimension; ∞ without noise.
+    Equivalently B/σ ≥ ((1−β₂)²/(1−β₂²))^¼·√m. Averaging gains 1/√κ over post-processing, 45 at β₂ = .999. The other
+    arguments are those of `largest_dimension_post_processing`.
 
     >>> setting = dict(batch_size=2048, noise_multiplier=1.0, beta2=0.999)
     >>> print(f"{largest_dimension_bias_correction(**setting):.4g}")
@@ -117,15 +102,7 @@ def smallest_batch_bias_correction(
 ) -> float:
     """Compute B from which ν̂ minus its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
 
-    Args:
-        dimension: m.
-        noise_multiplier: σ.
-        beta2: Adam's second-moment decay.
-        signal: The assumed gradient norm.
-        row_norm: Correlated noise multiplies σ by this.
-
-    Returns:
-        The smallest batch size.
+    The other arguments are those of `smallest_batch_post_processing`.
 
     >>> round(smallest_batch_bias_correction(dimension=4.4e6, noise_multiplier=1.0), 1)
     313.7
@@ -149,17 +126,8 @@ def largest_dimension_ime(
 ) -> float:
     """Compute m up to which the released square shows the signal: (B/σ)/(2√2·√κ), or (1/σ)/(2√2·√κ).
 
-    Linear in the batch size where bias correction is quadratic: B/σ ≥ .0633·m at β₂ = .999.
-
-    Args:
-        batch_size: B.
-        noise_multiplier: σ.
-        beta2: Adam's second-moment decay.
-        signal: The assumed gradient norm. If pessimistic, the batch size does not matter.
-        row_norm: Correlated noise multiplies σ by this.
-
-    Returns:
-        The largest dimension; ∞ without noise.
+    Linear in the batch size where bias correction is quadratic: B/σ ≥ .0633·m at β₂ = .999. The other arguments are
+    those of `largest_dimension_post_processing`.
 
     >>> round(largest_dimension_ime(batch_size=2048, noise_multiplier=1.0))
     32374
@@ -178,15 +146,8 @@ def smallest_batch_ime(
 ) -> float:
     """Compute B from which the released square shows the signal in m dimensions: 2√2·√κ·σm.
 
-    Args:
-        dimension: m.
-        noise_multiplier: σ.
-        beta2: Adam's second-moment decay.
-        signal: The assumed gradient norm.
-        row_norm: Correlated noise multiplies σ by this.
-
-    Returns:
-        The smallest batch size. If the signal is pessimistic, no batch size helps: 1 if one example is enough, else ∞.
+    If the signal is pessimistic, no batch size helps: the result is 1 if one example is enough, else ∞. The other
+    arguments are those of `smallest_batch_post_processing`.
 
     >>> round(smallest_batch_ime(dimension=1e6, noise_multiplier=1.0))
     63261

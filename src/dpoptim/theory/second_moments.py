@@ -39,17 +39,9 @@ def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
 
     Args:
         strategy: An optimized noise strategy.
-        beta2: Adam's second-moment decay.
+        beta2: Adam's second-moment decay, in [0, 1).
 
-    Returns:
-        An array with one entry per step.
-
-    Raises:
-        ValueError: If the strategy has no matrix yet or `beta2` is outside [0, 1).
-
-    >>> from dpoptim.noise import Independent, ToeplitzStrategy
-    >>> second_moment_bias(Independent().optimize(steps=3), beta2=0.9).round(12).tolist()
-    [1.0, 1.0, 1.0]
+    >>> from dpoptim.noise import ToeplitzStrategy
     >>> banded = ToeplitzStrategy(steps=20, strategy_coefs=(1.0, 0.5, 0.3))
     >>> round(float(second_moment_bias(banded, beta2=0.9)[-1]), 7)
     1.2836411
@@ -69,9 +61,6 @@ def moment_weights(*, beta: float, step: int) -> Series:
     Args:
         beta: The decay of the average.
         step: t, counted from 1.
-
-    Returns:
-        An array of length `step` that sums to 1.
 
     >>> moment_weights(beta=0.5, step=2).round(6).tolist()
     [0.333333, 0.666667]
@@ -116,9 +105,6 @@ def second_moment_mean(
         beta2: Adam's second-moment decay.
         strategy: Correlated noise, or None for independent noise.
 
-    Returns:
-        The mean, with the shape of `gradient`.
-
     >>> float(second_moment_mean(3.0, noise_variance=0.5))
     9.5
     """
@@ -137,17 +123,8 @@ def second_moment_variance(
     """Compute Var ν̂_t = Σ_ij w_i w_j·(2φ²K_ij² + 4g²φK_ij).
 
     The summand is the covariance of two squared normals with mean g and covariance φK_ij. For independent noise the sum
-    is (2φ² + 4g²φ)·Σw_i². With a strategy the cost is t³: seconds at a few thousand steps.
-
-    Args:
-        gradient: The constant gradient g of each coordinate.
-        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
-        step: t, or None for the limit.
-        beta2: Adam's second-moment decay.
-        strategy: Correlated noise, or None for independent noise.
-
-    Returns:
-        The variance, with the shape of `gradient`.
+    is (2φ² + 4g²φ)·Σw_i². With a strategy the cost is t³: seconds at a few thousand steps. The arguments are those of
+    `second_moment_mean`.
 
     >>> round(float(second_moment_variance(0.5, noise_variance=1.0, beta2=0.5)), 12)
     1.0
@@ -180,20 +157,10 @@ def negative_probability(
         P(Σ < x) = (1/2πi) ∫ exp(sx − Σ_i [½log(1+2sλ_i) + sλ_iδ_i²/(1+2sλ_i)]) ds/s,     x = b_t/φ
 
     which is Imhof's integral. The path runs through the saddle point along a hyperbola that bends to the left, where
-    the integrand decays doubly exponentially. The result is exact to 1e-10 at every step.
-
-    In pure noise it is .68269 at the first step and falls to .5056 at β₂ = .999. In the limit, the oldest steps (1e-7
-    of the weight) enter by their mean. One value costs 121·t complex logarithms; a strategy adds t³ once.
-
-    Args:
-        gradient: The constant gradient g of each coordinate.
-        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹. With 0 the result is 0.
-        step: t, or None for the limit.
-        beta2: Adam's second-moment decay.
-        strategy: Correlated noise, or None for independent noise.
-
-    Returns:
-        The probability, with the shape of `gradient`.
+    the integrand decays doubly exponentially. The result is exact to 1e-10 at every step. In pure noise it is .68269 at
+    the first step and falls to .5056 at β₂ = .999. In the limit, the oldest steps (1e-7 of the weight) enter by their
+    mean. One value costs 121·t complex logarithms; a strategy adds t³ once. The arguments are those of
+    `second_moment_mean`.
 
     >>> round(float(negative_probability(noise_variance=1.0, step=1)), 5)
     0.68269
@@ -231,15 +198,8 @@ def ime_negative_probability(
 ) -> Series:
     """Compute P(ν̂_t < 0) = Φ(−g² / (s₂·√(wᵀKw))) where g² itself is released with Gaussian noise (IME, JME).
 
-    Args:
-        gradient: The constant gradient g of each coordinate. At g = 0 the result is ½ at every step.
-        square_stddev: s₂, the standard deviation of one step's noise on g². With 0 the result is 0.
-        step: t, or None for the limit.
-        beta2: Adam's second-moment decay.
-        strategy: Correlated noise, or None for independent noise.
-
-    Returns:
-        The probability, with the shape of `gradient`.
+    s₂ is `square_stddev`, the standard deviation of one step's noise on g². The other arguments are those of
+    `second_moment_mean`. At g = 0 the result is ½ at every step.
 
     >>> ime_negative_probability([0.0, 1.0], square_stddev=1.0, step=1).round(5).tolist()
     [0.5, 0.15866]
@@ -325,11 +285,6 @@ def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.99
 
     After step 2,000 the quantities of step 2,000 are scaled by Σw² and Σw³; row norms have settled by then. Beyond
     5,000 steps a strategy that is not Toeplitz counts as independent noise with its row norms.
-
-    >>> from dpoptim.noise import Independent
-    >>> (law,) = moment_laws(Independent().optimize(steps=50), [50], beta2=0.9)
-    >>> round(law.bias, 12), round(float(law.below_bias(0.0)), 4)
-    (1.0, 0.5575)
     """
     check_beta("beta2", beta2)
     steps = list(steps)
@@ -380,9 +335,7 @@ def _uncorrelated(variances: Series, weights: Series) -> tuple[float, float, flo
 
 
 def negative_fractions(strategy: Strategy, ratios: ArrayLike, *, law: MomentLaw, beta2: float = 0.999) -> Series:
-    """P(ν̂_t − b_t < 0) of bias correction for g²/φ = ratios; exact before step 30, by `law` from there on.
-
-    `law` is that of the strategy at the step in question, by `moment_laws` with the same beta2.
+    """P(ν̂_t − b_t < 0) for g²/φ = ratios; exact before step 30, by the strategy's `law` at the step from there on.
 
     >>> from dpoptim.noise import Independent
     >>> strategy = Independent().optimize(steps=100)
@@ -397,12 +350,7 @@ def negative_fractions(strategy: Strategy, ratios: ArrayLike, *, law: MomentLaw,
 
 
 def momentum_weight(strategy: Strategy, *, step: int, beta1: float = 0.9) -> float:
-    """aᵀKa: what momentum leaves of the noise variance, in units of φ, from the last 2,000 steps' covariances.
-
-    >>> from dpoptim.noise import Independent
-    >>> round(momentum_weight(Independent().optimize(steps=500), step=500), 6)
-    0.052632
-    """
+    """aᵀKa: what momentum leaves of the noise variance, in units of φ, from the last 2,000 steps' covariances."""
     check_step(step, strategy=strategy)
     block = min(step, _LONGEST_BLOCK)
     small = _leading_strategy(strategy, block)
@@ -419,13 +367,7 @@ def _leading_strategy(strategy: Strategy, steps: int) -> Strategy | None:
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse a noise specification that has not been optimized yet.
-
-    >>> from dpoptim.noise import BufferedToeplitz
-    >>> check_strategy(BufferedToeplitz(buffers=2))
-    Traceback (most recent call last):
-    ValueError: strategy=BufferedToeplitz(buffers=2) has no matrix yet; call .optimize(steps=...) first
-    """
+    """Refuse a noise specification that has not been optimized yet."""
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy={strategy!r} has no matrix yet; call .optimize(steps=...) first")
 

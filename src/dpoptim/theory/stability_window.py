@@ -58,9 +58,6 @@ def feedback(*, clip_norm: float, noise_multiplier: float, batch_size: float) ->
         noise_multiplier: σ.
         batch_size: B.
 
-    Returns:
-        φ.
-
     >>> round(feedback(clip_norm=40.0, noise_multiplier=1.0, batch_size=100), 12)
     0.16
     """
@@ -72,16 +69,10 @@ def feedback(*, clip_norm: float, noise_multiplier: float, batch_size: float) ->
 def steady_second_moment(
     noiseless: ArrayLike, *, clip_norm: float, noise_multiplier: float, batch_size: float
 ) -> NDArray[np.float64]:
-    """Compute ν̂*/(1−φ), where the mean of ν̂ rests if nothing is clipped.
+    """Compute ν̂*/(1−φ), where the mean of ν̂ rests if nothing is clipped; ∞ for φ ≥ 1 where ν̂* > 0.
 
-    Args:
-        noiseless: ν̂* = g², the second moment without noise.
-        clip_norm: ζ, in the paper's units. Whether anything is clipped is decided by `clip_norm_window`.
-        noise_multiplier: σ.
-        batch_size: B.
-
-    Returns:
-        The fixed point per coordinate; ∞ for φ ≥ 1 where ν̂* > 0.
+    `noiseless` is ν̂* = g², the second moment without noise. The other arguments are those of `feedback`. Whether
+    anything is clipped is decided by `clip_norm_window`.
 
     >>> float(steady_second_moment(0.42, clip_norm=40.0, noise_multiplier=1.0, batch_size=100).round(12))
     0.5
@@ -96,16 +87,8 @@ def steady_second_moment(
 def contraction_factor(*, clip_norm: float, noise_multiplier: float, batch_size: float, beta2: float = 0.999) -> float:
     """Compute β₂ + (1−β₂)φ, by which one late step multiplies the distance of the mean of ν̂ from its steady state.
 
-    Below 1 for φ < 1: noise slows the return by 1/(1−φ). Holds while nothing is clipped, for ε_s1 → 0 and β₂ᵗ → 0.
-
-    Args:
-        clip_norm: ζ, in the paper's units.
-        noise_multiplier: σ.
-        batch_size: B.
-        beta2: Adam's second-moment decay.
-
-    Returns:
-        The factor per step.
+    Below 1 for φ < 1: noise slows the return by 1/(1−φ). Holds while nothing is clipped, for ε_s1 → 0 and β₂ᵗ → 0. The
+    arguments are those of `feedback`, and Adam's second-moment decay.
 
     >>> round(contraction_factor(clip_norm=40.0, noise_multiplier=1.0, batch_size=100, beta2=0.9), 12)
     0.916
@@ -116,17 +99,12 @@ def contraction_factor(*, clip_norm: float, noise_multiplier: float, batch_size:
 
 
 def clip_norm_window(*, dimension: int, noise_multiplier: float, batch_size: float) -> tuple[float, float]:
-    """Compute [(1/m + σ²/B²)^(−½), B/σ), the clip norms with a steady state under a constant gradient.
-
-    The window is never empty.
+    """Compute [(1/m + σ²/B²)^(−½), B/σ), the clip norms with a steady state, in the paper's units; it is never empty.
 
     Args:
         dimension: m, the number of nonzero coordinates of g. Their sizes do not matter, because s evens them out.
         noise_multiplier: σ. Without noise the window is [√m, ∞).
         batch_size: B.
-
-    Returns:
-        Both ends, in the paper's units.
 
     >>> [round(edge, 2) for edge in clip_norm_window(dimension=400, noise_multiplier=1.0, batch_size=100)]
     [19.61, 100.0]
@@ -138,16 +116,9 @@ def clip_norm_window(*, dimension: int, noise_multiplier: float, batch_size: flo
 
 
 def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_size: float) -> SecondMomentRegime:
-    """Predict the regime of ν̂ at a clip norm.
+    """Predict the regime of ν̂ at a clip norm ζ in the paper's units: below the window, in it, or above it.
 
-    Args:
-        clip_norm: ζ, in the paper's units.
-        dimension: m, the number of nonzero coordinates of g.
-        noise_multiplier: σ.
-        batch_size: B.
-
-    Returns:
-        COLLAPSES below the window, STEADY in it, DIVERGES above it.
+    The other arguments are those of `clip_norm_window`.
 
     >>> given = dict(dimension=400, noise_multiplier=1.0, batch_size=100)
     >>> [predict(clip_norm, **given).value for clip_norm in (19.0, 22.0, 70.0, 120.0)]
@@ -158,35 +129,6 @@ def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_
     if clip_norm < low:
         return SecondMomentRegime.COLLAPSES
     return SecondMomentRegime.STEADY if clip_norm < high else SecondMomentRegime.DIVERGES
-
-
-def collapsed_state(
-    *, clip_norm: float, dimension: int, noise_multiplier: float, batch_size: float, eps_scale: float
-) -> float:
-    """Compute (ρ·ε_s1/(1−ρ))², the mean-field ν̂ below the window, for coordinates of equal size.
-
-    It solves √ν̂ = ρ(√ν̂ + ε_s1) with ρ = ζ·√(1/m + σ²/B²), while gradients are still clipped there:
-    ‖g‖ ≥ ζ·ε_s1/(1−ρ). Far below the window it is much less than ε_s1². Then s is 1/ε_s1, and the method is
-    post-processing with clip norm ζ·ε_s1.
-
-    Args:
-        clip_norm: ζ, in the paper's units.
-        dimension: m, the number of nonzero coordinates of g.
-        noise_multiplier: σ.
-        batch_size: B.
-        eps_scale: ε_s1.
-
-    Returns:
-        ν̂; ∞ from the window on.
-
-    >>> given = dict(dimension=100, noise_multiplier=0.0, batch_size=1, eps_scale=1.0)
-    >>> round(collapsed_state(clip_norm=5.0, **given), 12), collapsed_state(clip_norm=10.0, **given)
-    (1.0, inf)
-    """
-    check_positive(clip_norm=clip_norm, eps_scale=eps_scale)
-    low, _ = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
-    ratio = clip_norm / low
-    return (ratio * eps_scale / (1 - ratio)) ** 2 if ratio < 1 else math.inf
 
 
 def mean_field(
@@ -200,7 +142,7 @@ def mean_field(
     eps_scale: float = 1e-8,
     start: ArrayLike = 0.0,
 ) -> Series:
-    """Follow ν̂ of scale-then-privatize with every released square replaced by its mean.
+    """Follow ν̂ of scale-then-privatize with every released square replaced by its mean; one row per step.
 
         s_t = 1/(√ν̂_{t−1} + ε_s1),  c_t = min(1, ζ/‖s_t⊙g‖),  ν_t = β₂ν_{t−1} + (1−β₂)((c_t·g)² + φ/s_t²),
         ν̂_t = ν_t/(1−β₂ᵗ),  ν̂_0 = start
@@ -218,9 +160,6 @@ def mean_field(
         beta2: Adam's second-moment decay.
         eps_scale: ε_s1.
         start: ν̂ before the first step.
-
-    Returns:
-        ν̂ with one row per step.
 
     >>> path = mean_field([1.0] * 400, clip_norm=40.0, noise_multiplier=1.0, batch_size=100, steps=3000, beta2=0.9)
     >>> float(path[-1, 0].round(6))
@@ -308,8 +247,7 @@ class ScaleWindow:
     def to_try(self) -> tuple[float, ...]:
         """Three to six values, from inside the window and clear of its lower end, up to where scaling fades.
 
-        Both upper ends are among them if they are clear of the lower end. Values have two digits, or as many as keep
-        them on their side of the ends.
+        Values have two digits, or as many as keep them on their side of the ends.
         """
         if not self.low:
             return tuple(rounded(self.high * factor) for factor in (0.01, 0.1, 1.0, 10.0))
@@ -346,12 +284,6 @@ def scale_window(
         batch_size: B.
         agreement: r, the norm of the averaged clipped gradient over the clip norm.
         default: The library's own eps_scale; None means twice the lower end.
-
-    Returns:
-        The window.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
     if not 0 <= agreement <= 1:
         raise ValueError(f"agreement={agreement} must lie in [0, 1]")
@@ -378,9 +310,5 @@ def _drop_near_duplicates(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def rounded(value: float, digits: int = 2) -> float:
-    """Round to significant digits.
-
-    >>> rounded(0.0123456)
-    0.012
-    """
+    """Round to significant digits."""
     return float(f"{value:.{digits - 1}e}") if value else 0.0

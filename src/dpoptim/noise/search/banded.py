@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.dense import optimal_dense
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
@@ -48,7 +48,7 @@ class Banded(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_whole("bands", self.bands, hint="bands=1 is independent noise.")
+        set_whole(self, "bands", hint="bands=1 is independent noise.")
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> MatrixStrategy:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpoptim.arguments import check_whole
+from dpoptim.arguments import set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload
 from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
@@ -48,7 +48,7 @@ class BandedInverse(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_whole("bands", self.bands, hint="bands=1 is independent noise.")
+        set_whole(self, "bands", hint="bands=1 is independent noise.")
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
@@ -39,7 +39,7 @@ class BandedToeplitz(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_whole("bands", self.bands, hint="bands=1 is independent noise.")
+        set_whole(self, "bands", hint="bands=1 is independent noise.")
         check_workload(self.workload)
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> ToeplitzStrategy:

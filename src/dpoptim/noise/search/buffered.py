@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpoptim.arguments import check_choice, check_whole
+from dpoptim.arguments import check_choice, set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload
 from dpoptim.noise.series import Series, noising_series, powers
@@ -47,7 +47,7 @@ class BufferedToeplitz(ShortRepr):
     workload: Workload = PrefixSums()  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        check_whole("buffers", self.buffers, hint="Use Independent() for noise without memory.")
+        set_whole(self, "buffers", hint="Use Independent() for noise without memory.")
         check_choice("objective", self.objective, ("mean", "max"))
         check_workload(self.workload)
 

@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     def memory_bytes(self, parameters: int, *, memory: NoiseMemory = NoiseMemory()) -> int:  # noqa: B008
         """Return how many bytes the streams of `parameters` float32 parameters store between steps."""
-        check_whole("parameters", parameters, low=0)
+        parameters = check_whole("parameters", parameters, low=0)
         return self.kept_rows * parameters * memory.bytes_per_number
 
     def stream(
@@ -156,9 +156,9 @@ def fitting_participations(steps: int, max_participations: int, min_separation: 
     >>> [fitting_participations(16, count, 8) for count in (1, 2, 3, 100)]
     [1, 2, 2, 2]
     """
-    check_whole("steps", steps)
-    check_whole("max_participations", max_participations)
-    check_whole("min_separation", min_separation)
+    steps = check_whole("steps", steps)
+    max_participations = check_whole("max_participations", max_participations)
+    min_separation = check_whole("min_separation", min_separation)
     return min(max_participations, (steps - 1) // min_separation + 1)
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dpoptim.arguments import check_at_most, check_whole
+from dpoptim.arguments import check_at_most, check_whole, set_whole
 from dpoptim.noise.normals import NormalSource
 from dpoptim.noise.series import Series, divide, inverse_series, noising_series, powers, sqrt_series
 from dpoptim.noise.strategies.base import Strategy, check_participation, fitting_participations
@@ -173,7 +173,7 @@ class BufferedToeplitzStrategy(ToeplitzStrategy):
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_whole("steps", self.steps)
+        set_whole(self, "steps")
         decays, weights = np.asarray(self.decays, dtype=np.float64), np.asarray(self.weights, dtype=np.float64)
         if decays.shape != weights.shape or decays.ndim != 1:
             raise ValueError(f"Expected one weight per decay, got weights={self.weights}, decays={self.decays}.")
@@ -273,7 +273,7 @@ class BandedInverseStrategy(ToeplitzStrategy):
 
 def _trimmed(name: str, coefs: ArrayLike, steps: int) -> tuple[float, ...]:
     """Drop trailing zeros; check that the rest is finite, starts with a positive number and fits into the steps."""
-    check_whole("steps", steps)
+    steps = check_whole("steps", steps)
     series = np.trim_zeros(np.asarray(coefs, dtype=np.float64), "b")
     if not len(series) or not np.isfinite(series).all() or series[0] <= 0:
         raise ValueError(f"Expected finite {name} with a positive first one, got {series[:4].tolist()}...")

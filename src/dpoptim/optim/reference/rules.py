@@ -1,7 +1,6 @@
 """What all reference optimizers share: clip, accumulate a second moment, debias it, and step by an update rule.
 
-A reference optimizer is a loop that reads like the paper's algorithm, on one flat parameter vector. Adam, AdamW,
-AdaGrad and RMSProp differ in three lines, which are here: how ν grows, whether it is debiased, how the step is taken.
+Adam, AdamW, AdaGrad and RMSProp differ in three lines: how ν grows, whether it is debiased, how the step is taken.
 These functions are for tests only: they hold every per-example gradient in memory and see values without noise.
 """
 
@@ -93,9 +92,6 @@ def add_decay(rule: Rule | SGD, noisy_grad: Tensor, theta: Tensor) -> Tensor:
 
     AdamW decays in the step instead. A second moment of g̃ includes the decay, as in torch.optim; one that is released,
     public or noiseless does not.
-
-    >>> add_decay(Adam(lr=0.1, weight_decay=0.5), torch.zeros(1), torch.ones(1))
-    tensor([0.5000])
     """
     if isinstance(rule, AdamW):
         return noisy_grad
@@ -103,33 +99,21 @@ def add_decay(rule: Rule | SGD, noisy_grad: Tensor, theta: Tensor) -> Tensor:
 
 
 def next_second_moment(rule: Rule, nu: Tensor, square: Tensor) -> Tensor:
-    """ν_t from ν_{t−1}: ν + square for AdaGrad, β₂ν + (1−β₂)·square otherwise.
-
-    >>> next_second_moment(AdaGrad(lr=0.1), torch.ones(1), torch.ones(1))
-    tensor([2.])
-    """
+    """ν_t from ν_{t−1}: ν + square for AdaGrad, β₂ν + (1−β₂)·square otherwise."""
     if isinstance(rule, AdaGrad):
         return nu + square
     return rule.beta2 * nu + (1 - rule.beta2) * square
 
 
 def debiased(rule: Rule, nu: Tensor, t: int) -> Tensor:
-    """ν̂_t = ν_t/(1−β₂ᵗ) after t = 1, 2, ... steps for Adam and AdamW; ν_t itself for the other rules.
-
-    >>> debiased(Adam(lr=0.1, beta2=0.5), torch.ones(1), 2)
-    tensor([1.3333])
-    """
+    """ν̂_t = ν_t/(1−β₂ᵗ) after t = 1, 2, ... steps for Adam and AdamW; ν_t itself for the other rules."""
     if isinstance(rule, Adam | AdamW):
         return nu / (1 - rule.beta2**t)
     return nu
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator/denominator, and 0 for 0/0: no gradient, no step, even at ν = ε = 0.
-
-    >>> divide(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0]))
-    tensor([0.0000, 0.5000])
-    """
+    """numerator/denominator, and 0 for 0/0: no gradient, no step, even at ν = ε = 0."""
     return torch.where(numerator == 0, torch.zeros_like(numerator), numerator / denominator)
 
 
@@ -140,9 +124,6 @@ def next_theta(
 
     Adam, AdamW: μ = β₁μ + (1−β₁)g̃, θ −= lr·μ/(1−β₁ᵗ)/denominator. AdaGrad: θ −= lr·g̃/denominator.
     RMSProp: μ = momentum·μ + g̃/denominator, θ −= lr·μ.
-
-    >>> next_theta(AdaGrad(lr=1.0), torch.zeros(1), torch.zeros(1), torch.ones(1), torch.full((1,), 2.0), 1)
-    (tensor([-0.5000]), tensor([0.]))
     """
     if isinstance(rule, AdaGrad):
         return theta - rule.lr * divide(noisy_grad, denominator), mu

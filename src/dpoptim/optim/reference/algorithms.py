@@ -1,0 +1,360 @@
+"""The paper's optimizers on one flat parameter vector: what each releases, and the loop that they share.
+
+All functions take
+
+    theta           [coordinates], the parameters θ_0
+    gradients       (θ, t) -> [examples, coordinates], the examples' gradients at step t = 0, 1, ...
+    noise           [steps, coordinates], the rows of C⁻¹z with unit z, already correlated
+    noise_stddev    the noise on the clipped SUM
+    batch_size      the expected batch size, by which every sum is divided
+
+and return θ_1, ..., θ_T stacked: [steps, coordinates].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dpoptim.optim.reference.rules import (
+    SGD,
+    AdaGrad,
+    Gradients,
+    PublicGradients,
+    RMSProp,
+    Rule,
+    add_decay,
+    clip,
+    debiased,
+    next_second_moment,
+    next_theta,
+)
+
+
+def _follow(
+    rule: Rule,
+    theta: Tensor,
+    steps: int,
+    release: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor | None]],
+    biases: list[float] | None = None,
+) -> Tensor:
+    """Update by the rule, given release(θ, t, ν, ν̂): g̃ and the square that ν accumulates, or None for g̃².
+
+    The update divides by √max(ν̂, 0) + ε, and under bias correction by √max(ν̂ − b_t, ε²).
+    """
+    mu = nu = nu_hat = torch.zeros_like(theta)
+    path = []
+    for t in range(steps):
+        noisy_grad, square = release(theta, t, nu, nu_hat)
+        noisy_grad = add_decay(rule, noisy_grad, theta)
+        nu = next_second_moment(rule, nu, noisy_grad**2 if square is None else square)
+        nu_hat = debiased(rule, nu, t + 1)
+        if biases is None:
+            denominator = nu_hat.clamp(min=0).sqrt() + rule.eps
+        else:
+            denominator = (nu_hat - biases[t]).clamp(min=rule.eps**2).sqrt()
+        theta, mu = next_theta(rule, theta, mu, noisy_grad, denominator, t + 1)
+        path.append(theta)
+    return torch.stack(path)
+
+
+def dp_sgd(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    *,
+    rule: SGD,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+) -> Tensor:
+    """DP-SGD with momentum: buffer ← momentum·buffer + g̃, θ ← θ − lr·buffer."""
+    buffer = torch.zeros_like(theta)
+    path = []
+    for t in range(len(noise)):
+        clipped = clip(gradients(theta, t), clip_norm)
+        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+        buffer = rule.momentum * buffer + add_decay(rule, noisy_grad, theta)
+        theta = theta - rule.lr * buffer
+        path.append(theta)
+    return torch.stack(path)
+
+
+def post_processing(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+    noiseless: bool = False,
+) -> Tensor:
+    """Post-processing: the rule on the noisy gradient. With `noiseless`, ν is without noise: NOT private.
+
+    >>> from dpoptim.optim.reference import Adam
+    >>> post_processing(torch.zeros(1), lambda theta, t: torch.ones(4, 1), torch.zeros(2, 1),
+    ...                 rule=Adam(lr=1.0, eps=0.0), clip_norm=1.0, noise_stddev=0.0, batch_size=4).tolist()
+    [[-1.0], [-2.0]]
+    """
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor | None]:
+        clipped = clip(gradients(theta, t), clip_norm)
+        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+        return noisy_grad, (clipped.sum(0) / batch_size) ** 2 if noiseless else None
+
+    return _follow(rule, theta, len(noise), release)
+
+
+def side_information(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    public_gradients: PublicGradients,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+) -> Tensor:
+    """Side information: the noisy gradient as in post-processing, ν of g_pub²."""
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
+        clipped = clip(gradients(theta, t), clip_norm)
+        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+        return noisy_grad, public_gradients(theta, t) ** 2
+
+    return _follow(rule, theta, len(noise), release)
+
+
+def bias_correction(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+    row_norms_squared: Tensor,  # [steps], ‖row t of C⁻¹‖²
+    noise_variance: float | None = None,
+) -> Tensor:
+    """Bias correction: subtract from ν̂ what the noise alone adds (`noise_bias`), and divide by √max(ν̂ − b_t, ε²).
+
+    `noise_variance` is φ; it defaults to (noise_stddev/batch_size)². With φ = 0 the denominator is max(√ν̂, ε).
+    """
+    phi = (noise_stddev / batch_size) ** 2 if noise_variance is None else noise_variance
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, None]:
+        clipped = clip(gradients(theta, t), clip_norm)
+        return (clipped.sum(0) + noise_stddev * noise[t]) / batch_size, None
+
+    return _follow(rule, theta, len(noise), release, noise_bias(rule, row_norms_squared, phi))
+
+
+def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]:
+    """b_1, ..., b_T: what noise of variance ‖row t of C⁻¹‖²·φ adds to the mean of the rule's ν̂_t.
+
+    Adam: b_t = ((β₂−β₂ᵗ)/(1−β₂ᵗ))·b_{t−1} + ((1−β₂)/(1−β₂ᵗ))·‖row t‖²·φ. RMSProp: the same average without
+    debiasing. AdaGrad: the sum. The paper's recursion has one β₂ too many (docs/errata.md).
+
+    >>> from dpoptim.optim.reference import Adam
+    >>> [round(b, 12) for b in noise_bias(Adam(lr=0.1), torch.ones(3, dtype=torch.float64), 0.5)]
+    [0.5, 0.5, 0.5]
+    """
+    bias, biases = 0.0, []
+    for t, row_norm_squared in enumerate(row_norms_squared.tolist(), start=1):
+        if isinstance(rule, AdaGrad):
+            bias = bias + row_norm_squared * phi
+        elif isinstance(rule, RMSProp):
+            bias = rule.beta2 * bias + (1 - rule.beta2) * row_norm_squared * phi
+        else:
+            weight = 1 - rule.beta2**t
+            bias = (rule.beta2 - rule.beta2**t) / weight * bias
+            bias = bias + (1 - rule.beta2) / weight * row_norm_squared * phi
+        biases.append(bias)
+    return biases
+
+
+def independent_moments(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    square_noise: Tensor,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    square_noise_stddev: float,
+    batch_size: float,
+    average_of_squares: bool = False,
+    project: bool = True,
+) -> Tensor:
+    """Independent moment estimation: release the gradient and its square with separate noise; ν of the released square.
+
+    The square is that of the averaged gradient, or with `average_of_squares` (1/B)Σ clip(g_j)². `square_noise_stddev`
+    is on the square as released (after the division by B). With `project`, the averaged gradient is projected to
+    norm ≤ clip_norm before it is squared. Without it, a Poisson batch larger than B breaks the sensitivity bound.
+    """
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
+        clipped = clip(gradients(theta, t), clip_norm)
+        average = clipped.sum(0) / batch_size
+        if average_of_squares:
+            square = (clipped**2).sum(0) / batch_size
+        elif project:
+            square = clip(average[None], clip_norm)[0] ** 2
+        else:
+            square = average**2
+        return average + noise_stddev / batch_size * noise[t], square + square_noise_stddev * square_noise[t]
+
+    return _follow(rule, theta, len(noise), release)
+
+
+def joint_moments(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    square_noise: Tensor,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    square_weight: float,
+    batch_size: float,
+) -> Tensor:
+    """Joint moment estimation: release Σ_j (v_j, √λ·v_j²), v_j = clip(g_j), as ONE vector with one noise.
+
+    λ is `square_weight`. The released square is divided by √λ afterwards, so its noise is noise_stddev/(√λ·B). Each
+    example is squared before averaging; the square of the average has no such sensitivity bound.
+    """
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor]:
+        clipped = clip(gradients(theta, t), clip_norm)
+        released_sum = clipped.sum(0) + noise_stddev * noise[t]
+        released_square = square_weight**0.5 * (clipped**2).sum(0) + noise_stddev * square_noise[t]
+        return released_sum / batch_size, released_square / square_weight**0.5 / batch_size
+
+    return _follow(rule, theta, len(noise), release)
+
+
+def scale_of(nu_hat: Tensor, *, exponent: float, eps_scale: float, normalised: bool) -> Tensor:
+    """s = 1/(ν̂^p + ε_s1), or normalised s = ε_s1/(ν̂^p + ε_s1), which lies in (0, 1].
+
+    Both are the same algorithm if the clip norm is also multiplied by ε_s1. Exponent 0 gives a constant.
+
+    >>> scale_of(torch.tensor([0.0, 9.0]), exponent=0.5, eps_scale=1.0, normalised=True)
+    tensor([1.0000, 0.2500])
+    """
+    s = 1 / (nu_hat**exponent + eps_scale)
+    return eps_scale * s if normalised else s
+
+
+def scale_then_privatize(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    *,
+    rule: Rule,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+    eps_scale: float,
+    exponent: float = 0.5,
+    normalised: bool = False,
+    debias: bool = True,
+    start: float = 0.0,
+    noiseless: bool = False,
+) -> Tensor:
+    """Scale-then-privatize: s_t from ν̂_{t−1}; g̃ = (Σ clip(s_t⊙g_j) + noise)/B/s_t; ν of g̃².
+
+    `clip_norm` bounds ‖s_t⊙g_j‖, so it is in the units of the scaled gradient. s_1 comes from ν̂_0 = `start`, which is
+    used nowhere else. `debias=False` computes s_t from ν_{t−1} and leaves the update's ν̂ unchanged. With `noiseless`, ν
+    is of (Σ clip(s_t⊙g_j)/B/s_t)²: NOT private.
+    """
+
+    def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, Tensor | None]:
+        previous = torch.full_like(theta, start) if t == 0 else nu_hat if debias else nu
+        s = scale_of(previous, exponent=exponent, eps_scale=eps_scale, normalised=normalised)
+        clipped = clip(s * gradients(theta, t), clip_norm)
+        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size / s
+        return noisy_grad, (clipped.sum(0) / batch_size / s) ** 2 if noiseless else None
+
+    return _follow(rule, theta, len(noise), release)
+
+
+def delayed_preconditioner(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    *,
+    lr: float,
+    clip_norm: float,
+    noise_stddev: float,
+    scaled_clip_norm: float,
+    scaled_noise_stddev: float,
+    batch_size: float,
+    plain_steps: int,
+    scaled_steps: int,
+    eps: float,
+    decay: float | None,
+) -> Tensor:
+    """DP² (Li et al. 2023): `plain_steps` of DP-SGD that also sum up G, then `scaled_steps` that use it.
+
+    Where t mod (s₁+s₂) = s₁: A ← γA + (1−γ)(G/s₁)² with γ = `decay`, or A ← A + (G/s₁)² for `decay=None`; then G ← 0.
+    A scaled step is θ ← θ − lr·(Σ clip(g_j/(√A+ε), ζ₂) + σζ₂·row)/B, without unscaling or momentum.
+    `scaled_noise_stddev` is σζ₂, with the same σ as noise_stddev = σζ: each step spends the same.
+    """
+    gathered, second_moment = torch.zeros_like(theta), torch.zeros_like(theta)
+    path = []
+    for t in range(len(noise)):
+        place = t % (plain_steps + scaled_steps)
+        if place == plain_steps:
+            square = (gathered / plain_steps) ** 2
+            second_moment = second_moment + square if decay is None else decay * second_moment + (1 - decay) * square
+            gathered = torch.zeros_like(theta)
+        if place < plain_steps:
+            clipped = clip(gradients(theta, t), clip_norm)
+            noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+            gathered = gathered + noisy_grad
+        else:
+            clipped = clip(gradients(theta, t) / (second_moment.sqrt() + eps), scaled_clip_norm)
+            noisy_grad = (clipped.sum(0) + scaled_noise_stddev * noise[t]) / batch_size
+        theta = theta - lr * noisy_grad
+        path.append(theta)
+    return torch.stack(path)
+
+
+def adadps(
+    theta: Tensor,
+    gradients: Gradients,
+    noise: Tensor,
+    public_gradients: PublicGradients,
+    *,
+    lr: float,
+    clip_norm: float,
+    noise_stddev: float,
+    batch_size: float,
+    renew_every: int,
+    eps: float,
+    decay: float = 0.0,
+) -> Tensor:
+    """AdaDPS (Li et al. 2022): s = 1/√(A+ε) from public gradients, θ ← θ − lr·(Σ clip(s⊙g_j) + noise)/B.
+
+    A ← γA + (1−γ)g_pub² every `renew_every` steps, starting with the first, with γ = `decay` (0 replaces A). A starts
+    at 0. The result is not divided by the scale again.
+    """
+    second_moment = torch.zeros_like(theta)
+    path = []
+    for t in range(len(noise)):
+        if t % renew_every == 0:
+            second_moment = decay * second_moment + (1 - decay) * public_gradients(theta, t) ** 2
+        s = 1 / (second_moment + eps).sqrt()
+        clipped = clip(s * gradients(theta, t), clip_norm)
+        noisy_grad = (clipped.sum(0) + noise_stddev * noise[t]) / batch_size
+        theta = theta - lr * noisy_grad
+        path.append(theta)
+    return torch.stack(path)
