@@ -153,6 +153,19 @@ def test_contraction():
     assert ratios != pytest.approx(0.9 * (1 + 0.16), rel=1e-3)
 
 
+@pytest.mark.parametrize("clip_norm", [2.0, 10.0, 15.0])
+def test_collapsed_state(clip_norm):
+    """Where ε_s1 holds it, ν̂ is (ρε/(1−ρ))²; 3,200 coordinates agree within 2 %, and (ρε)² does not."""
+    expected = theory.collapsed_state(clip_norm=clip_norm, dimension=M, eps_scale=1e-3, **SETTING)
+    given: dict[str, Any] = dict(clip_norm=clip_norm, steps=2500, beta2=0.99, eps_scale=1e-3)
+    field = theory.mean_field(np.ones(M), **given, **SETTING)
+    assert float(field[-1].mean()) == pytest.approx(expected, rel=2e-3)
+    simulated = float(simulate(np.ones(M), runs=4, **given)[-200:].mean())
+    assert simulated == pytest.approx(expected, rel=0.02)
+    rho = clip_norm / theory.clip_norm_window(dimension=M, **SETTING)[0]
+    assert simulated != pytest.approx((rho * 1e-3) ** 2, rel=0.15)
+
+
 def test_edge_cases():
     given: dict[str, Any] = dict(clip_norm=100.0, **SETTING)
     assert theory.steady_second_moment([0.0, 1.0], **given).tolist() == [0.0, math.inf]

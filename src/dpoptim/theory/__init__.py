@@ -24,6 +24,7 @@ from dpoptim.theory.stability_window import (
     ScaleWindow,
     SecondMomentRegime,
     clip_norm_window,
+    collapsed_state,
     contraction_factor,
     feedback,
     mean_field,
@@ -34,11 +35,14 @@ from dpoptim.theory.stability_window import (
 from dpoptim.theory.update_noise import (
     Cost,
     best_exponent,
+    bias_correction_update_bound,
+    first_update_sensitivity,
     least_noise_cost,
     momentum_noise_variance,
     noise_cost,
     post_processing_update_rms,
     scaled_noise_stddev,
+    update_sensitivity,
 )
 
 __all__ = [
@@ -54,10 +58,13 @@ __all__ = [
     "Signal",
     "advise",
     "best_exponent",
+    "bias_correction_update_bound",
     "choose_noise",
     "clip_norm_window",
+    "collapsed_state",
     "contraction_factor",
     "feedback",
+    "first_update_sensitivity",
     "format_bytes",
     "ime_negative_probability",
     "largest_dimension_bias_correction",
@@ -81,4 +88,5 @@ __all__ = [
     "smallest_batch_ime",
     "smallest_batch_post_processing",
     "steady_second_moment",
+    "update_sensitivity",
 ]

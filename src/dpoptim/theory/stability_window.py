@@ -131,6 +131,35 @@ def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_
     return SecondMomentRegime.STEADY if clip_norm < high else SecondMomentRegime.DIVERGES
 
 
+def collapsed_state(
+    *, clip_norm: float, dimension: int, noise_multiplier: float, batch_size: float, eps_scale: float
+) -> float:
+    """Compute (ρ·ε_s1/(1−ρ))², the mean-field ν̂ below the window, for coordinates of equal size.
+
+    It solves √ν̂ = ρ(√ν̂ + ε_s1) with ρ = ζ·√(1/m + σ²/B²), while gradients are still clipped there:
+    ‖g‖ ≥ ζ·ε_s1/(1−ρ). Far below the window it is much less than ε_s1². Then s is 1/ε_s1, and the method is
+    post-processing with clip norm ζ·ε_s1.
+
+    Args:
+        clip_norm: ζ, in the paper's units.
+        dimension: m, the number of nonzero coordinates of g.
+        noise_multiplier: σ.
+        batch_size: B.
+        eps_scale: ε_s1.
+
+    Returns:
+        ν̂; ∞ from the window on.
+
+    >>> given = dict(dimension=100, noise_multiplier=0.0, batch_size=1, eps_scale=1.0)
+    >>> round(collapsed_state(clip_norm=5.0, **given), 12), collapsed_state(clip_norm=10.0, **given)
+    (1.0, inf)
+    """
+    check_positive(clip_norm=clip_norm, eps_scale=eps_scale)
+    low, _ = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
+    ratio = clip_norm / low
+    return (ratio * eps_scale / (1 - ratio)) ** 2 if ratio < 1 else math.inf
+
+
 def mean_field(
     gradient: ArrayLike,
     *,

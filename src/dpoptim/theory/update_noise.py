@@ -1,4 +1,4 @@
-"""How much noise an optimizer's update carries, and which scale minimizes it.
+"""How much noise an optimizer's update carries, how far one example could move it, and which scale minimizes it.
 
 The update is μ̂_t over a root of the second moment, with μ̂_t = Σ_i a_i·g̃_i and a_i = (1−β₁)β₁^{t−i}/(1−β₁ᵗ), one
 coordinate at a time. The noise on g̃ is √φ·(C⁻¹z)_t with φ = ζ²σ²/B², and K = C⁻¹C⁻ᵀ. `strategy=None` means independent
@@ -53,6 +53,9 @@ def momentum_noise_variance(
         beta1: Adam's momentum.
         strategy: Correlated noise, or None for independent noise.
 
+    Returns:
+        The variance.
+
     >>> round(momentum_noise_variance(noise_variance=1.0), 6)
     0.052632
     """
@@ -77,8 +80,14 @@ def post_processing_update_rms(
     Args:
         step: t, or None for the limit. With a strategy the cost is t³.
         beta1: Adam's momentum.
-        beta2: Adam's second-moment decay. With momentum it must not be 0, where no finite mean exists.
+        beta2: Adam's second-moment decay.
         strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The root mean square of one coordinate of the update, over the learning rate.
+
+    Raises:
+        ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no finite mean exists.
 
     >>> round(post_processing_update_rms(), 4), round(post_processing_update_rms(step=1), 6)
     (0.2293, 1.0)
@@ -87,8 +96,7 @@ def post_processing_update_rms(
 
     check_beta("beta1", beta1)
     check_beta("beta2", beta2)
-    if beta2 == 0 and beta1 > 0 and step != 1:
-        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂; use beta2 > 0 or beta1=0")
+    _check_momentum(beta1, beta2, step)
     check_step(step, strategy=strategy)
     count = step or max(1, *(math.ceil(math.log(_NEGLIGIBLE) / math.log(b)) if b else 1 for b in (beta1, beta2)))
     sizes, shares = moment_weights(beta=beta2, step=count), moment_weights(beta=beta1, step=count) ** 2
@@ -108,6 +116,37 @@ def post_processing_update_rms(
     return math.sqrt(sum(quad(integrand, *piece, epsabs=1e-10, limit=200)[0] for piece in pieces))
 
 
+def bias_correction_update_bound(
+    *,
+    noise_variance: float,
+    eps: float,
+    step: int | None = None,
+    beta1: float = 0.9,
+    strategy: Strategy | None = None,
+) -> float:
+    """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
+
+    The denominator is at least ε_s. About half of all ν̂ − b are negative there (`negative_probability`), and their
+    denominator equals ε_s. So the bound is within a small factor of the truth where √φ ≫ ε_s.
+
+    Args:
+        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
+        eps: ε_s, the floor of the denominator.
+        step: t, or None for the limit.
+        beta1: Adam's momentum.
+        strategy: Correlated noise, or None for independent noise.
+
+    Returns:
+        The bound, over the learning rate.
+
+    >>> round(bias_correction_update_bound(noise_variance=1e-6, eps=1e-4), 4)
+    2.2942
+    """
+    check_positive(eps=eps)
+    variance = momentum_noise_variance(noise_variance=noise_variance, step=step, beta1=beta1, strategy=strategy)
+    return math.sqrt(variance) / eps
+
+
 def scaled_noise_stddev(
     scale: ArrayLike, *, clip_norm: float, noise_multiplier: float, batch_size: float
 ) -> NDArray[np.float64]:
@@ -122,6 +161,9 @@ def scaled_noise_stddev(
         noise_multiplier: σ.
         batch_size: B.
 
+    Returns:
+        The standard deviation for a unit row of C⁻¹, with the shape of `scale`.
+
     >>> scaled_noise_stddev([1.0, 4.0], clip_norm=8.0, noise_multiplier=1.0, batch_size=2).tolist()
     [4.0, 1.0]
     """
@@ -131,6 +173,109 @@ def scaled_noise_stddev(
     if not np.all(s > 0):
         raise ValueError(f"scale={scale!r} must be positive everywhere")
     return clip_norm * noise_multiplier / (batch_size * s)
+
+
+def update_sensitivity(
+    *,
+    clip_norm: float,
+    batch_size: float,
+    eps: float,
+    step: int,
+    participation: int | None = None,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+) -> float:
+    """Bound how far one example at step i can change u_t = μ̂_t/(√ν̂_t + ε) without noise, in ℓ₂ norm: L·ζ/(B·ε).
+
+        L = a_i                    if a_i ≥ k,      k = (ρ − a_i)/2,   ρ = √(w_i·Σ_j a_j²/w_j)
+            (a_i + k)²/(4k)        otherwise
+
+    Guarantee:
+        An upper bound for every history of gradients that is the same except at step i. It holds for zero-out and
+        add/remove adjacency, where one example moves the averaged gradient of step i by at most ζ/B. Double it for
+        replacement.
+
+    Proof. u acts on each coordinate alone, so its Lipschitz constant is the largest slope. Put q = √ν̂ and
+    e_j = √w_j·g_j/q, a unit vector; then μ̂ = q·(b·e) with b_j = a_j/√w_j, and
+
+        ∂u/∂g_i = a_i/(q+ε) − (b·e)·e_i·√w_i·q/(q+ε)²
+
+    The form −(b·e)e_i has the eigenvalues (±‖b‖ − b_i)/2 and 0. So with τ = ε/(q+ε) in (0, 1] the slope times ε is
+    at most a_iτ + k·τ(1−τ), and at least a_iτ − (k+a_i)τ(1−τ), since √w_i·b_i = a_i and √w_i·‖b‖ = ρ ≥ a_i. The first
+    has the maximum L, at τ = 1 (no gradient at all) or at τ = (a_i+k)/(2k). The second has the minimum
+    −k²/(4(k+a_i)), which is smaller. Along a line u is continuously differentiable, also through ν̂ = 0. ∎
+    Every slope up to L/ε occurs. A change of norm ζ/B approaches the bound if it is spread over so many coordinates
+    that each moves little; `first_update_sensitivity` is exact for t = 1.
+
+    Args:
+        clip_norm: ζ.
+        batch_size: B.
+        eps: ε, the constant in the denominator.
+        step: t.
+        participation: i; None means t.
+        beta1: Adam's momentum.
+        beta2: Adam's second-moment decay.
+
+    Returns:
+        The bound, over the learning rate.
+
+    Raises:
+        ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no bound exists.
+
+    >>> given = dict(clip_norm=1.0, batch_size=100, eps=1e-3)
+    >>> round(update_sensitivity(**given, step=1), 6), round(update_sensitivity(**given, step=10_000), 6)
+    (10.0, 1.0)
+    """
+    from scipy.special import logsumexp
+
+    check_positive(clip_norm=clip_norm, batch_size=batch_size, eps=eps)
+    check_beta("beta1", beta1)
+    check_beta("beta2", beta2)
+    check_step(step)
+    check_step(participation, name="participation")
+    _check_momentum(beta1, beta2, step)
+    last = step if participation is None else participation
+    if not 1 <= last <= step:
+        raise ValueError(f"participation={participation} must lie between 1 and step={step}")
+    age, scale = step - last, (1 - beta1) / (1 - beta1**step)
+    own = rho = scale * beta1**age
+    if beta2 > 0:  # in logarithms, because the sum of (β₁²/β₂)^j may overflow where β₁² > β₂
+        logs = np.arange(step) * (2 * math.log(beta1) - math.log(beta2)) if beta1 else np.zeros(1)
+        log_rho = 0.5 * (age * math.log(beta2) + float(logsumexp(logs)))
+        rho = scale * math.exp(log_rho) if log_rho < 700 else math.inf
+    spare = max(0.0, (rho - own) / 2)
+    slope = own if own >= spare else spare / 4 * (1 + own / spare) ** 2
+    return slope * clip_norm / (batch_size * eps)
+
+
+def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float, dimension: int) -> float:
+    """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε).
+
+    Proof. For d = |x − y| in one coordinate, |x/(|x|+ε) − y/(|y|+ε)| is largest at x = −y = d/2, where it is
+    d/(d/2+ε). Its square is concave in d², so over all changes with Σd² ≤ (ζ/B)² the sum is largest where all d are
+    equal. It is attained by an example with equal coordinates, next to others that sum to minus half of it. ∎
+
+    Args:
+        clip_norm: ζ.
+        batch_size: B. Attaining the value needs two examples.
+        eps: ε, the constant in the denominator. With 0 the result is 2√m: every sign flips.
+        dimension: m, the number of coordinates.
+
+    Returns:
+        The largest change in ℓ₂ norm, over the learning rate.
+
+    >>> round(first_update_sensitivity(clip_norm=1.0, batch_size=100, eps=0.0, dimension=400), 9)
+    40.0
+    """
+    check_positive(clip_norm=clip_norm, batch_size=batch_size, dimension=dimension)
+    check_not_negative(eps=eps)
+    change = clip_norm / batch_size
+    return change / (eps + change / (2 * math.sqrt(dimension)))
+
+
+def _check_momentum(beta1: float, beta2: float, step: int | None) -> None:
+    if beta2 == 0 and beta1 > 0 and step != 1:
+        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂; use beta2 > 0 or beta1=0")
 
 
 class Cost(enum.Enum):
@@ -149,8 +294,14 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
 
     Args:
         gradient: g, without zeros, where s would be infinite.
-        exponent: p, in [0, 1].
+        exponent: p.
         cost: What the noise is summed over.
+
+    Returns:
+        The sum; see the module.
+
+    Raises:
+        ValueError: If the gradient has a zero or `exponent` is outside [0, 1].
 
     >>> [round(noise_cost([1.0, 4.0], exponent=p), 6) for p in (0.0, 0.25, 0.5)]
     [34.0, 25.0, 34.0]
@@ -172,6 +323,16 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
 def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> float:
     """Compute the smallest possible `noise_cost` over all scales s, whether a power of |g| or not.
 
+    Args:
+        gradient: g, without zeros.
+        cost: What the noise is summed over.
+
+    Returns:
+        The right-hand side of the inequality in the module's docstring.
+
+    Raises:
+        ValueError: If the gradient has a zero.
+
     >>> least_noise_cost([1.0, 4.0]), least_noise_cost([1.0, 4.0], cost=Cost.UPDATE)
     (25.0, 4.0)
     """
@@ -184,7 +345,17 @@ def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> floa
 
 
 def best_exponent(cost: Cost) -> float:
-    """Return the exponent p at which `noise_cost` equals `least_noise_cost`, for every gradient: ¼, ⅓ or ½."""
+    """Return the exponent p at which `noise_cost` equals `least_noise_cost`, for every gradient.
+
+    Args:
+        cost: What the noise is summed over.
+
+    Returns:
+        ¼, ⅓ or ½.
+
+    >>> best_exponent(Cost.GRADIENT), best_exponent(Cost.UPDATE)
+    (0.25, 0.5)
+    """
     return {Cost.GRADIENT: 1 / 4, Cost.REGRET: 1 / 3, Cost.UPDATE: 1 / 2}[cost]
 
 
