@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,14 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def log_of(directory: Path) -> list[dict[str, Any]]:
     return read_log(RunDirectory(directory).log_file)
+
+
+def copy_run(run: Path, to: Path) -> RunDirectory:
+    """Copy a run directory and its secrets."""
+    copy = RunDirectory(to)
+    shutil.copytree(run, to)
+    shutil.copytree(RunDirectory(run).secret_folder, copy.secret_folder)
+    return copy
 
 
 def parameters_at(directory: Path, step: int) -> dict[str, torch.Tensor]:

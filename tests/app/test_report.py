@@ -249,7 +249,7 @@ def test_the_policy_allows_only_the_pages_own_script_and_style(debugged):
 
 
 def test_the_noise_key_is_not_shown(debugged):
-    (debugged / "noise.key").chmod(0o000)
+    (debugged.with_name("debugged.secret") / "noise.key").chmod(0o000)
     assert "the-secret-noise-key" not in page(read_runs([debugged])) + json.dumps(all_numbers(read_runs([debugged])))
 
 
@@ -419,7 +419,7 @@ def test_the_file_is_written_atomically(debugged, tmp_path, monkeypatch):
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert list(tmp_path.iterdir()) == [output]
     with pytest.raises(ValueError, match=r"must end in \.html"):
-        write_report(runs, debugged / "noise.key")
+        write_report(runs, debugged / "log.jsonl")
     with pytest.raises(ValueError, match="runs is empty"):
         write_report([], output)
 

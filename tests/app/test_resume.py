@@ -145,7 +145,7 @@ def test_what_is_missing_is_told(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         resume(tmp_path)
     train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
-    key = tmp_path / "run" / "noise.key"
+    key = tmp_path / "run.secret" / "noise.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     secret = key.read_bytes()
     key.unlink()
@@ -153,7 +153,7 @@ def test_what_is_missing_is_told(tmp_path):
         resume(tmp_path / "run")
     key.write_bytes(bytes(32))
     key.chmod(0o600)
-    with pytest.raises(ValueError, match="another noise key"):
+    with pytest.raises(ValueError, match="a different noise key"):
         resume(tmp_path / "run")
     key.write_bytes(secret)
     (tmp_path / "rows.csv").write_text("a,b,c,label\n1,2,3,yes\n1,2,4,no\n")
@@ -163,8 +163,8 @@ def test_what_is_missing_is_told(tmp_path):
 
 def test_the_key_is_in_its_own_file_alone(tmp_path):
     train(rows_recipe(tmp_path), tmp_path / "run")
-    secret = (tmp_path / "run" / "noise.key").read_bytes()
-    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "noise.key"]
+    secret = (tmp_path / "run.secret" / "noise.key").read_bytes()
+    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(others) >= 7
     for path in others:
         content = path.read_bytes()

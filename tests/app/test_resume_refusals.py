@@ -107,7 +107,7 @@ def test_an_edited_plan_is_refused(run):
     file = RunDirectory(run).plan_file
     before = file.read_text()
     file.write_text(re.sub(r'"noise_multiplier": [0-9.]+', '"noise_multiplier": 0.01', before))
-    with pytest.raises(ValueError, match="another privacy plan"):
+    with pytest.raises(ValueError, match="a different privacy plan"):
         resume(run)
     file.write_text(before)
 
@@ -216,7 +216,7 @@ def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     add_noise = PrivateMechanism._add_noise
 
     def counted(self: PrivateMechanism, *args: Any) -> None:
-        if (tmp_path / "run" / "noise.steps").is_file():  # not in the trial before the run
+        if (tmp_path / "run.secret" / "noise.steps").is_file():  # not in the trial before the run
             counts.append((self.step, released(tmp_path / "run")))
         add_noise(self, *args)
 

@@ -34,11 +34,13 @@ def test_directory_is_complete(finished):
     place, summary = finished
     names = {path.name for path in place.path.iterdir()}
     expected = {
-        "recipe.toml", "plan.json", "statement.txt", "noise.key", "noise.steps", "log.jsonl", "checkpoints", "model"
+        "recipe.toml", "plan.json", "statement.txt", "log.jsonl", "checkpoints", "model", "summary.json"
     }  # fmt: skip
-    assert names == expected | {"summary.json"}
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (place.path, place.key_file, place.steps_file)}
-    assert list(modes.values()) == [0o700, 0o600, 0o600]
+    assert names == expected
+    secret = place.path.with_name("run.secret")
+    assert sorted(secret.iterdir()) == [place.key_file, place.steps_file]
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (place.path, secret, place.key_file, place.steps_file)]
+    assert modes == [0o700, 0o700, 0o600, 0o600]
     mask = os.umask(0o077)
     os.umask(mask)
     readable = {stat.S_IMODE(path.stat().st_mode) for path in place.model.iterdir()}

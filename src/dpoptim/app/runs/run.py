@@ -86,7 +86,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
-            shutil.rmtree(place.path, ignore_errors=True)
+            place.remove()
             raise OSError(f"{error}; nothing was released, and {place.path} is removed") from error
 
 

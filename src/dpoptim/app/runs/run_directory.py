@@ -1,4 +1,4 @@
-"""The folder of a run: recipe, plan, statement, key, log, checkpoints, model and summary."""
+"""The folder of a run, and its secrets beside it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,17 @@ class RunDirectory:
     | recipe.toml | every setting, as used |
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
-    | noise.key | SECRET, mode 0600: whoever has it can remove the noise |
-    | noise.steps | the step ledger: a digest of each released step |
     | log.jsonl | the log, one JSON object per line |
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
+
+    People share run directories, so the secrets lie beside it, in RUN.secret (mode 0700).
+
+    | name | what it holds |
+    |---|---|
+    | noise.key | mode 0600: whoever has it can remove the noise |
+    | noise.steps | the step ledger: a digest of each released step |
     """
 
     path: Path
@@ -48,12 +53,17 @@ class RunDirectory:
         return self.path / "statement.txt"
 
     @property
+    def secret_folder(self) -> Path:
+        whole = self.path.resolve()
+        return whole.with_name(f"{whole.name}.secret")
+
+    @property
     def key_file(self) -> Path:
-        return self.path / "noise.key"
+        return self.secret_folder / "noise.key"
 
     @property
     def steps_file(self) -> Path:
-        return self.path / "noise.steps"
+        return self.secret_folder / "noise.steps"
 
     @property
     def log_file(self) -> Path:
@@ -76,6 +86,10 @@ class RunDirectory:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
             raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
+        if self.secret_folder.exists():
+            raise ValueError(
+                f"{self.secret_folder} holds the key of an earlier run. Choose another name, or remove the folder."
+            )
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
@@ -87,11 +101,10 @@ class RunDirectory:
             )
 
     def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
-        """Make the folder (mode 0700) with all files that exist before training; it appears complete or not at all."""
+        """Make both folders (mode 0700) with all files that exist before training, or neither."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
-            key.save(new.key_file)
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")
@@ -99,7 +112,17 @@ class RunDirectory:
             new.log_file.touch()
             new.checkpoints.mkdir()
 
-        make_folder(self.path, fill)
+        make_folder(self.secret_folder, lambda folder: key.save(folder / self.key_file.name))
+        try:
+            make_folder(self.path, fill)
+        except BaseException:
+            shutil.rmtree(self.secret_folder, ignore_errors=True)
+            raise
+
+    def remove(self) -> None:
+        """Remove a run that released nothing."""
+        for folder in (self.path, self.secret_folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
         """What a run needs to resume.
@@ -112,7 +135,7 @@ class RunDirectory:
         try:
             return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is missing; the run cannot resume without it") from None
+            raise ValueError(f"{error.filename} is missing. The run cannot resume without it.") from None
 
     def check_is_run(self) -> None:
         """Raise a ValueError if the folder is not a run directory."""
