@@ -14,7 +14,7 @@ import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.app.runs.checkpoints import load_checkpoint
+from dpoptim.app.runs.run_directory import load_checkpoint
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]

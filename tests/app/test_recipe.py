@@ -15,8 +15,7 @@ import torch
 
 from dpoptim.app import Recipe, read_recipe
 from dpoptim.app.recipes import recipe as recipe_module
-from dpoptim.app.recipes.defaults import notes_on, with_defaults
-from dpoptim.app.recipes.plans import learning_rate_at, plan_of
+from dpoptim.app.recipes.defaults import learning_rate_at, notes_on, plan_of, with_defaults
 from dpoptim.app.recipes.recipe import ADJACENCIES, TASKS, VARIANTS, flags
 from dpoptim.integrations import named_settings
 from dpoptim.integrations.losses import Task

@@ -16,7 +16,7 @@ import pytest
 
 from dpoptim.app import Recipe, resume, train
 from dpoptim.app.runs import run as run_module
-from dpoptim.app.runs.checkpoints import checkpoints, save_checkpoint
+from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
 from tests.app.runs import (
     CrashAfter,
     StopAfter,

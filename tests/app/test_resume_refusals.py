@@ -13,7 +13,7 @@ import torch
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
 from dpoptim.app.models.prepared import Prepared
-from dpoptim.app.runs.checkpoints import checkpoints
+from dpoptim.app.runs.run_directory import checkpoints
 from dpoptim.clipping import PrivateMechanism
 from dpoptim.privacy.step_ledger import read_ledger, released_count
 from tests.app.runs import (

@@ -1,12 +1,8 @@
 """Private records: texts, images or rows of numbers, with labels.
 
 A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record and is counted. A
-blank line of a .txt, .jsonl or .csv file is not a record, and hidden files are not read. A person with two records is
-protected as two.
-
-Anything computed over all private records is not private. Features are not normalized by the data's own mean, and the
-label set is PUBLIC BY DECLARATION: label names that are found in the data, and not declared by `label_names=` or by the
-dataset's schema, are treated as known to everyone.
+blank line is not a record, and hidden files are not read. Anything computed over all private records is not private, so
+features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to all.
 """
 
 from __future__ import annotations
@@ -39,10 +35,6 @@ class Records:
 
     Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
     `labels[i]` is the place of record i's label in `label_names`, which are public by declaration.
-
-    >>> records = Records(kind=RecordKind.TEXT, source="memory", texts=["one", "", "two"], empty=1)
-    >>> len(records), records.summary()
-    (3, '3 text records from memory, 1 of them empty (kept)')
     """
 
     kind: RecordKind
@@ -70,23 +62,8 @@ class Records:
             return len(self.images)
         return 0 if self.features is None else len(self.features)
 
-    def summary(self) -> str:
-        """One line: number, kind and source of the records, how many are empty, and the labels."""
-        text = f"{len(self):,} {self.kind.value} records from {self.source}"
-        if self.empty:
-            text += f", {self.empty:,} of them empty (kept)"
-        if self.labels is not None:
-            shown = ", ".join(self.label_names[:8]) + (", …" if len(self.label_names) > 8 else "")
-            text += f", {len(self.label_names)} labels (public by declaration): {shown}"
-        return text
-
     def refuse_empty(self) -> None:
-        """Raise a ValueError if texts are missing: they would count as records and teach nothing.
-
-        >>> Records(kind=RecordKind.TEXT, source="notes", texts=["one", " "], empty=1).refuse_empty()
-        Traceback (most recent call last):
-        ValueError: 1 of 2 records of data 'notes' have no text (first: record 2); remove them
-        """
+        """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
         if self.empty:
             first = next(index for index, text in enumerate(self.texts) if not text.strip())
             what = "text" if self.text_column is None else repr(self.text_column)
@@ -181,8 +158,7 @@ def read_records(
             f"data {name!r} is not a kind of file that can be read; give {', '.join(readers.TABLE_SUFFIXES)} or .txt, "
             "a folder, or a dataset's name"
         )
-    looks_local = path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute()
-    if looks_local or name.startswith((".", "~")):
+    if path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
         raise ValueError(f"data {name!r} does not exist; check the path")
     return _from_dataset(readers.load_hub_dataset(name, split), asked)
 
@@ -253,9 +229,7 @@ def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
     label = _label_column(columns, asked)
     text = None if asked.kind is RecordKind.TABULAR else _text_column(columns, label, asked)
     labels, names = _labels(columns, label, locate, asked, needed=text is None)
-    common: dict[str, Any] = {
-        "source": asked.source, "labels": labels, "label_names": names, "locate": locate
-    }  # fmt: skip
+    common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
     if text is not None:
         texts = _texts(columns, text, locate)
         return Records(kind=RecordKind.TEXT, texts=texts, empty=_count_empty(texts), text_column=text, **common)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from dpoptim.app.models.prepared import random_batch
-from dpoptim.app.recipes.plans import optimizer_of
-from dpoptim.app.runs.run import bytes_on_disk
+from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
 
@@ -99,6 +98,12 @@ def _parts(setup: RunSetup) -> list[list[int]]:
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)
     return found
+
+
+def bytes_on_disk(setup: RunSetup) -> int:
+    """The most that a run keeps on the disk: three checkpoints while one is replaced, and the model."""
+    everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
+    return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
 def _now(device: torch.device) -> float:

@@ -1,19 +1,25 @@
-"""The folder of a run, and its secrets beside it."""
+"""The folder of a run with its checkpoints, and its secrets beside it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.files import make_folder, write_text
+import torch
+
+from dpoptim.app.files import make_folder, remove_unfinished, write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
+
+KEPT = 2
+_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class RunDirectory:
     def summary_file(self) -> Path:
         return self.path / "summary.json"
 
-    def check_new(self, *, bytes_needed: int = 0) -> None:
+    def check_new(self) -> None:
         """Raise a ValueError if no run can be written here."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
@@ -93,12 +99,6 @@ class RunDirectory:
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
-        free = shutil.disk_usage(parent).free
-        if free < bytes_needed:
-            raise ValueError(
-                f"run directory {self.path} needs {bytes_needed / 1e6:.0f} MB, but the disk has {free / 1e6:.0f} MB "
-                "left; make room, or choose another disk"
-            )
 
     def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
         """Make both folders (mode 0700) with all files that exist before training, or neither."""
@@ -125,11 +125,7 @@ class RunDirectory:
             shutil.rmtree(folder, ignore_errors=True)
 
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
-        """What a run needs to resume.
-
-        Raises:
-            ValueError: The folder is not a run directory, or a file is missing.
-        """
+        """What a run needs to resume."""
         self.check_is_run()
         recipe = read_recipe(self.recipe_file)
         try:
@@ -149,3 +145,47 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write `folder`/step-000100/state.pt, then remove all but the last two checkpoints."""
+    path = folder / f"step-{step:06d}"
+    if path.exists():
+        return path
+
+    def fill(temporary: Path) -> None:
+        try:
+            torch.save(state, temporary / "state.pt")
+        except RuntimeError as error:  # torch reports a full disk like this
+            raise OSError(f"{path} cannot be written (is the disk full?)") from error
+
+    remove_unfinished(folder)
+    make_folder(path, fill)
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "state.pt").is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
+    try:
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}). Remove it.") from error
+    return state
