@@ -15,7 +15,7 @@ import torch
 
 from dpoptim.app import Recipe, read_recipe
 from dpoptim.app.recipes import recipe as recipe_module
-from dpoptim.app.recipes.defaults import learning_rate_at, notes_on, plan_of, with_defaults
+from dpoptim.app.recipes.defaults import learning_rate_at, plan_of, with_defaults
 from dpoptim.app.recipes.recipe import ADJACENCIES, TASKS, VARIANTS, flags
 from dpoptim.integrations import named_settings
 from dpoptim.integrations.losses import Task
@@ -74,13 +74,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path):
 
 
 def test_bad_recipe_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_recipe(tmp_path / "absent.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("model = ")
     with pytest.raises(ValueError, match="is not a TOML file"):
         read_recipe(broken)
-    with pytest.raises(ValueError, match="is a folder; give a TOML file"):
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_recipe(tmp_path)
     broken.write_text("epsilon = 1.0")
     with pytest.raises(ValueError, match="model is missing"):
@@ -224,22 +224,8 @@ def test_too_few_records_are_refused():
     assert with_defaults(made(), num_examples=8, **few).batch_size == 1
 
 
-def test_notes():
-    assert notes_on(made(), num_examples=10_000, held_out=500) == []
-    (few,) = notes_on(made(), num_examples=50, held_out=2)
-    assert few.startswith("only 50 training records")
-    for changes, why in (
-        ({"validation_fraction": 0.0}, "validation_fraction is 0"),
-        ({"validation_fraction": 0.05}, "too few records"),
-        ({"adjacency": "add_remove", "num_examples": 1000}, "--validation-data"),
-    ):
-        (note,) = notes_on(made(**changes), num_examples=1000, held_out=0)
-        assert note.startswith("no records are held out")
-        assert why in note
-
-
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(ValueError, match="batch_size=500 is larger than the 400 training records"):
+    with pytest.raises(ValueError, match="batch_size <= num_examples"):
         plan_for(batch_size=500, steps=10, noise="independent")
 
 

@@ -102,7 +102,7 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
         (["--noise-multiplier", "1"], "give one of them"),
         (["--data", "absent.csv"], "does not exist"),
         (["--label-column", "colour"], "colour"),
-        (["--batch-size", "5000"], "batch_size=5000"),
+        (["--batch-size", "5000"], "batch_size <= num_examples"),
         (["--delta", "0.1"], "delta=0.1 is not below 1/114"),
         (["--noise", "pink"], "noise='pink'"),
         (["--device", "mps"], "device='mps'"),

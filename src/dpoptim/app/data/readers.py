@@ -58,9 +58,8 @@ def table_files(folder: Path, split: str) -> list[Path]:
     chosen = own or files
     suffixes = sorted({path.suffix.lower() for path in chosen})
     if len(suffixes) > 1:  # a record that is read twice has half the guarantee
-        raise ValueError(
-            f"data {str(folder)!r} has records in {' and '.join(suffixes)}, which may repeat them; give one"
-        )
+        kinds = " and ".join(suffixes)
+        raise ValueError(f"data {str(folder)!r} has records in {kinds}, which may repeat them; give one")
     return chosen
 
 
@@ -75,13 +74,10 @@ def text_files(folder: Path) -> list[Path]:
     return [path for path in _visible(folder) if path.suffix == ".txt"]
 
 
-def read_texts(files: Sequence[Path]) -> list[str]:
-    """The text of each file."""
-    texts = []
-    for path in files:
-        with _readable(path):
-            texts.append(path.read_text(encoding="utf-8"))
-    return texts
+def read_text(path: Path) -> str:
+    """The whole file as one text."""
+    with _readable(path):
+        return path.read_text(encoding="utf-8")
 
 
 def image_files(folder: Path) -> list[tuple[Path, str]]:
@@ -96,9 +92,7 @@ def image_files(folder: Path) -> list[tuple[Path, str]]:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote this folder."""
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def load_saved_dataset(folder: Path, split: str) -> Any:
@@ -118,20 +112,12 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
 def load_hub_dataset(name: str, split: str) -> Any:
     """Load the dataset `name` or `name:configuration` from the Hugging Face hub or its local cache."""
     missing = f"data {name!r} is not a file or folder here"
-    try:
-        datasets = require("datasets", "reading a dataset of the Hugging Face hub")
-    except ValueError as error:
-        raise ValueError(f"{missing}, and {error}") from None
+    datasets = require("datasets", f"{missing}, and reading it from the Hugging Face hub")
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
         raise ValueError(f"{missing}, and the Hugging Face hub did not provide it ({first_line(error)})") from error
-
-
-def columns_of(dataset: Any) -> Columns:
-    """The columns of a `datasets.Dataset`; values stay in its files until they are needed."""
-    return {name: HubColumn(dataset, name) for name in dataset.column_names}
 
 
 class HubColumn(Sequence[Any]):

@@ -154,10 +154,7 @@ def read_records(
             return _only_texts(readers.read_lines(path), asked)
         if path.suffix.lower() in readers.TABLE_SUFFIXES:
             return _from_columns(*readers.read_tables([path]), asked)
-        raise ValueError(
-            f"data {name!r} is not a kind of file that can be read; give {', '.join(readers.TABLE_SUFFIXES)} or .txt, "
-            "a folder, or a dataset's name"
-        )
+        raise ValueError(f"data {name!r} cannot be read; give {', '.join(readers.TABLE_SUFFIXES)}, .txt or a folder")
     if path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
         raise ValueError(f"data {name!r} does not exist; check the path")
     return _from_dataset(readers.load_hub_dataset(name, split), asked)
@@ -193,7 +190,7 @@ def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
     if tables:
         return _from_columns(*readers.read_tables(tables), asked)
     if texts:
-        return _only_texts(readers.read_texts(texts), asked, lambda index: str(texts[index]))
+        return _only_texts([readers.read_text(path) for path in texts], asked, lambda index: str(texts[index]))
     if images:
         asked.refuse_columns()
         labels, names = _label_places(
@@ -201,14 +198,11 @@ def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
         )
         paths = [path for path, _ in images]
         return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
-    raise ValueError(
-        f"data {asked.source!r} is a folder without tables, .txt files or images in folders of their classes "
-        "(CLASS/*.png), and was not written by save_to_disk"
-    )
+    raise ValueError(f"data {asked.source!r} is a folder without tables, .txt files or images (CLASS/*.png)")
 
 
 def _from_dataset(dataset: Any, asked: _Asked) -> Records:
-    columns = readers.columns_of(dataset)
+    columns: Columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
     images = [name for name, values in columns.items() if isinstance(values, HubColumn) and values.is_image]
     if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
         if len(images) != 1:

@@ -43,9 +43,7 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     `noise` and `sampling` are chosen when the plan is made, `eps` and `eps_scale` by the variant.
     """
     if num_examples < FEWEST:
-        raise ValueError(
-            f"data={recipe.data!r} has {num_examples} training records. At least {FEWEST} are needed, usually thousands."
-        )
+        raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
         refuse_weak_delta(recipe.delta, num_examples)
     batch_size = recipe.batch_size or default_batch_size(num_examples)
