@@ -73,7 +73,7 @@ def test_different_records_are_refused(how, run):
 def test_a_different_tokenizer_is_refused(tmp_path):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
-        delta=1e-5, noise="independent", sampling="poisson", batch_size=8, steps=3, checkpoint_every=3,
+        delta=1e-5, noise="independent", sampling="shuffled", batch_size=8, steps=3, checkpoint_every=3,
     )  # fmt: skip
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "run", progress=CrashAfter(1))
@@ -189,7 +189,7 @@ def test_an_edited_checkpoint_releases_no_step_again(how, run, tmp_path, monkeyp
 
 
 def test_an_older_checkpoint_repeats_the_same_run(tmp_path):
-    recipe = rows_recipe(tmp_path, steps=9, checkpoint_every=5, sampling="poisson")
+    recipe = rows_recipe(tmp_path, steps=9, checkpoint_every=5)
     train(recipe, tmp_path / "run")
     after = parameters_at(tmp_path / "run", 9)
     log = tmp_path / "run" / "log.jsonl"

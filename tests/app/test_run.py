@@ -128,7 +128,8 @@ def test_language_model_with_default_settings(tmp_path):
 def test_lora_and_bf16(tmp_path):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
-        lora_rank=2, dtype="bf16", steps=2, batch_size=8, validation_fraction=0.0,
+        lora_rank=2, dtype="bf16", steps=2, batch_size=8, validation_fraction=0.0, noise="independent",
+        sampling="shuffled",
     )  # fmt: skip
     summary = train(recipe, tmp_path / "run")
     start = log_of(tmp_path / "run")[0]
@@ -297,8 +298,9 @@ def test_model_that_mixes_examples_is_refused(tmp_path):
 def test_add_remove_needs_a_declared_size(tmp_path):
     data = write_rows(tmp_path / "rows.csv")
     recipe = Recipe(
-        model="mlp", data=data, epsilon=8.0, adjacency="add_remove", num_examples=150, steps=3, batch_size=16
-    )
+        model="mlp", data=data, noise_multiplier=1.0, adjacency="add_remove", num_examples=150, steps=3, batch_size=16,
+        noise="independent",
+    )  # fmt: skip
     summary = train(recipe, tmp_path / "run")
     assert (summary["examples"], summary["validation"]) == (150, None)
 

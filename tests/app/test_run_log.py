@@ -67,17 +67,17 @@ def test_incomplete_runs_are_refused_with_the_name_of_the_file(name, tmp_path):
     file = write_run(tmp_path / "run", records()) / name
     if name != "statement.txt":
         file.write_text("{")
-        with pytest.raises(ValueError, match="run"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
             read_runs([tmp_path])
     file.unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
         read_run(tmp_path / "run")
 
 
 def test_broken_plan_is_refused(tmp_path):
     file = write_run(tmp_path / "run", records()) / "plan.json"
     file.write_text('{"plan": {"steps": 3}, "epsilon": 1, "delta": 1e-6}')
-    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+    with pytest.raises(ValueError, match=r"plan\.json cannot be read"):
         read_run(tmp_path / "run")
     with pytest.raises(ValueError, match="is not a run directory"):
         read_run(tmp_path)
