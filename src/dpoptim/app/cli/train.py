@@ -184,7 +184,6 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
         f"memory   about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
         f"one micro-batch {format_bytes(found.working_bytes)} (measured)",
-        f"disk     at most {format_bytes(found.disk_bytes)}",
         f"time     {found.step_seconds:.3g} s per step, {duration(found.run_seconds)} for the run "
         "(measured on random examples, without evaluations)",
         "",

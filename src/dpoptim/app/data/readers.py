@@ -56,10 +56,12 @@ def table_files(folder: Path, split: str) -> list[Path]:
     if others and not own:
         raise ValueError(f"split={split!r} is in no file name of {str(folder)!r}, which has {others[0].name}")
     chosen = own or files
-    suffixes = sorted({path.suffix.lower() for path in chosen})
-    if len(suffixes) > 1:  # a record that is read twice has half the guarantee
-        kinds = " and ".join(suffixes)
-        raise ValueError(f"data {str(folder)!r} has records in {kinds}, which may repeat them; give one")
+    suffixes = {path.suffix.lower() for path in chosen}
+    folders = {next((part for part in parts[path][:-1] if part.startswith(split.lower())), "its files") for path in own}
+    for places in (suffixes, folders):
+        if len(places) > 1:  # a record that is read twice has a weaker guarantee
+            where = " and ".join(sorted(places))
+            raise ValueError(f"data {str(folder)!r} has records in {where}, which may repeat them; give one")
     return chosen
 
 

@@ -26,7 +26,6 @@ class Estimate:
     optimizer_bytes: int
     noise_bytes: int
     working_bytes: int
-    disk_bytes: int
     step_seconds: float
     run_seconds: float
 
@@ -37,12 +36,9 @@ class Estimate:
 
 
 def estimate(setup: RunSetup) -> Estimate:
-    """Take a private step on random examples, cut into micro-batches as a real batch would be, and measure it.
+    """Measure a private step on random examples; it changes the model, so `setup` cannot be used afterwards.
 
-        seconds per step = micro-batches · seconds per micro-batch + seconds per update
-
-    It changes the model's parameters, so `setup` cannot be used afterwards. Lengths are drawn from those of the
-    records; tokens, labels and pixels are random.
+    seconds per step = micro-batches · seconds per micro-batch + seconds per update
     """
     recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
     setup.model.train()
@@ -74,7 +70,6 @@ def estimate(setup: RunSetup) -> Estimate:
         optimizer_bytes=kept,
         noise_bytes=optimizer.mechanism.noise_memory_bytes,
         working_bytes=working,
-        disk_bytes=bytes_on_disk(setup),
         step_seconds=step_seconds,
         run_seconds=step_seconds * plan.steps,
     )
@@ -98,12 +93,6 @@ def _parts(setup: RunSetup) -> list[list[int]]:
     found = [drawn[cut].tolist() for cut in cuts]
     np.random.default_rng(1).shuffle(found)
     return found
-
-
-def bytes_on_disk(setup: RunSetup) -> int:
-    """The most that a run keeps on the disk: three checkpoints while one is replaced, and the model."""
-    everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
-    return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
 
 
 def _now(device: torch.device) -> float:

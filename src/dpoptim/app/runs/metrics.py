@@ -104,7 +104,7 @@ def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[n
 
 
 class Diagnostics:
-    """Measures the steps between `before()` and `after()`, from released values only.
+    """Measures the step between `before()` and `after()`, from released values only.
 
     | value | meaning |
     |---|---|

@@ -312,7 +312,8 @@ def _reworded(error: Exception, place: RunDirectory) -> Exception:
 
 
 def _versions() -> dict[str, str]:
-    loaded = {name: sys.modules[name].__version__ for name in ("transformers", "peft") if name in sys.modules}
+    names = ["transformers", "peft"]
+    loaded = {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
     return {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__, **loaded}
 
 

@@ -34,8 +34,7 @@ _LOG = "log.jsonl"
 class RunLog:
     """Appends entries to a log: one JSON object per line, flushed at once.
 
-    The `kind` of an entry is start, step, evaluation, checkpoint or end. Numbers that are not finite become null. Only
-    start and end have the time of day, because the times of steps reveal the sizes of their batches.
+    Only start and end have the time of day, because the times of steps reveal the sizes of their batches.
     """
 
     def __init__(self, path: Path) -> None:
@@ -200,8 +199,11 @@ class RunHistory:
 
     @property
     def seconds(self) -> float | None:
-        """How long its sessions worked, as logged at their ends."""
-        return math.fsum(end["seconds"] for end in self.ends) if self.ends else None
+        """How long its sessions worked; if one ended unlogged, its steps at their mean time."""
+        if self.ends and len(self.ends) >= len(self.starts):
+            return math.fsum(end["seconds"] for end in self.ends)
+        steps = series(self.steps, "seconds")
+        return math.fsum(value for _, value in steps) / len(steps) * self.last_step if steps else None
 
     @functools.cached_property
     def guarantee(self) -> Guarantee:
@@ -218,9 +220,12 @@ class RunHistory:
 
     @functools.cached_property
     def epsilon_spent(self) -> float:
-        """ε of the steps taken."""
+        """ε of the steps taken: as logged, or recomputed if steps after the last entry count too."""
         if not self.guarantee.is_private:
             return math.inf
+        logged = series(self.steps, "epsilon")
+        if logged and logged[-1][0] >= self.last_step:
+            return max(value for _, value in logged)
         if self.last_step >= self.planned_steps:
             return self.guarantee.epsilon
         return EpsilonSpent(self.privacy_plan).at(self.last_step)
@@ -296,11 +301,7 @@ def _parsed(file: Path, parse: Callable[[str], _Value]) -> _Value:
 
 
 def series(records: Iterable[dict[str, Any]], path: str) -> Series:
-    """The finite values at a dotted path, by step; entries without one are left out.
-
-    >>> series([{"step": 1, "released": {"update_norm": 2.0}}, {"step": 2}], "released.update_norm")
-    [(1, 2.0)]
-    """
+    """The finite values at a dotted path such as "released.update_norm", by step; other entries are left out."""
     found = ((record["step"], number(value_at(record, path))) for record in records)
     return [(step, value) for step, value in found if value is not None]
 
@@ -313,11 +314,7 @@ def value_at(record: Any, path: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A finite number as float; None for everything else, such as NaN, a text or True.
-
-    >>> number(2), number(float("nan")), number("2"), number(True)
-    (2.0, None, None, None)
-    """
+    """A finite number as float; None for everything else, such as NaN, a text or True."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None

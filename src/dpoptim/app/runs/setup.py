@@ -56,7 +56,7 @@ class RunSetup:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
@@ -119,8 +119,7 @@ def prepare_run(
     public = recipe.adjacency != Adjacency.ADD_REMOVE.value
     if public and recipe.num_examples not in (None, len(training)):
         raise ValueError(
-            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out, or "
-            "give the data that the recipe was written for"
+            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out"
         )
     stage(f"loading {recipe.model}")
     prepared = prepare(
@@ -182,18 +181,12 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     found = read(recipe.data, recipe.label_names)
     if recipe.validation_data is not None:
         if same_source(recipe.validation_data, recipe.data):
-            raise ValueError(
-                f"validation_data={recipe.validation_data!r} is the training data; give other records, or "
-                "validation_fraction"
-            )
+            raise ValueError(f"validation_data={recipe.validation_data!r} is the training data; give other records")
         return found, read(recipe.validation_data, found.label_names)
     out = held_out_places(len(found), validation_fraction(recipe))
     if len(out) == 0:
         return found, None
-    kept = np.setdiff1d(np.arange(len(found)), out)
-    if len(kept) == 0:
-        raise ValueError(f"data={recipe.data!r} has {len(found)} records, and holding some out leaves none to train on")
-    return found.take(kept), found.take(out)
+    return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
 
 
 def _tried(setup: RunSetup) -> PrivacyPlan:
@@ -252,9 +245,7 @@ def check_held_out_is_other(training: Records, held_out: Records, *, validation_
 
 
 def _fingerprint(records: Records, key: NoiseKey) -> RecordFingerprint:
-    content: Any = records.texts
-    if records.kind is RecordKind.IMAGE:
-        content = records.images
-    elif records.kind is RecordKind.TABULAR:
-        content = records.features
-    return fingerprint_records(content, key, name=records.source)
+    contents: dict[RecordKind, Any] = {
+        RecordKind.TEXT: records.texts, RecordKind.IMAGE: records.images, RecordKind.TABULAR: records.features
+    }  # fmt: skip
+    return fingerprint_records(contents[records.kind], key, name=records.source)
