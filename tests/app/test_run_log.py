@@ -58,7 +58,7 @@ def test_history_of_a_run(tmp_path):
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write('{"kind": "start", "resumed_from": 20}\n{"kind": "st')
     run = read_run(tmp_path / "run")
-    assert (run.ending, run.resumes, max(entry["step"] for entry in run.steps)) == ("still running, or killed", 1, 20)
+    assert (run.ending, run.resumes) == ("still running, or killed", 1)
     assert "was cut off" in run.notes[0]
 
 

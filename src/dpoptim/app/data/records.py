@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,6 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    empty: int = 0  # texts that are blank
     text_column: str | None = None  # the table's column that the texts were read from
     locate: Locate = readers.record_number
 
@@ -61,6 +61,11 @@ class Records:
         if self.kind is RecordKind.IMAGE:
             return len(self.images)
         return 0 if self.features is None else len(self.features)
+
+    @functools.cached_property
+    def empty(self) -> int:
+        """The number of blank texts."""
+        return sum(not text.strip() for text in self.texts)
 
     def refuse_empty(self) -> None:
         """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
@@ -91,7 +96,6 @@ class Records:
             images=images,
             features=None if self.features is None else self.features[chosen],
             labels=None if self.labels is None else self.labels[chosen],
-            empty=_count_empty(texts),
             locate=lambda index: self.locate(int(chosen[index])),
         )
 
@@ -226,7 +230,7 @@ def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
     common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
     if text is not None:
         texts = _texts(columns, text, locate)
-        return Records(kind=RecordKind.TEXT, texts=texts, empty=_count_empty(texts), text_column=text, **common)
+        return Records(kind=RecordKind.TEXT, texts=texts, text_column=text, **common)
     if label is None:
         raise ValueError(
             f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
@@ -245,11 +249,7 @@ def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record
     asked.refuse_columns()
     if asked.kind not in (None, RecordKind.TEXT):
         raise ValueError(f"data {asked.source!r} holds texts, but the task needs {asked.kind.value} records")
-    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, empty=_count_empty(texts), locate=locate)
-
-
-def _count_empty(texts: Sequence[str]) -> int:
-    return sum(not text.strip() for text in texts)
+    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, locate=locate)
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------

@@ -130,8 +130,15 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
             with RunLog(place.log_file) as log, stopping_between_steps() as stop:
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
-                except (OSError, torch.OutOfMemoryError) as error:
-                    raise _reworded(error, place) from error
+                except torch.OutOfMemoryError as error:
+                    raise ValueError(
+                        "the device ran out of memory; set a smaller micro_batch_size or micro_batch_tokens"
+                    ) from error
+                except OSError as error:
+                    found = checkpoints(place.checkpoints)
+                    command = f"continue with: dpoptim train --resume {place.path}"
+                    saved = f"; step {step_of(found[-1])} is saved, {command}" if found else ""
+                    raise OSError(f"training stopped: {first_line(error)}{saved}") from error
 
 
 class _Run:
@@ -301,14 +308,6 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
         "model": str(place.model) if end["reason"] == "finished" else None,
         "guarantee": headline(plan, math.inf if start["epsilon"] is None else start["epsilon"], plan.delta),
     }
-
-
-def _reworded(error: Exception, place: RunDirectory) -> Exception:
-    found = checkpoints(place.checkpoints)
-    if not isinstance(error, OSError):
-        return ValueError("the device ran out of memory; set a smaller micro_batch_size or micro_batch_tokens")
-    saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
-    return OSError(f"training stopped: {first_line(error)}{saved}")
 
 
 def _versions() -> dict[str, str]:

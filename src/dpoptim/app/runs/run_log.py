@@ -151,10 +151,7 @@ class Guarantee:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run directory, read back: its settings, its plan, and its log's entries by kind.
-
-    `steps` and `evaluations` are sorted by step, one entry per step: after a resume the later entry counts.
-    """
+    """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
     name: str
     folder: Path
@@ -249,7 +246,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
-    """Read one run directory; entries after the step that a later start resumed from are superseded."""
+    """Read one run directory."""
     folder = Path(folder)
     log = folder / _LOG
     if not log.is_file():
@@ -257,15 +254,8 @@ def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     entries = read_log(log)
     if not entries:
         raise ValueError(f"{log} is empty; nothing was logged yet")
-    steps: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
-    for entry in entries:
-        if entry["kind"] == "start" and entry["resumed_from"] is not None:
-            for kept in (steps, evaluations):
-                for late in [step for step in kept if step > entry["resumed_from"]]:
-                    del kept[late]
-        elif entry["kind"] in ("step", "evaluation"):
-            (steps if entry["kind"] == "step" else evaluations)[entry["step"]] = entry
+    wanted = ("start", "step", "evaluation", "end")
+    kinds = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in wanted}
     recipe_text = _parsed(folder / "recipe.toml", str)
     plan, privacy_plan = _parsed(folder / "plan.json", _plan)
     sessions = [entry["kind"] for entry in entries if entry["kind"] in ("start", "end")]
@@ -278,10 +268,10 @@ def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
         plan=plan,
         privacy_plan=privacy_plan,
         statement=_parsed(folder / "statement.txt", str).strip(),
-        starts=[entry for entry in entries if entry["kind"] == "start"],
-        steps=[steps[step] for step in sorted(steps)],
-        evaluations=[evaluations[step] for step in sorted(evaluations)],
-        ends=[entry for entry in entries if entry["kind"] == "end"],
+        starts=kinds["start"],
+        steps=kinds["step"],
+        evaluations=kinds["evaluation"],
+        ends=kinds["end"],
         is_ended=sessions[-1:] == ["end"],
         notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
     )
