@@ -205,10 +205,10 @@ def test_ctrl_c_in_a_process(tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"dpoptim train --resume {directory}" in told
-    assert "Traceback" not in told
+    assert f"dpoptim train --resume {directory}" in printed
+    assert "Traceback" not in printed
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
     last = checkpoints(directory / "checkpoints")[-1]

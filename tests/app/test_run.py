@@ -163,7 +163,7 @@ def test_validation_data_is_not_the_training_data(tmp_path):
 
 
 def test_copies_of_the_training_data_are_refused(tmp_path):
-    """By a link, as a copy in another order, and in part."""
+    """As a link, as a copy in a different order, and in part."""
     rows = write_rows(tmp_path / "rows.csv")
     header, *lines = (tmp_path / "rows.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows)

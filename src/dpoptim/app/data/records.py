@@ -124,7 +124,7 @@ def read_records(
     Args:
         source: A file, a folder or the name of a dataset.
         text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
-            column of strings is tabular: the numeric columns beside the label are the features, as they are.
+            column of strings is tabular: the numeric columns beside the label are the features, unchanged.
         label_column: The column of labels. Defaults to "label" or "labels".
         split: Which part to read if the source has several.
         kind: The kind of record, if it should not be inferred.

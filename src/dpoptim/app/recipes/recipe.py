@@ -315,7 +315,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def whole_path(name: str) -> str:
-    """Make a local path absolute; other names stay as they are."""
+    """Make a local path absolute; other names stay unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUILT_IN and path.exists() else name
 
