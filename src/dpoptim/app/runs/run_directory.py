@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ KEPT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The files of a run.
 
@@ -36,7 +34,7 @@ class RunDirectory:
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
 
-    People share run directories, so the secrets lie beside it, in RUN.secret (mode 0700).
+    People share run directories, so the secrets lie outside, in RUN.secret (mode 0700).
 
     | name | what it holds |
     |---|---|
@@ -44,48 +42,19 @@ class RunDirectory:
     | noise.steps | the step ledger: a digest of each released step |
     """
 
-    path: Path
-
-    @property
-    def recipe_file(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def statement_file(self) -> Path:
-        return self.path / "statement.txt"
-
-    @property
-    def secret_folder(self) -> Path:
-        whole = self.path.resolve()
-        return whole.with_name(f"{whole.name}.secret")
-
-    @property
-    def key_file(self) -> Path:
-        return self.secret_folder / "noise.key"
-
-    @property
-    def steps_file(self) -> Path:
-        return self.secret_folder / "noise.steps"
-
-    @property
-    def log_file(self) -> Path:
-        return self.path / "log.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_file = path / "recipe.toml"
+        self.plan_file = path / "plan.json"
+        self.statement_file = path / "statement.txt"
+        self.log_file = path / "log.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.summary_file = path / "summary.json"
+        whole = path.resolve()
+        self.secret_folder = whole.with_name(f"{whole.name}.secret")
+        self.key_file = self.secret_folder / "noise.key"
+        self.steps_file = self.secret_folder / "noise.steps"
 
     def check_new(self) -> None:
         """Raise a ValueError if no run can be written here."""
