@@ -308,8 +308,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """Read the values of a recipe's file."""
     try:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"recipe {str(path)!r} cannot be read: {error.strerror}") from None
+    except FileNotFoundError:
+        raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
+    except IsADirectoryError:
+        raise ValueError(f"recipe {str(path)!r} is a folder; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}") from None
 
