@@ -23,7 +23,7 @@ NAMES = ("animal", "privacy")
 def text_records(labelled: bool = False) -> Records:
     labels = np.array([NAMES.index(name) for name in tiny.LABELS]) if labelled else None
     return Records(
-        kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, empty=1, labels=labels,
+        kind=RecordKind.TEXT, source="memory", texts=tiny.TEXTS, labels=labels,
         label_names=NAMES if labelled else (),
     )  # fmt: skip
 

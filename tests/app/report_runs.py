@@ -119,6 +119,8 @@ def write_run(
     numbers = {"plan": plan.to_dict(), "epsilon": epsilon, "delta": 1e-6}
     (folder / "plan.json").write_text(json.dumps(numbers))
     (folder / "statement.txt").write_text(statement + "\n")
-    (folder / "noise.key").write_text("the-secret-noise-key")
+    secret = folder.with_name(f"{folder.name}.secret")
+    secret.mkdir()
+    (secret / "noise.key").write_text("the-secret-noise-key")
     (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 
 from dpoptim.app import Recipe, RunDirectory, read_log
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.app.runs.checkpoints import load_checkpoint
+from dpoptim.app.runs.run_directory import load_checkpoint
 from tests.app import tiny
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "private", "training", "adds", "noise", "to", "gradients"]
@@ -84,6 +85,14 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def log_of(directory: Path) -> list[dict[str, Any]]:
     return read_log(RunDirectory(directory).log_file)
+
+
+def copy_run(run: Path, to: Path) -> RunDirectory:
+    """Copy a run directory and its secrets."""
+    copy = RunDirectory(to)
+    shutil.copytree(run, to)
+    shutil.copytree(RunDirectory(run).secret_folder, copy.secret_folder)
+    return copy
 
 
 def parameters_at(directory: Path, step: int) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ def modes(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_what_is_given_away_has_the_modes_of_the_umask(mask, tmp_path):
+def test_a_folder_to_share_has_the_modes_of_the_umask(mask, tmp_path):
     before = os.umask(mask)
     try:
         make_folder(tmp_path / "model", fill, secret=False)
@@ -34,7 +34,7 @@ def test_what_is_given_away_has_the_modes_of_the_umask(mask, tmp_path):
     assert modes(tmp_path / "run") == [0o700, 0o700, 0o600, 0o600]
 
 
-def test_two_who_make_one_folder_do_not_meet(tmp_path):
+def test_two_processes_may_make_the_same_folder(tmp_path):
     """Each fills its own folder; the second one finds the first already there."""
 
     def slow(folder: Path) -> None:
@@ -46,7 +46,7 @@ def test_two_who_make_one_folder_do_not_meet(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / f".step-000010.abc{UNFINISHED}").mkdir()
     (tmp_path / "step-000010").mkdir()
     remove_unfinished(tmp_path)

@@ -106,7 +106,7 @@ def test_epsilon_grows_to_that_of_the_plan():
     plan = dpoptim.PrivacyPlan(num_examples=1000, batch_size=50, steps=100, sampling=dpoptim.Poisson())
     plan = plan.calibrate(epsilon=3.0, delta=1e-5)
     spent = EpsilonSpent(plan)
-    values = [spent.at(step) for step in range(101)]
+    values = [spent.at(step) for step in range(0, 101, 20)]
     assert values[0] == 0
     assert values == sorted(values)
     assert values[-1] == plan.epsilon()

@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = dict(hidden_size=128, intermediate_size=512, max_positio
 
 
 def texts(count: int = 200) -> list[dict[str, Any]]:
-    """Of up to 250 words, so that attention takes the ways it takes for real texts."""
+    """Texts of up to 250 words, so that attention runs the kernels of real texts."""
     generator = np.random.default_rng(1)
     lengths = generator.integers(5, LONG - 6, count)
     return [{"text": " ".join(generator.choice(WORDS, length)), "label": "ab"[int(length) % 2]} for length in lengths]

@@ -26,7 +26,7 @@ def test_an_architecture_without_a_mask_is_refused():
     prepare(task=Task.MASKED_LM, model=model, records=records(), tokenizer=tokenizer, max_length=64)  # of one width
 
 
-def test_bert_is_taken_and_its_mode_put_back():
+def test_bert_is_accepted_and_its_mode_restored():
     tokenizer = tiny.wordpiece()
     config = transformers.BertConfig(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,

@@ -12,7 +12,7 @@ from dpoptim.app.progress import ProgressReporter, StepTimes
 
 
 @pytest.mark.parametrize("over", [1, 10, 25])
-def test_no_difference_of_two_means_is_that_of_two_steps(over):
+def test_mean_times_do_not_reveal_single_steps(over):
     times, size = StepTimes(over=over), max(10, over)
     seconds = [1.0 + (7 * step % 11) for step in range(100)]
     shown = [times.add(value) for value in seconds]

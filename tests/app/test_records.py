@@ -70,8 +70,6 @@ def test_tables_of_texts(kind, tmp_path):
     assert records.empty == 2
     assert records.source == str(path)
     assert len(records) == 5
-    assert "5 text records" in records.summary()
-    assert "2 of them empty (kept)" in records.summary()
 
 
 @pytest.mark.parametrize("kind", ["csv", "saved"])
@@ -314,7 +312,7 @@ def test_images_of_a_saved_dataset_are_decoded_lazily(tmp_path):
         ("a.csv", "text,label\nx,y\nz\n", "record 2 has 1 fields and the header has 2"),
         ("a.csv", "text,text\nx,y\n", "has the column 'text' more than once"),
         ("a.parquet", "no parquet", "is not a readable parquet file"),
-        ("a.docx", "x", "is not a kind of file that can be read; give .jsonl, .csv, .tsv, .parquet or .txt"),
+        ("a.docx", "x", "cannot be read; give .jsonl, .csv, .tsv, .parquet, .txt"),
     ],
 )
 def test_broken_files(name, content, line, tmp_path):

@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from dpoptim.app import Recipe, resume, train
+from dpoptim.app import Recipe, RunDirectory, resume, train
 from dpoptim.app.runs import run as run_module
-from dpoptim.app.runs.checkpoints import checkpoints, save_checkpoint
+from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
 from tests.app.runs import (
     CrashAfter,
     StopAfter,
@@ -45,12 +45,15 @@ def one_key(monkeypatch) -> FixedKeys:
     return FixedKeys(monkeypatch)
 
 
-VARIANTS = ["scale_then_privatize", "independent_moments"]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_interrupted_run_resumes_bit_for_bit(variant, tmp_path, one_key):
-    sampling = "poisson" if variant == "scale_then_privatize" else "shuffled"
+@pytest.mark.parametrize(
+    ("variant", "sampling"),
+    [
+        ("scale_then_privatize", "shuffled"),
+        pytest.param("scale_then_privatize", "poisson", marks=pytest.mark.slow),
+        pytest.param("independent_moments", "shuffled", marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted_run_resumes_bit_for_bit(variant, sampling, tmp_path, one_key):
     recipe = rows_recipe(tmp_path, variant=variant, sampling=sampling, debug=True)
     whole = train(recipe, tmp_path / "whole")
     stopped = train(recipe, tmp_path / "parts", progress=StopAfter(13))
@@ -64,6 +67,7 @@ def test_interrupted_run_resumes_bit_for_bit(variant, tmp_path, one_key):
     assert starts == [None, 13]
 
 
+@pytest.mark.slow
 def test_language_model_with_dropout_and_correlated_noise_resumes_bit_for_bit(tmp_path, one_key):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
@@ -134,18 +138,17 @@ def test_a_run_whose_first_checkpoint_fails_leaves_nothing(tmp_path, monkeypatch
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path):
-    first = train(rows_recipe(tmp_path), tmp_path / "run")
-    before = (tmp_path / "run" / "log.jsonl").read_bytes()
-    assert resume(tmp_path / "run")["validation"] == first["validation"]
-    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+def test_a_finished_run_is_not_trained_again(trained_run):
+    before = (trained_run / "log.jsonl").read_bytes()
+    assert resume(trained_run)["reason"] == "finished"
+    assert (trained_run / "log.jsonl").read_bytes() == before
 
 
-def test_what_is_missing_is_told(tmp_path):
+def test_missing_or_changed_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         resume(tmp_path)
     train(rows_recipe(tmp_path), tmp_path / "run", progress=StopAfter(3))
-    key = tmp_path / "run" / "noise.key"
+    key = tmp_path / "run.secret" / "noise.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     secret = key.read_bytes()
     key.unlink()
@@ -153,7 +156,7 @@ def test_what_is_missing_is_told(tmp_path):
         resume(tmp_path / "run")
     key.write_bytes(bytes(32))
     key.chmod(0o600)
-    with pytest.raises(ValueError, match="another noise key"):
+    with pytest.raises(ValueError, match="a different noise key"):
         resume(tmp_path / "run")
     key.write_bytes(secret)
     (tmp_path / "rows.csv").write_text("a,b,c,label\n1,2,3,yes\n1,2,4,no\n")
@@ -161,10 +164,9 @@ def test_what_is_missing_is_told(tmp_path):
         resume(tmp_path / "run")
 
 
-def test_the_key_is_in_its_own_file_alone(tmp_path):
-    train(rows_recipe(tmp_path), tmp_path / "run")
-    secret = (tmp_path / "run" / "noise.key").read_bytes()
-    others = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "noise.key"]
+def test_the_key_is_in_its_own_file_alone(trained_run):
+    secret = RunDirectory(trained_run).key_file.read_bytes()
+    others = [path for path in trained_run.rglob("*") if path.is_file()]
     assert len(others) >= 7
     for path in others:
         content = path.read_bytes()
@@ -203,10 +205,10 @@ def test_ctrl_c_in_a_process(tmp_path):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"dpoptim train --resume {directory}" in told
-    assert "Traceback" not in told
+    assert f"dpoptim train --resume {directory}" in printed
+    assert "Traceback" not in printed
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["reason"] == "interrupted"
     last = checkpoints(directory / "checkpoints")[-1]

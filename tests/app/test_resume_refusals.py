@@ -13,7 +13,7 @@ import torch
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
 from dpoptim.app.models.prepared import Prepared
-from dpoptim.app.runs.checkpoints import checkpoints
+from dpoptim.app.runs.run_directory import checkpoints
 from dpoptim.clipping import PrivateMechanism
 from dpoptim.privacy.step_ledger import read_ledger, released_count
 from tests.app.runs import (
@@ -73,7 +73,7 @@ def test_different_records_are_refused(how, run):
 def test_a_different_tokenizer_is_refused(tmp_path):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
-        delta=1e-5, noise="independent", sampling="poisson", batch_size=8, steps=3, checkpoint_every=3,
+        delta=1e-5, noise="independent", sampling="shuffled", batch_size=8, steps=3, checkpoint_every=3,
     )  # fmt: skip
     with pytest.raises(RuntimeError):
         train(recipe, tmp_path / "run", progress=CrashAfter(1))
@@ -107,7 +107,7 @@ def test_an_edited_plan_is_refused(run):
     file = RunDirectory(run).plan_file
     before = file.read_text()
     file.write_text(re.sub(r'"noise_multiplier": [0-9.]+', '"noise_multiplier": 0.01', before))
-    with pytest.raises(ValueError, match="another privacy plan"):
+    with pytest.raises(ValueError, match="a different privacy plan"):
         resume(run)
     file.write_text(before)
 
@@ -189,7 +189,7 @@ def test_an_edited_checkpoint_releases_no_step_again(how, run, tmp_path, monkeyp
 
 
 def test_an_older_checkpoint_repeats_the_same_run(tmp_path):
-    recipe = rows_recipe(tmp_path, steps=9, checkpoint_every=5, sampling="poisson")
+    recipe = rows_recipe(tmp_path, steps=9, checkpoint_every=5)
     train(recipe, tmp_path / "run")
     after = parameters_at(tmp_path / "run", 9)
     log = tmp_path / "run" / "log.jsonl"
@@ -216,7 +216,7 @@ def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
     add_noise = PrivateMechanism._add_noise
 
     def counted(self: PrivateMechanism, *args: Any) -> None:
-        if (tmp_path / "run" / "noise.steps").is_file():  # not in the trial before the run
+        if (tmp_path / "run.secret" / "noise.steps").is_file():  # not in the trial before the run
             counts.append((self.step, released(tmp_path / "run")))
         add_noise(self, *args)
 

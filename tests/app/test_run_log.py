@@ -58,7 +58,7 @@ def test_history_of_a_run(tmp_path):
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write('{"kind": "start", "resumed_from": 20}\n{"kind": "st')
     run = read_run(tmp_path / "run")
-    assert (run.ending, run.resumes, max(entry["step"] for entry in run.steps)) == ("still running, or killed", 1, 20)
+    assert (run.ending, run.resumes) == ("still running, or killed", 1)
     assert "was cut off" in run.notes[0]
 
 
@@ -67,17 +67,17 @@ def test_incomplete_runs_are_refused_with_the_name_of_the_file(name, tmp_path):
     file = write_run(tmp_path / "run", records()) / name
     if name != "statement.txt":
         file.write_text("{")
-        with pytest.raises(ValueError, match="run"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
             read_runs([tmp_path])
     file.unlink()
-    with pytest.raises(ValueError, match=f"{name} is missing"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
         read_run(tmp_path / "run")
 
 
 def test_broken_plan_is_refused(tmp_path):
     file = write_run(tmp_path / "run", records()) / "plan.json"
     file.write_text('{"plan": {"steps": 3}, "epsilon": 1, "delta": 1e-6}')
-    with pytest.raises(ValueError, match=r"plan\.json is not a plan"):
+    with pytest.raises(ValueError, match=r"plan\.json cannot be read"):
         read_run(tmp_path / "run")
     with pytest.raises(ValueError, match="is not a run directory"):
         read_run(tmp_path)

@@ -23,7 +23,7 @@ LABELS = ["animal", "privacy", "animal", "privacy", "privacy", "animal", "animal
 
 
 def wordpiece() -> Any:
-    """A WordPiece tokenizer as BERT has it, of all letters and words: a trained one is another in each process."""
+    """A WordPiece tokenizer as BERT has it, with all letters and words. A trained one differs in each process."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = sorted({word for text in TEXTS for word in text.split()})
     letters = sorted(set("".join(words)))

@@ -29,10 +29,7 @@ def write_text(path: Path, text: str) -> None:
 def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True) -> None:
     """Fill a folder under another name, flush it to the disk, and rename it; a failure leaves nothing.
 
-    Args:
-        path: The folder to make. An OSError is raised if it exists and is not empty.
-        fill: Writes the files into the folder that it is given.
-        secret: Give the folder mode 0700; otherwise the umask applies to it and to its files.
+    A secret folder has mode 0700; otherwise the umask applies to it and to its files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
@@ -67,9 +64,7 @@ def _umask() -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk, if the system can."""
-    if os.name != "posix":
-        return
+    """Flush the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can write it: null for numbers that are not finite, text for types that JSON lacks.
-
-    >>> plain({"epsilon": math.inf, "steps": (1, 2.5)})
-    {'epsilon': None, 'steps': [1, 2.5]}
-    """
+    """The value as JSON can write it: null for numbers that are not finite, text for types that JSON lacks."""
     if isinstance(value, dict):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -21,11 +20,7 @@ LEAST_STEPS = 10
 class ProgressReporter:
     """Shows runs to a person: a bar in a terminal, occasional lines in a log, nothing without a console.
 
-    Use it as a context manager around each run.
-
-    Args:
-        console: Where to print. None prints nothing.
-        brief: In a log, print messages only; use it for several runs in a row.
+    Use it as a context manager around each run. If `brief`, a log gets messages only.
     """
 
     def __init__(self, console: Console | None = None, *, brief: bool = False) -> None:
@@ -43,7 +38,7 @@ class ProgressReporter:
         self._spent = self._scores = self._loss = ""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end_stage()
         if self._bar is not None:
             self._bar.stop()
@@ -114,11 +109,7 @@ class ProgressReporter:
 
 
 def scores_line(entry: dict[str, Any]) -> str:
-    """Held-out scores in a few words.
-
-    >>> scores_line({"loss": 2.5, "accuracy": 0.75, "perplexity": None})
-    'held-out loss 2.5000, accuracy 75.0 %'
-    """
+    """Held-out scores in a few words."""
     loss = entry["loss"]
     if loss is None or not math.isfinite(loss):  # a log has None there
         return "held-out loss not finite"
@@ -136,11 +127,6 @@ class StepTimes:
     A step's time follows the size of its secret batch closely (measured correlation: 0.93). A mean over ten or more
     steps is what people need; what it still reveals is not covered by the guarantee. Blocks do not overlap, because the
     difference of two means over a sliding window is the difference of two single steps.
-
-    >>> times = StepTimes(over=10)
-    >>> found = [times.add(1.0 if step < 10 else 2.0) for step in range(21)]
-    >>> found[8:11], found[18:]
-    ([None, 1.0, 1.0], [1.0, 2.0, 2.0])
     """
 
     def __init__(self, *, over: int) -> None:
@@ -158,9 +144,5 @@ class StepTimes:
 
 
 def two_digits(value: float) -> float:
-    """Round to two significant digits.
-
-    >>> two_digits(0.012345), two_digits(1234.5)
-    (0.012, 1200.0)
-    """
+    """Round to two significant digits."""
     return float(f"{value:.2g}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import pytest
 from dpoptim.app import RunDirectory
 from dpoptim.app.audit import audit_folder
 from dpoptim.noise import NoiseKey
+from tests.app.runs import copy_run
 
 
 @pytest.fixture
 def run(trained_run, tmp_path):
-    shutil.copytree(trained_run, tmp_path / "run")
-    return RunDirectory(tmp_path / "run")
+    return copy_run(trained_run, tmp_path / "run")
 
 
 LOG = "the log holds only released values"
@@ -68,7 +67,7 @@ def test_an_edited_statement(run):
 def test_a_key_that_leaked_into_another_file(run, form):
     key = run.key_file.read_bytes()
     (run.model / "notes.bin").write_bytes(b"." + form(key) + b".")
-    assert failed(run) == {"the noise key is safe": "its bytes are also in model/notes.bin"}
+    assert failed(run) == {"the noise key is safe": "its bytes are in model/notes.bin"}
 
 
 def test_a_key_that_others_can_read(run):
@@ -80,9 +79,8 @@ def test_a_key_that_others_can_read(run):
 def test_an_empty_key(run):
     run.key_file.chmod(0o600)
     run.key_file.write_bytes(b"")
-    assert failed(run) == {
-        "the noise key is safe": "noise.key: A noise key has 32 bytes, got 0. Use NoiseKey.generate() or a key file."
-    }
+    assert failed(run).keys() == {"the noise key is safe"}
+    assert failed(run)["the noise key is safe"].startswith("noise.key: A noise key has 32 bytes, got 0.")
 
 
 def test_without_the_key_some_checks_are_skipped(run):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from dpoptim import PrivacyPlan
 from dpoptim.app.cli import main
+from tests.app.runs import copy_run
 
 SIZES = ["--steps", "10", "--batch-size", "50", "--num-examples", "500", "--epsilon", "4", "--delta", "1e-4"]
 FEW = ["--canaries", "500"]
@@ -36,7 +36,7 @@ def test_json_is_all_of_standard_output(capsys):
 
 
 def test_a_run_whose_statement_was_edited(trained_run, tmp_path, capsys):
-    shutil.copytree(trained_run, tmp_path / "run")
+    copy_run(trained_run, tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
     printed = capsys.readouterr().out
     assert "Files" in printed
@@ -67,8 +67,7 @@ def test_a_claim_beside_a_plan_is_checked(tmp_path, capsys):
 
 
 def test_checks_that_need_a_missing_key_are_skipped(trained_run, tmp_path, capsys):
-    shutil.copytree(trained_run, tmp_path / "run")
-    (tmp_path / "run" / "noise.key").unlink()
+    copy_run(trained_run, tmp_path / "run").key_file.unlink()
     assert main(["audit", str(tmp_path / "run"), "--files-only"]) == 0
     assert "nothing contradicts the claim; 1 not checked" in capsys.readouterr().out
 

@@ -123,4 +123,4 @@ def test_the_report_reads_what_train_writes(tmp_path, monkeypatch, capsys, varia
     assert found["notes"] == []
     page = (tmp_path / "report.html").read_text()
     assert f'id="plot-{"scales" if variant == "scale_then_privatize" else "negative-fraction"}"' in page
-    assert (tmp_path / "run" / "noise.key").read_text(errors="replace").strip()[:20] not in page
+    assert (tmp_path / "run.secret" / "noise.key").read_text(errors="replace").strip()[:20] not in page

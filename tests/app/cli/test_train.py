@@ -36,7 +36,7 @@ def test_a_run_prints_its_guarantee_and_folder_and_can_be_resumed(base, capsys):
     assert steps[0].startswith("step 0/4: held-out loss")
     assert "epsilon" not in steps[0], "nothing is spent before the first step"
     assert "epsilon 4.0000 so far" in steps[-1]
-    Path("out/noise.key").unlink()
+    Path("out.secret/noise.key").unlink()
     assert main(["train", "--resume", "out"]) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("already finished: all 4 steps were taken\n")
@@ -102,7 +102,7 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
         (["--noise-multiplier", "1"], "give one of them"),
         (["--data", "absent.csv"], "does not exist"),
         (["--label-column", "colour"], "colour"),
-        (["--batch-size", "5000"], "batch_size=5000"),
+        (["--batch-size", "5000"], "batch_size <= num_examples"),
         (["--delta", "0.1"], "delta=0.1 is not below 1/114"),
         (["--noise", "pink"], "noise='pink'"),
         (["--device", "mps"], "device='mps'"),

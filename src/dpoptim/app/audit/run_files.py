@@ -119,13 +119,13 @@ def _key(run: RunDirectory) -> tuple[Check, NoiseKey | None]:
         key = NoiseKey.from_bytes(secret)
     except ValueError as error:
         return Check(name=name, passed=False, found=f"noise.key: {error}"), None
-    found_in = [file for file in _files(run) if file != run.key_file and _holds(file, secret)]
+    found_in = [file for file in _files(run) if _holds(file, secret)]
     wrong = []
     if os.name == "posix" and mode & 0o077:
         wrong.append(f"noise.key has mode {mode:04o}: others can read it and remove the noise; chmod 600")
     if found_in:
-        wrong.append(f"its bytes are also in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])}")
-    found = "; ".join(wrong) or "mode 0600, and in no other file of the run"
+        wrong.append(f"its bytes are in {', '.join(str(file.relative_to(run.path)) for file in found_in[:3])}")
+    found = "; ".join(wrong) or "mode 0600, and in no file of the run directory"
     return Check(name=name, passed=not wrong, found=found), key
 
 

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
 from dpoptim.app.cli.options import add_adjacency, add_output, check_plot, count, output_console, say
-from dpoptim.app.recipes.plans import optimizer_of
+from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.recipes.recipe import VARIANTS
 from dpoptim.integrations.named_settings import make_optimizer, make_plan, release_of
 from dpoptim.privacy import Adjacency, PrivacyPlan

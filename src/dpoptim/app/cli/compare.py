@@ -109,7 +109,7 @@ def run(options: Namespace) -> int:
 
         draw_comparison(result, options.plot)
         say(console, f"wrote {options.plot}")
-    say(console, f"runs, each with its secret noise.key: {folder}; numbers: {Path(folder, 'comparison.json')}")
+    say(console, f"runs, each with its secret key beside it: {folder}; numbers: {Path(folder, 'comparison.json')}")
     return 0
 
 

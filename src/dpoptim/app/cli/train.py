@@ -27,8 +27,8 @@ Train a model privately. A model, data and epsilon are enough; all other setting
 flags, which override it, or from defaults. Without any of them, a demonstration fine-tunes a small language model
 privately, offline.
 
-The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. It also holds noise.key, the
-secret behind the noise: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
+The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. RUN.secret beside it holds the
+noise key: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
 """
 
 _EXAMPLES = """\
@@ -186,7 +186,6 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
         f"memory     about {format_bytes(found.memory_bytes)}: parameters {format_bytes(found.parameter_bytes)}, "
         f"optimizer {format_bytes(found.optimizer_bytes)}, noise {format_bytes(found.noise_bytes)}, "
         f"one micro-batch {format_bytes(found.working_bytes)}",
-        f"disk       at most {format_bytes(found.disk_bytes)}",
         "",
         "Nothing was written. Leave out --dry-run to train.",
     ]
@@ -208,6 +207,7 @@ def _held_out(setup: RunSetup) -> int:
 def _report(summary: dict[str, Any], options: Namespace, console: Console) -> int:
     """Print the summary of a run, and how to resume it if it was interrupted."""
     from dpoptim.app.progress import scores_line
+    from dpoptim.app.runs.run_directory import RunDirectory
 
     if options.json:
         print(json.dumps(plain(summary), indent=2, ensure_ascii=False))
@@ -221,7 +221,8 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
         say(console, f"before: {scores_line(first)}")
         say(console, f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
     say(console, f"model: {summary['model']}; statement and log: {summary['run']}")
-    say(console, "noise.key in it is secret: keep it or delete it, but never share it")
+    secret = RunDirectory(Path(summary["run"])).secret_folder
+    say(console, f"{secret} holds the noise key: keep it or delete it, but never share it")
     return 0
 
 

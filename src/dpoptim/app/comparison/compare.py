@@ -17,14 +17,12 @@ from dpoptim.app.comparison.result import badness, summarize
 from dpoptim.app.files import write_text
 from dpoptim.app.format import duration, plain
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.app.recipes.plans import plan_of
+from dpoptim.app.recipes.defaults import plan_of
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
-from dpoptim.app.runs.checkpoints import checkpoints
 from dpoptim.app.runs.run import resume, train
-from dpoptim.app.runs.run_directory import RunDirectory
+from dpoptim.app.runs.run_directory import RunDirectory, checkpoints
 from dpoptim.app.runs.run_log import Diverged, RunResult, has_diverged, is_finished, read_result
-from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of
-from dpoptim.app.runs.shared_records import shared_count
+from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of, shared_count
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.composition import calibrate_runs
 

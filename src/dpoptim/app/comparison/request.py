@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_toml, whole_path, yes_or_no
-from dpoptim.app.runs.shared_records import same_source
+from dpoptim.app.runs.setup import same_source
 
 METRICS = ("loss", "accuracy")
 PUBLIC, UNCOVERED = "public", "uncovered"

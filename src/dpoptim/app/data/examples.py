@@ -1,7 +1,4 @@
-"""A model's inputs: datasets of single examples, and functions that collate examples into a batch.
-
-A batch is a dict of tensors. The first axis of each is the examples.
-"""
+"""A model's inputs: datasets of single examples, and functions that collate examples into a batch."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ class TensorExample(NamedTuple):
 class TokenDataset(Dataset[TextExample]):
     """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`.
 
-    Args:
-        chunks: Some texts per chunk: all their tokens in one array, and the number of tokens of each text.
-        labels: One label per text, or None.
-        filler: The token that stands for a text without tokens.
+    A chunk holds the tokens of some texts in one array, and the number of tokens of each text.
 
     >>> dataset = TokenDataset([(np.array([5, 6, 7]), np.array([2, 0, 1]))], None, filler=0)
     >>> [example.tokens.tolist() for example in dataset], dataset.lengths

@@ -7,7 +7,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from dpoptim.integrations.optional import first_line, require
 
@@ -21,23 +21,12 @@ _SPLITS = ("train", "test", "valid", "dev", "eval")
 
 
 def record_number(index: int) -> str:
-    """Name a record by its place in its source, counted from 1.
-
-    >>> record_number(0)
-    'record 1'
-    """
+    """Name a record by its place in its source, counted from 1."""
     return f"record {index + 1}"
 
 
 def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
-    """Read .jsonl, .csv, .tsv or .parquet files with the same columns, one after the other.
-
-    Each line or row is one record. Lines without a character are not records. A .jsonl record that lacks one of the
-    columns has None there.
-
-    Returns:
-        The columns, and a function that names the file and the record of an index.
-    """
+    """Read tables with the same columns, one after the other; return the columns, and what names a record by index."""
     tables = [_read_table(path) for path in files]
     for path, table in zip(files, tables, strict=True):
         if set(table) != set(tables[0]):
@@ -59,13 +48,7 @@ def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
 
 
 def table_files(folder: Path, split: str) -> list[Path]:
-    """The tables of a split in a folder and below it, or all tables if no name has a split.
-
-    A table belongs to a split if its name, or that of a folder above it, begins with the split's name.
-
-    Raises:
-        ValueError: The tables belong to other splits, or the split occurs in two forms, which may repeat records.
-    """
+    """The tables in and below a folder whose name, or that of a folder above, begins with `split`; all if none does."""
     files = [path for path in _visible(folder) if path.suffix.lower() in TABLE_SUFFIXES]
     parts = {path: [part.lower() for part in path.relative_to(folder).parts] for path in files}
     own = [path for path in files if any(part.startswith(split.lower()) for part in parts[path])]
@@ -76,10 +59,9 @@ def table_files(folder: Path, split: str) -> list[Path]:
     suffixes = {path.suffix.lower() for path in chosen}
     folders = {next((part for part in parts[path][:-1] if part.startswith(split.lower())), "its files") for path in own}
     for places in (suffixes, folders):
-        if len(places) > 1:
-            raise ValueError(
-                f"data {str(folder)!r} has records in {' and '.join(sorted(places))}, which may repeat them; give one"
-            )
+        if len(places) > 1:  # a record that is read twice has a weaker guarantee
+            where = " and ".join(sorted(places))
+            raise ValueError(f"data {str(folder)!r} has records in {where}, which may repeat them; give one")
     return chosen
 
 
@@ -94,13 +76,10 @@ def text_files(folder: Path) -> list[Path]:
     return [path for path in _visible(folder) if path.suffix == ".txt"]
 
 
-def read_texts(files: Sequence[Path]) -> list[str]:
-    """The text of each file."""
-    texts = []
-    for path in files:
-        with _readable(path):
-            texts.append(path.read_text(encoding="utf-8"))
-    return texts
+def read_text(path: Path) -> str:
+    """The whole file as one text."""
+    with _readable(path):
+        return path.read_text(encoding="utf-8")
 
 
 def image_files(folder: Path) -> list[tuple[Path, str]]:
@@ -115,9 +94,7 @@ def image_files(folder: Path) -> list[tuple[Path, str]]:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote this folder."""
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
-    )
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def load_saved_dataset(folder: Path, split: str) -> Any:
@@ -137,10 +114,7 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
 def load_hub_dataset(name: str, split: str) -> Any:
     """Load the dataset `name` or `name:configuration` from the Hugging Face hub or its local cache."""
     missing = f"data {name!r} is not a file or folder here"
-    try:
-        datasets = require("datasets", "reading a dataset of the Hugging Face hub")
-    except ValueError as error:
-        raise ValueError(f"{missing}, and {error}") from None
+    datasets = require("datasets", f"{missing}, and reading it from the Hugging Face hub")
     path, _, configuration = name.partition(":")
     try:
         return datasets.load_dataset(path, configuration or None, split=split)
@@ -148,16 +122,8 @@ def load_hub_dataset(name: str, split: str) -> Any:
         raise ValueError(f"{missing}, and the Hugging Face hub did not provide it ({first_line(error)})") from error
 
 
-def columns_of(dataset: Any) -> Columns:
-    """The columns of a `datasets.Dataset`; values stay in its files until they are needed."""
-    return {name: HubColumn(dataset, name) for name in dataset.column_names}
-
-
 class HubColumn(Sequence[Any]):
-    """One column of a `datasets.Dataset`; images are decoded one by one when they are needed.
-
-    `class_names` are the names that the dataset's schema declares for a column of labels, or None.
-    """
+    """One column of a `datasets.Dataset`; images are decoded one by one when they are needed."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self._dataset, self._name = dataset.select_columns([name]), name
@@ -174,13 +140,7 @@ class HubColumn(Sequence[Any]):
             return (self[i] for i in range(len(self)))
         return iter(self._dataset[:][self._name])
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return self.take(range(*index.indices(len(self))))
+    def __getitem__(self, index: Any) -> Any:
         return self._dataset[index][self._name]
 
     def take(self, indices: Sequence[int]) -> HubColumn:
@@ -224,7 +184,8 @@ def _read_jsonl(path: Path) -> Columns:
 
 def _read_csv(path: Path) -> Columns:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with _readable(path), _long_fields(), path.open(encoding="utf-8-sig", newline="") as file:
+    csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 131,072 characters
+    with _readable(path), path.open(encoding="utf-8-sig", newline="") as file:
         try:
             header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
         except csv.Error as error:
@@ -243,13 +204,10 @@ def _read_csv(path: Path) -> Columns:
 
 def _read_parquet(path: Path) -> Columns:
     parquet = require("pyarrow.parquet", f"reading {path.name}")
-    with _readable(path):
-        try:
-            return dict(parquet.read_table(path).to_pydict())
-        except PermissionError:
-            raise
-        except Exception as error:
-            raise ValueError(f"data {str(path)!r} is not a readable parquet file: {first_line(error)}") from error
+    try:
+        return dict(parquet.read_table(path).to_pydict())
+    except Exception as error:
+        raise ValueError(f"data {str(path)!r} is not a readable parquet file: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -260,13 +218,3 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"data {str(path)!r} is not UTF-8; convert the file first") from None
     except PermissionError as error:
         raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
-
-
-@contextlib.contextmanager
-def _long_fields() -> Iterator[None]:
-    """Lift the limit of 131,072 characters that `csv` has for a field."""
-    before = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)

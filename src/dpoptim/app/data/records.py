@@ -1,18 +1,15 @@
 """Private records: texts, images or rows of numbers, with labels.
 
 A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record and is counted. A
-blank line of a .txt, .jsonl or .csv file is not a record, and hidden files are not read. A person with two records is
-protected as two.
-
-Anything computed over all private records is not private. Features are not normalized by the data's own mean, and the
-label set is PUBLIC BY DECLARATION: label names that are found in the data, and not declared by `label_names=` or by the
-dataset's schema, are treated as known to everyone.
+blank line is not a record, and hidden files are not read. Anything computed over all private records is not private, so
+features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +36,6 @@ class Records:
 
     Exactly one of `texts`, `images` (paths, or images that are decoded when needed) and `features` is filled.
     `labels[i]` is the place of record i's label in `label_names`, which are public by declaration.
-
-    >>> records = Records(kind=RecordKind.TEXT, source="memory", texts=["one", "", "two"], empty=1)
-    >>> len(records), records.summary()
-    (3, '3 text records from memory, 1 of them empty (kept)')
     """
 
     kind: RecordKind
@@ -53,7 +46,6 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    empty: int = 0  # texts that are blank
     text_column: str | None = None  # the table's column that the texts were read from
     locate: Locate = readers.record_number
 
@@ -70,23 +62,13 @@ class Records:
             return len(self.images)
         return 0 if self.features is None else len(self.features)
 
-    def summary(self) -> str:
-        """One line: number, kind and source of the records, how many are empty, and the labels."""
-        text = f"{len(self):,} {self.kind.value} records from {self.source}"
-        if self.empty:
-            text += f", {self.empty:,} of them empty (kept)"
-        if self.labels is not None:
-            shown = ", ".join(self.label_names[:8]) + (", …" if len(self.label_names) > 8 else "")
-            text += f", {len(self.label_names)} labels (public by declaration): {shown}"
-        return text
+    @functools.cached_property
+    def empty(self) -> int:
+        """The number of blank texts."""
+        return sum(not text.strip() for text in self.texts)
 
     def refuse_empty(self) -> None:
-        """Raise a ValueError if texts are missing: they would count as records and teach nothing.
-
-        >>> Records(kind=RecordKind.TEXT, source="notes", texts=["one", " "], empty=1).refuse_empty()
-        Traceback (most recent call last):
-        ValueError: 1 of 2 records of data 'notes' have no text (first: record 2); remove them
-        """
+        """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
         if self.empty:
             first = next(index for index, text in enumerate(self.texts) if not text.strip())
             what = "text" if self.text_column is None else repr(self.text_column)
@@ -114,7 +96,6 @@ class Records:
             images=images,
             features=None if self.features is None else self.features[chosen],
             labels=None if self.labels is None else self.labels[chosen],
-            empty=_count_empty(texts),
             locate=lambda index: self.locate(int(chosen[index])),
         )
 
@@ -143,7 +124,7 @@ def read_records(
     Args:
         source: A file, a folder or the name of a dataset.
         text_column: The column of texts. Defaults to "text", then to the only column of strings. A table without a
-            column of strings is tabular: the numeric columns beside the label are the features, as they are.
+            column of strings is tabular: the numeric columns beside the label are the features, unchanged.
         label_column: The column of labels. Defaults to "label" or "labels".
         split: Which part to read if the source has several.
         kind: The kind of record, if it should not be inferred.
@@ -177,12 +158,8 @@ def read_records(
             return _only_texts(readers.read_lines(path), asked)
         if path.suffix.lower() in readers.TABLE_SUFFIXES:
             return _from_columns(*readers.read_tables([path]), asked)
-        raise ValueError(
-            f"data {name!r} is not a kind of file that can be read; give {', '.join(readers.TABLE_SUFFIXES)} or .txt, "
-            "a folder, or a dataset's name"
-        )
-    looks_local = path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute()
-    if looks_local or name.startswith((".", "~")):
+        raise ValueError(f"data {name!r} cannot be read; give {', '.join(readers.TABLE_SUFFIXES)}, .txt or a folder")
+    if path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
         raise ValueError(f"data {name!r} does not exist; check the path")
     return _from_dataset(readers.load_hub_dataset(name, split), asked)
 
@@ -217,7 +194,7 @@ def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
     if tables:
         return _from_columns(*readers.read_tables(tables), asked)
     if texts:
-        return _only_texts(readers.read_texts(texts), asked, lambda index: str(texts[index]))
+        return _only_texts([readers.read_text(path) for path in texts], asked, lambda index: str(texts[index]))
     if images:
         asked.refuse_columns()
         labels, names = _label_places(
@@ -225,14 +202,11 @@ def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
         )
         paths = [path for path, _ in images]
         return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
-    raise ValueError(
-        f"data {asked.source!r} is a folder without tables, .txt files or images in folders of their classes "
-        "(CLASS/*.png), and was not written by save_to_disk"
-    )
+    raise ValueError(f"data {asked.source!r} is a folder without tables, .txt files or images (CLASS/*.png)")
 
 
 def _from_dataset(dataset: Any, asked: _Asked) -> Records:
-    columns = readers.columns_of(dataset)
+    columns: Columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
     images = [name for name, values in columns.items() if isinstance(values, HubColumn) and values.is_image]
     if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
         if len(images) != 1:
@@ -253,12 +227,10 @@ def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
     label = _label_column(columns, asked)
     text = None if asked.kind is RecordKind.TABULAR else _text_column(columns, label, asked)
     labels, names = _labels(columns, label, locate, asked, needed=text is None)
-    common: dict[str, Any] = {
-        "source": asked.source, "labels": labels, "label_names": names, "locate": locate
-    }  # fmt: skip
+    common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
     if text is not None:
         texts = _texts(columns, text, locate)
-        return Records(kind=RecordKind.TEXT, texts=texts, empty=_count_empty(texts), text_column=text, **common)
+        return Records(kind=RecordKind.TEXT, texts=texts, text_column=text, **common)
     if label is None:
         raise ValueError(
             f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
@@ -277,11 +249,7 @@ def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record
     asked.refuse_columns()
     if asked.kind not in (None, RecordKind.TEXT):
         raise ValueError(f"data {asked.source!r} holds texts, but the task needs {asked.kind.value} records")
-    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, empty=_count_empty(texts), locate=locate)
-
-
-def _count_empty(texts: Sequence[str]) -> int:
-    return sum(not text.strip() for text in texts)
+    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, locate=locate)
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """The built-in demonstration: fine-tune a small BERT on private text, with and without privacy.
 
-The model comes with the package. It was trained on public documentation strings by `experiments/demo/make_model.py`.
-The private texts are documentation strings of two other installed libraries, one record per string. Each way of
-fine-tuning is an ordinary run of `dpoptim train` from that model at the same (ε, δ). Scores are on texts that no run
-trained on; they are outside the guarantee, and ε holds for each model by itself.
-
-The learning rates were chosen on the same texts, which a real project should not do: ε does not cover that choice.
+The model comes with the package and was trained on public documentation strings by `experiments/demo/make_model.py`.
+The private texts are documentation strings of two other libraries, one record per string. Each way of fine-tuning is an
+ordinary run of `dpoptim train` at the same (ε, δ). Scores are on other texts, outside the guarantee, and ε holds for
+each model by itself. The learning rates were chosen on the same texts; ε does not cover that choice.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import datetime
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -37,9 +34,8 @@ LENGTH = 24  # tokens per record
 TEST_EVERY = 6  # one record in six is held out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much to do: the whole demonstration, or a quick look."""
+class Size(NamedTuple):
+    """How much to do."""
 
     texts_per_library: int
     batch_size: int
@@ -48,8 +44,6 @@ class Size:
 
 FULL = Size(texts_per_library=3000, batch_size=384, steps=16)
 QUICK = Size(texts_per_library=150, batch_size=32, steps=3)
-
-
 NOT_PRIVATE = "not_private"
 METHODS = {
     "post_processing": "Adam on the noisy gradient",
@@ -58,7 +52,6 @@ METHODS = {
     "scale_then_privatize": "applies Adam's scaling before clipping and noise",
     NOT_PRIVATE: "Adam without clipping and noise",
 }
-"""Ways of fine-tuning, and the idea of each."""
 
 
 def main(
@@ -71,20 +64,7 @@ def main(
     delta: float = 1e-5,
     seed: int = 0,
 ) -> int:
-    """Run the demonstration, write its report, and print a table or JSON.
-
-    Returns:
-        The exit code: 0, or 128 plus the signal that interrupted it.
-
-    Args:
-        json_wanted: Print JSON in place of the table.
-        quick: Use little text and few steps.
-        console: Where progress is shown.
-        keep: The folder of the runs and the report. Defaults to runs/demo-TIME.
-        epsilon: ε of each private run.
-        delta: δ of each private run.
-        seed: The seed of the masks.
-    """
+    """Run the demonstration into the folder `keep`, print a table or JSON, and return the exit code."""
     require("transformers", "the demonstration")
     size = QUICK if quick else FULL
     settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
@@ -135,19 +115,16 @@ def read_texts(size: Size) -> tuple[list[str], list[str]]:
     test = texts[TEST_EVERY - 1 :: TEST_EVERY]
     private = [text for place, text in enumerate(texts, 1) if place % TEST_EVERY]
     if len(private) < size.batch_size:
-        raise ValueError(
-            f"the sources of {' and '.join(LIBRARIES)} are not installed here, and the demonstration needs them; train "
-            "on your own text with --model and --data"
-        )
+        raise ValueError(f"the demonstration needs the sources of {' and '.join(LIBRARIES)}, which are not installed")
     return private, test
 
 
 def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -> Recipe:
     """The recipe of one run."""
-    changes: dict[str, Any] = {"variant": method, "learning_rate": 5e-3}
+    changes: dict[str, Any] = {**settings, "variant": method, "learning_rate": 5e-3}
     if method == NOT_PRIVATE:
-        settings = {name: value for name, value in settings.items() if name != "epsilon"}
-        changes = {"variant": "post_processing", "noise_multiplier": 0.0, "clip_norm": 1e6, "learning_rate": 3e-3}
+        changes |= {"variant": "post_processing", "learning_rate": 3e-3}
+        changes |= {"epsilon": None, "noise_multiplier": 0.0, "clip_norm": 1e6}
     return Recipe(
         task="masked-lm",
         model=str(MODEL),
@@ -160,7 +137,6 @@ def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -
         evaluate_every=size.steps,
         checkpoint_every=size.steps,
         device="cpu",
-        **settings,
         **changes,
     )
 
@@ -181,8 +157,8 @@ def show(answer: dict[str, Any]) -> None:
     table = Table(title=f"Loss on the masked words of {answer['test_records']:,} held-out texts")
     table.add_column("fine-tuning", no_wrap=True)
     table.add_column("idea")
-    table.add_column("ε", justify="right", no_wrap=True)
-    table.add_column("loss", justify="right", no_wrap=True)
+    for name in ("ε", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
     best = min((row for row in answer["results"] if row["private"]), key=lambda row: row["loss"])
     for row in answer["results"]:
         style = "bold green" if row is best else "" if row["private"] else "dim"
@@ -192,8 +168,7 @@ def show(answer: dict[str, Any]) -> None:
     console.print(
         f"Each private run: ε = {answer['epsilon']:g} at δ = {answer['delta']:g}, {answer['adjacency']} adjacency, "
         f"{answer['sampling']} sampling of about {answer['batch_size']} of {answer['num_examples']:,} texts in "
-        f"{answer['steps']} steps",
+        f"{answer['steps']} steps\nreport: {answer['report']} ({answer['seconds']:.0f} s)",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"report: {answer['report']} ({answer['seconds']:.0f} s)", highlight=False, soft_wrap=True)

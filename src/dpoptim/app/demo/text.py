@@ -1,11 +1,9 @@
-"""Text that is on every machine: documentation strings of Python and of installed libraries.
-
-The source files are parsed, so nothing is imported or downloaded.
-"""
+"""Text that is on every machine: documentation strings in the source files of Python and installed libraries."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import sysconfig
 import warnings
@@ -30,13 +28,11 @@ def texts_of(library: str, limit: int) -> list[str]:
 
 
 def library_docstrings(library: str) -> Iterator[str]:
-    """The documentation strings of a library ("python" for Python itself), its files in a fixed shuffled order.
-
-    There are none if the library is not installed or has no sources.
-    """
-    root = _root(library)
-    if root is None:
+    """The documentation strings of a library ("python" for Python itself), its files in a fixed shuffled order."""
+    spec = None if library == "python" else importlib.util.find_spec(library)  # which does not import it
+    if spec is None and library != "python":
         return
+    root = Path(sysconfig.get_path("stdlib")) if spec is None else Path(str(spec.origin)).parent
     files = [path.relative_to(root) for path in root.rglob("*.py")]
     files = [path for path in files if not SKIPPED.intersection(path.parts)]
     files.sort(key=lambda path: zlib.crc32(path.as_posix().encode()))
@@ -57,11 +53,3 @@ def docstrings(path: Path) -> Iterator[str]:
             text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
-
-
-def _root(library: str) -> Path | None:
-    paths = sysconfig.get_paths()
-    if library == "python":
-        return Path(paths["stdlib"])
-    found = (Path(paths[part], library) for part in ("purelib", "platlib"))
-    return next((path for path in found if path.is_dir()), None)

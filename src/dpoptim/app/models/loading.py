@@ -33,11 +33,7 @@ _HEADS = ("classifier", "score", "classification_head")
 
 
 class MLP(nn.Sequential):
-    """Two hidden layers of 128 and 64 with ReLU, then the labels; takes [examples, columns].
-
-    >>> sum(p.numel() for p in MLP(columns=4, num_labels=3).parameters())
-    9091
-    """
+    """Two hidden layers of 128 and 64 with ReLU, then the labels; takes [examples, columns]."""
 
     def __init__(self, *, columns: int, num_labels: int) -> None:
         super().__init__(
@@ -48,23 +44,14 @@ class MLP(nn.Sequential):
 class SmallCNN(nn.Module):
     """Three 3×3 convolutions (32, 64, 128 channels) with GroupNorm, ReLU and pooling, then a linear classifier.
 
-    Takes `pixel_values` [examples, 3, height, width] with sides of at least 8. GroupNorm normalizes each example by
-    itself; BatchNorm would mix examples.
-
-    >>> SmallCNN(num_labels=10)(torch.zeros(2, 3, 32, 32)).shape
-    torch.Size([2, 10])
+    Takes `pixel_values` [examples, 3, height, width] with sides of at least 8. BatchNorm would mix examples.
     """
 
     def __init__(self, *, num_labels: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, padding=1),
-                nn.GroupNorm(8, outputs),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ]
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU(), nn.MaxPool2d(2)]
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(128, num_labels)
 
@@ -134,11 +121,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
 
 def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mean and standard deviation of colours that a pretrained image model expects, for pixels in [0, 1].
-
-    They are read from its preprocessor_config.json and default to ½. They come with the model and are not computed on
-    private images.
-    """
+    """The mean and standard deviation of colours in a model's preprocessor_config.json, ½ by default."""
     base = require("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
     try:
         found, _ = base.ImageProcessingMixin.get_image_processor_dict(_expanded(name_or_path))
@@ -182,14 +165,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
 
 
 def task_of_model(name: str) -> Task:
-    """The task that a model's configuration names its class for.
-
-    Raises:
-        ValueError: The configuration cannot be read, or it does not name exactly one task.
-
-    >>> task_of_model("mlp")
-    <Task.TABULAR_CLASSIFICATION: 'tabular-classification'>
-    """
+    """The task that a model's configuration names its class for."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     transformers = require("transformers", f"model={name!r}")
@@ -292,7 +268,10 @@ def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
     if what == "model" and not any((folder / file).is_file() for file in ("config.json", _ADAPTER)):
         raise ValueError(f"model={name!r} is a folder without config.json; give one made by save_pretrained")
     if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise ValueError(f"model={name!r} is a folder without weights (model.safetensors); or set from_scratch")
+        raise ValueError(
+            f"model={name!r} has no weights (model.safetensors). Give a folder made by save_pretrained, or set "
+            "from_scratch (--from-scratch) to start from new weights."
+        )
 
 
 @contextlib.contextmanager

@@ -68,19 +68,16 @@ class Prepared:
     seed: int
     make_dataset: Callable[[Records], tuple[Dataset[Any], NDArray[np.int64] | None]]
 
-    def batches(self, loader: PrivateLoader, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """Iterate over the loader's batches on the model's device (or `device`), each masked for its step."""
-        where = next(self.model.parameters()).device if device is None else device
+    def batches(self, loader: PrivateLoader) -> Iterator[Batch]:
+        """Iterate over the loader's batches on the model's device, each masked for its step."""
+        where = next(self.model.parameters()).device
         for batch in loader:
             step = loader.next_step - 1 if loader.step_ends else loader.next_step
             moved = {name: values.to(where, non_blocking=True) for name, values in batch.items()}
             yield self.at_step(moved, step)
 
     def at_step(self, batch: Batch, step: int) -> Batch:
-        """Mask the batch for step `step` (from 0); only masked-lm changes it.
-
-        The masks are a function of (seed, step, tokens). Micro-batches, device and restarts do not change them.
-        """
+        """Mask the batch for step `step` (from 0); only masked-lm changes it."""
         return self._masked(batch, training_key(self.seed, step))
 
     def loss_per_example(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -90,9 +87,7 @@ class Prepared:
     def evaluate(self, model: nn.Module, batch: Batch) -> ExampleLosses:
         """Losses and targets of a batch from `collate`, with each record's fixed evaluation mask.
 
-        The mask depends on the record's tokens alone, so losses of different runs are comparable. The caller sets the
-        mode (`model.eval()`) and turns gradients off; `metrics.evaluate` does both.
-        Not private: use the values of private records for debugging only.
+        The caller sets the mode (`model.eval()`) and turns gradients off. Losses of private records are not private.
         """
         return example_losses(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
 
@@ -274,8 +269,6 @@ _Made = tuple[_MakeDataset, Callable[[Sequence[Any]], Batch], int | None]
 
 def _check_asked(task: Task, records: Records, mask_fraction: float) -> None:
     """Check task, records and masks before a model is loaded."""
-    if not isinstance(task, Task):
-        raise ValueError(f"task must be a Task, got {task!r}; use for example Task('masked-lm')")
     _check_records(task, records)
     if task.reads_text and records.empty == len(records):
         raise ValueError(f"every text of data {records.source!r} is empty; there is nothing to train on")
@@ -418,17 +411,12 @@ def _for_rows(settings: _Settings) -> _Made:
 # -- checks and examples that touch no record -----------------------------------------------------------------------
 
 
-def random_batch(prepared: Prepared, lengths: Sequence[int], *, seed: int = 0) -> Batch:
-    """Make a batch of random examples on the model's device, masked for masked-lm.
-
-    Args:
-        prepared: The model, and the shape of its examples.
-        lengths: The tokens of each example. For images and rows only their number matters.
-        seed: The seed of the random values.
+def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
+    """Make a batch of random examples of these lengths (images and rows: of this number) on the model's device.
 
     Guarantee: the batch contains nothing of a record except the size that all images or rows have.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     examples: list[Any] = []
     classes = max(1, len(prepared.records.label_names))
     dataset: Any = prepared.dataset
@@ -447,13 +435,7 @@ def random_batch(prepared: Prepared, lengths: Sequence[int], *, seed: int = 0) -
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """The names of the parameters that hold a NaN or an infinity.
-
-    >>> model = nn.Linear(2, 1)
-    >>> _ = nn.init.constant_(model.bias, float("nan"))
-    >>> not_finite(model)
-    ['bias']
-    """
+    """The names of the parameters that hold a NaN or an infinity."""
     named = list(model.named_parameters())
     if not named:
         return []

@@ -1,4 +1,4 @@
-"""Default settings, each with its reason.
+"""Default settings, each with its reason, and the plan and optimizer of a complete recipe.
 
 Sizes depend on the number of training records (public under zero-out and replace adjacency, declared under add-remove)
 and on the kind of model. No default looks at a record's content.
@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.named_settings import CLIP_NORM, default_delta, refuse_weak_delta, steps_of
-from dpoptim.privacy import Adjacency
+from dpoptim.integrations.named_settings import (
+    CLIP_NORM,
+    default_delta,
+    make_optimizer,
+    make_plan,
+    refuse_weak_delta,
+    steps_of,
+)
+from dpoptim.noise import NoiseKey
+from dpoptim.optim import PrivateOptimizer
+from dpoptim.privacy import Adjacency, PrivacyPlan
 
 VALIDATION_FRACTION = 0.05  # one record in twenty is enough to see a trend
 EPOCHS = 10  # private training gains from several passes; beyond ten the noise outweighs the gain
-FEW = 200  # records below which a note explains what to expect
 MOST_BATCH = 2048  # larger batches have less noise per example, but a step costs more
 FEWEST = 8  # fewer records do not fill the eight batches that the defaults assume
 
@@ -30,16 +41,11 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         delta = the power of ten in (1/(100·n), 1/(10·n)]
 
     `noise` and `sampling` are chosen when the plan is made, `eps` and `eps_scale` by the variant.
-
-    Raises:
-        ValueError: There are fewer than 8 records, or δ is 1/n or more, which would allow publishing a record in full.
-
-    >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0)
-    >>> found = with_defaults(recipe, task=Task.TABULAR_CLASSIFICATION, num_examples=20_000, device=torch.device("cpu"))
-    >>> found.delta, found.batch_size, found.steps, found.evaluate_every
-    (1e-06, 2048, 98, 10)
     """
-    _check_sizes(recipe, num_examples)
+    if num_examples < FEWEST:
+        raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
+    if recipe.delta is not None and recipe.noise_multiplier != 0:
+        refuse_weak_delta(recipe.delta, num_examples)
     batch_size = recipe.batch_size or default_batch_size(num_examples)
     steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten evaluations show a run's course
@@ -69,39 +75,6 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     )
 
 
-def _check_sizes(recipe: Recipe, num_examples: int) -> None:
-    if num_examples < FEWEST:
-        raise ValueError(
-            f"data={recipe.data!r} has {num_examples} training record{'s' * (num_examples != 1)}; at least {FEWEST} "
-            "are needed, and usually thousands to learn something despite the noise"
-        )
-    if recipe.delta is not None and recipe.noise_multiplier != 0:
-        refuse_weak_delta(recipe.delta, num_examples)
-
-
-def notes_on(recipe: Recipe, *, num_examples: int, held_out: int) -> list[str]:
-    """What a person should know before a run with these settings starts; often nothing.
-
-    >>> recipe = Recipe(model="mlp", data="a.csv", epsilon=1.0)
-    >>> notes_on(recipe, num_examples=9, held_out=0)  # doctest: +ELLIPSIS
-    ['only 9 training records: ...', 'no records are held out, so there will be no scores: ...']
-    """
-    notes = []
-    if num_examples < FEW:
-        notes.append(
-            f"only {num_examples} training records: noise will hide most of what they contain; thousands are usual"
-        )
-    if held_out == 0:
-        if recipe.adjacency == Adjacency.ADD_REMOVE.value:
-            why = "add-remove adjacency needs validation_data (--validation-data)"
-        elif recipe.validation_fraction == 0:
-            why = "validation_fraction is 0"
-        else:
-            why = "there are too few records; give validation_data or a larger validation_fraction"
-        notes.append(f"no records are held out, so there will be no scores: {why}")
-    return notes
-
-
 def validation_fraction(recipe: Recipe) -> float:
     """The share of records to hold out: none with validation_data, or under add-remove, where places shift."""
     if recipe.validation_fraction is not None:
@@ -112,36 +85,21 @@ def validation_fraction(recipe: Recipe) -> float:
 
 
 def default_batch_size(num_examples: int) -> int:
-    """The power of two at or below n/8, at most 2048: large batches reduce noise, and an epoch has eight or more.
-
-    >>> [default_batch_size(n) for n in (5, 1000, 10_000, 1_000_000)]
-    [1, 64, 1024, 2048]
-    """
+    """The power of two at or below n/8, at most 2048: large batches reduce noise, and an epoch has eight or more."""
     return min(MOST_BATCH, 2 ** max(0, int(math.log2(max(1, num_examples / 8)))))
 
 
 def default_learning_rate(recipe: Recipe) -> float:
-    """The default learning rate of a recipe.
-
-    5e-4 for pretrained models, which worked best for private fine-tuning; 1e-3 for LoRA and new weights; 1e-2 for the
-    small built-in models; 1 for dp_sgd, whose step is as long as the gradient.
-    """
+    """The default for the variant and the kind of model; 5e-4 worked best for private fine-tuning."""
     if recipe.variant == "dp_sgd":
-        return 1.0
+        return 1.0  # its step is as long as the gradient
     if recipe.model in ("mlp", "small-cnn"):
         return 1e-2
     return 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of a recipe; "auto" is the GPU if there is one.
-
-    Raises:
-        ValueError: There is no such device here, or it is neither a CPU nor a CUDA device.
-
-    >>> chosen_device("cpu")
-    device(type='cpu')
-    """
+    """The device of a recipe; "auto" is the GPU if there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda" if gpus else "cpu")
@@ -149,5 +107,66 @@ def chosen_device(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < gpus):
             return device
-    here = {0: "cpu (there is no usable GPU)", 1: "cpu or cuda:0"}.get(gpus, f"cpu or cuda:0 to cuda:{gpus - 1}")
-    raise ValueError(f"device={name!r} is not available here; use auto, {here}")
+    here = ["auto", "cpu", *(f"cuda:{place}" for place in range(gpus))]
+    raise ValueError(f"device={name!r} is not available here; use {', '.join(here)}")
+
+
+# -- the plan and the optimizer of a complete recipe -------------------------------------------------------------------
+
+
+def plan_of(
+    recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
+) -> PrivacyPlan:
+    """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
+    assert recipe.num_examples is not None  # filled in
+    assert recipe.batch_size is not None
+    assert recipe.steps is not None
+    assert recipe.delta is not None
+    return make_plan(
+        num_examples=recipe.num_examples,
+        batch_size=recipe.batch_size,
+        steps=recipe.steps,
+        clip_norm=recipe.clip_norm or CLIP_NORM,
+        sampling=recipe.sampling,
+        noise=recipe.noise,
+        adjacency=Adjacency(recipe.adjacency),
+        epsilon=recipe.epsilon,
+        noise_multiplier=recipe.noise_multiplier,
+        delta=recipe.delta,
+        parameters=parameters,
+        progress=progress,
+    )
+
+
+def optimizer_of(
+    recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
+) -> PrivateOptimizer:
+    """Create the optimizer of a complete recipe, attached to the model."""
+    assert recipe.learning_rate is not None
+    return make_optimizer(
+        recipe.variant,
+        model,
+        plan,
+        learning_rate=recipe.learning_rate,
+        betas=recipe.betas,
+        eps=recipe.eps,
+        eps_scale=recipe.eps_scale,
+        weight_decay=recipe.weight_decay,
+        key=key,
+        **options,
+    )
+
+
+def learning_rate_at(recipe: Recipe, step: int) -> float:
+    """The learning rate of step `step` (from 0) of a complete recipe, a pure function of the step.
+
+    rate · min(1, (step + 1)/warm) · decay,  decay = 1, 1 − x or (1 + cos πx)/2,  x = (step − warm)/(steps − warm)
+    """
+    assert recipe.learning_rate is not None
+    assert recipe.steps is not None
+    warm = int(recipe.warmup * recipe.steps)
+    if step < warm:
+        return recipe.learning_rate * (step + 1) / warm
+    done = (step - warm) / max(1, recipe.steps - warm)
+    decay = {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}
+    return recipe.learning_rate * decay[recipe.schedule]

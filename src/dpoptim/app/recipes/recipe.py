@@ -128,24 +128,14 @@ class Recipe:
     """What to train, on what data, under which guarantee, and how.
 
     `model`, `data` and one of `epsilon` and `noise_multiplier` are required. None leaves a setting to the rules in
-    `dpoptim.app.recipes.defaults`. The metadata of each field holds `check`, `group`, `help`, `type`, `metavar`,
-    `choices` and, if it is not --field-name, `flag`; `flags` lists them.
-
-    `validation_fraction` of the records are held out by their places alone before anything else; scores on them are
-    outside the guarantee. `noise` "auto" has the least error that is proved for the sampling. `sampling` "auto" is
-    secret sampling if it is proved for the noise, else shuffled; "cyclic" has as many groups as the noise has bands. In
-    dp_sgd the momentum is betas[0].
+    `dpoptim.app.recipes.defaults`. In dp_sgd the momentum is betas[0].
 
     Raises:
-        ValueError: A setting is out of range, or two settings contradict each other. What depends on the data (a
-            column, a batch larger than the data) is checked when the run is prepared, before anything is written.
+        ValueError: A setting is out of range, or two settings contradict each other. What depends on the data is
+            checked when the run is prepared, before anything is written.
 
-    >>> recipe = Recipe(model="mlp", data="train.csv", epsilon=3)
-    >>> recipe.variant, recipe.epsilon, recipe.steps
-    ('scale_then_privatize', 3.0, None)
-    >>> Recipe(model="mlp", data="train.csv", epsilon=0)
-    Traceback (most recent call last):
-    ValueError: epsilon=0 must be a finite number above 0
+    >>> Recipe(model="mlp", data="train.csv", epsilon=3).variant
+    'scale_then_privatize'
     """
 
     # fmt: off
@@ -248,12 +238,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """Make a recipe from plain values; unknown names are refused.
-
-        >>> Recipe.from_dict({"model": "mlp", "data": "a.csv", "epsilon": 1, "learning_rat": 0.1})
-        Traceback (most recent call last):
-        ValueError: learning_rat=0.1 is not a setting of a recipe; did you mean learning_rate?
-        """
+        """Make a recipe from plain values; unknown names are refused."""
         known = [part.name for part in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in known:
@@ -275,12 +260,7 @@ class Recipe:
         }
 
     def to_toml(self) -> str:
-        """The recipe as a TOML document; settings that are None are left out.
-
-        >>> recipe = Recipe(model="mlp", data="train.csv", epsilon=3.0, betas=(0.9, 0.99))
-        >>> Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
-        True
-        """
+        """The recipe as a TOML document; settings that are None are left out."""
         return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
 
     def with_whole_paths(self) -> Recipe:
@@ -298,11 +278,7 @@ _PAIRS = (("epsilon", "noise_multiplier"), ("steps", "epochs"), ("validation_dat
 
 
 def flags() -> dict[str, dataclasses.Field[Any]]:
-    """The command-line flag of each setting that has one, in order.
-
-    >>> flags()["--adam-eps"].name, "--label-names" in flags()
-    ('eps', False)
-    """
+    """The command-line flag of each setting that has one, in order."""
     named = {part: part.metadata.get("flag", f"--{part.name.replace('_', '-')}") for part in dataclasses.fields(Recipe)}
     return {flag: part for part, flag in named.items() if flag is not None}
 
@@ -312,15 +288,14 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
 
     Args:
         path: The file, or None for a recipe that consists of `over` alone.
-        over: Settings that replace those of the file; None keeps the file's. If one of a pair (epsilon and
-            noise_multiplier, steps and epochs, validation_data and validation_fraction) is given, the file's other
-            one is dropped. A table [compare] is for `dpoptim compare` and is ignored here.
+        over: Settings that replace those of the file; None keeps the file's. A setting also replaces its rival in the
+            file: epsilon and noise_multiplier, steps and epochs, validation_data and validation_fraction.
 
     Raises:
         ValueError: The file is missing or not TOML, or a setting is unknown or out of range.
     """
     values = {} if path is None else read_toml(path)
-    values.pop("compare", None)
+    values.pop("compare", None)  # a table of `dpoptim compare`
     given = {name: value for name, value in over.items() if value is not None}
     for one, other in _PAIRS:
         for name, rival in ((one, other), (other, one)):
@@ -342,11 +317,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def whole_path(name: str) -> str:
-    """Make a local path absolute; other names stay as they are.
-
-    >>> whole_path("mlp"), whole_path("no/such:dataset")
-    ('mlp', 'no/such:dataset')
-    """
+    """Make a local path absolute; other names stay unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUILT_IN and path.exists() else name
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from dpoptim.app.models.prepared import random_batch
-from dpoptim.app.recipes.plans import optimizer_of
-from dpoptim.app.runs.run import bytes_on_disk
+from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
 
@@ -27,7 +26,6 @@ class Estimate:
     optimizer_bytes: int
     noise_bytes: int
     working_bytes: int
-    disk_bytes: int
     step_seconds: float
     run_seconds: float
 
@@ -38,12 +36,9 @@ class Estimate:
 
 
 def estimate(setup: RunSetup) -> Estimate:
-    """Take a private step on random examples, cut into micro-batches as a real batch would be, and measure it.
+    """Measure a private step on random examples; it changes the model, so `setup` cannot be used afterwards.
 
-        seconds per step = micro-batches · seconds per micro-batch + seconds per update
-
-    It changes the model's parameters, so `setup` cannot be used afterwards. Lengths are drawn from those of the
-    records; tokens, labels and pixels are random.
+    seconds per step = micro-batches · seconds per micro-batch + seconds per update
     """
     recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
     setup.model.train()
@@ -75,7 +70,6 @@ def estimate(setup: RunSetup) -> Estimate:
         optimizer_bytes=kept,
         noise_bytes=optimizer.mechanism.noise_memory_bytes,
         working_bytes=working,
-        disk_bytes=bytes_on_disk(setup),
         step_seconds=step_seconds,
         run_seconds=step_seconds * plan.steps,
     )

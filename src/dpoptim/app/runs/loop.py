@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.app.progress import StepTimes, two_digits
-from dpoptim.app.recipes.plans import learning_rate_at, optimizer_of
+from dpoptim.app.recipes.defaults import learning_rate_at, optimizer_of
 from dpoptim.app.runs.metrics import Diagnostics
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data import private_loader
@@ -25,9 +25,7 @@ from dpoptim.privacy.composition import EpsilonSpent
 class Loop:
     """Iterating takes the remaining steps and yields an entry for the log after each.
 
-    An entry has `step` (from 1), `learning_rate`, `epsilon` (of the steps so far; `epsilon_note` tells if it is the
-    whole run's) and `seconds` per step (a mean of ten or more steps with two digits; None before). Every `log_every`
-    steps, and at the first and last step, it also has `released`, and with `debug` `not_private`.
+    Every `log_every` steps, and at the first and last step, an entry has `released`, and with `debug` `not_private`.
 
     Guarantee: batches, masks, dropout, learning rate and noise of step t depend on (recipe, key, run, t) alone. So a
     run that resumes from `state_dict` equals the run that never stopped, bit for bit if the arithmetic repeats.
@@ -61,22 +59,12 @@ class Loop:
         return self._loader.next_step
 
     @property
-    def steps(self) -> int:
-        """The number of steps in the plan."""
-        return self.plan.steps
-
-    @property
-    def batch_size(self) -> int:
-        """The expected batch size."""
-        return self.plan.batch_size
-
-    @property
     def epsilon_is_whole(self) -> bool:
         """Whether the ε of the steps so far is reported as the whole run's."""
         return self._spent.note is not None
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
-        """Record every step from here on; `step` is that of the checkpoint that was loaded, None for a new run."""
+        """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
         settings = recipe_settings(self._setup.recipe.to_dict())
         ledger = StepLedger.open(path, run_header(self._optimizer, settings=settings, data=self._digest), step=step)
         self._optimizer.mechanism.before_step = ledger.before_step
@@ -102,7 +90,7 @@ class Loop:
         self._loader.load_state_dict(state["loader"])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self.step == self.steps:
+        if self.step == self.plan.steps:
             return
         recipe, loader, optimizer = self._setup.recipe, self._loader, self._optimizer
         losses: list[Tensor] = []
@@ -121,14 +109,17 @@ class Loop:
             opens = loader.step_ends
             if opens:
                 seed_generators(recipe.seed)  # drop the secret state
-                entry = {"step": number + 1, "learning_rate": rate, **self._epsilon(number + 1)}
+                spent = self._spent.at(number + 1)
+                entry: dict[str, Any] = {"step": number + 1, "learning_rate": rate, "epsilon": spent}
+                if self._spent.note is not None:
+                    entry["epsilon_note"] = self._spent.note
                 if self._is_logged(number):
                     entry["released"] = self._diagnostics.after()
                     if recipe.debug:
                         entry["not_private"] = self._not_private(losses)
                 seconds = self._times.add(time.perf_counter() - began)
                 entry["seconds"] = seconds
-                entry["examples_per_second"] = two_digits(self.batch_size / seconds) if seconds else None
+                entry["examples_per_second"] = two_digits(self.plan.batch_size / seconds) if seconds else None
                 yield entry
 
     def _begin(self, number: int) -> float:
@@ -148,11 +139,7 @@ class Loop:
         return counts.examples, counts.clipped, counts.nonfinite
 
     def _is_logged(self, number: int) -> bool:
-        return number == 0 or (number + 1) % self._setup.recipe.log_every == 0 or number + 1 == self.steps
-
-    def _epsilon(self, step: int) -> dict[str, Any]:
-        note = {} if self._spent.note is None else {"epsilon_note": self._spent.note}
-        return {"epsilon": self._spent.at(step), **note}
+        return number == 0 or (number + 1) % self._setup.recipe.log_every == 0 or number + 1 == self.plan.steps
 
     def _not_private(self, losses: list[Tensor]) -> dict[str, Any]:
         """Values of the step's own examples."""

@@ -68,7 +68,6 @@ def evaluate(
     device = next(model.parameters()).device
     losses = total = right = 0.0
     targets = with_targets = 0
-    has_answers = prepared.task.is_classification
     with in_eval_mode(model):
         for part in _parts(prepared, batch_size, batch_tokens):
             batch = prepared.collate([prepared.dataset[int(i)] for i in part])
@@ -84,7 +83,7 @@ def evaluate(
         targets=targets,
         loss=losses / max(with_targets, 1),
         target_loss=total / max(targets, 1),
-        accuracy=right / examples if has_answers else None,
+        accuracy=right / examples if prepared.task.is_classification else None,
     )
 
 
@@ -105,10 +104,7 @@ def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[n
 
 
 class Diagnostics:
-    """Measures chosen steps of an optimizer, from released values only.
-
-        diagnostics.before()    # then the step
-        diagnostics.after()     # the values, as plain numbers
+    """Measures the step between `before()` and `after()`, from released values only.
 
     | value | meaning |
     |---|---|
@@ -166,19 +162,17 @@ class Diagnostics:
             return None
         bias = 0.0
         if isinstance(optimizer.second_moment, OfNoisyGradient | NoiseCorrected):
-            bias = self._noise_share() * (1 - optimizer.param_groups[0]["betas"][1] ** optimizer.mechanism.step)
+            step, beta2 = optimizer.mechanism.step, optimizer.param_groups[0]["betas"][1]
+            bias = float(self._noise_shares[step - 1]) * (1 - beta2**step)
         elif not isinstance(optimizer.second_moment, OfReleasedSquare):
             return None
         moments = [optimizer.state[parameter]["second_moment"] for parameter in self._parameters]
         negative = sum(int((moment < bias).sum()) for moment in moments)
         return negative / sum(moment.numel() for moment in moments)
 
-    def _noise_share(self) -> float:
-        """b_t: what the noise adds to the debiased second moment on average."""
-        return float(self._noise_shares[self._optimizer.mechanism.step - 1])
-
     @functools.cached_property
     def _noise_shares(self) -> Any:
+        """b_t, what the noise adds to the debiased second moment on average, for each step t."""
         optimizer = self._optimizer
         plan, beta2 = optimizer.plan, optimizer.param_groups[0]["betas"][1]
         unit = plan.noise_stddevs().gradient_sum * plan.strategy.column_norm / plan.batch_size

@@ -20,14 +20,13 @@ import torch
 from torch import nn
 
 from dpoptim.app.files import make_folder
-from dpoptim.app.models.loading import MLP, SmallCNN, load_model
+from dpoptim.app.models.loading import load_model
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
-from dpoptim.app.runs.checkpoints import checkpoints, load_checkpoint, save_checkpoint, step_of
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
-from dpoptim.app.runs.run_directory import RunDirectory
+from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
 from dpoptim.app.runs.run_log import (
     Diverged,
     RunLog,
@@ -38,8 +37,7 @@ from dpoptim.app.runs.run_log import (
     tensorboard_writer,
     write_scalars,
 )
-from dpoptim.app.runs.setup import RunSetup, prepare_run
-from dpoptim.app.runs.shared_records import training_digest
+from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
@@ -78,7 +76,6 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         setup = prepare_run(recipe, stage=progress.stage)
         for line in setup.messages:
             progress.note(line)
-        place.check_new(bytes_needed=bytes_on_disk(setup))
         key = NoiseKey.generate()
         place.create(setup.recipe, setup.plan, key)
         try:
@@ -86,7 +83,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
-            shutil.rmtree(place.path, ignore_errors=True)
+            place.remove()
             raise OSError(f"{error}; nothing was released, and {place.path} is removed") from error
 
 
@@ -120,12 +117,6 @@ def resume(
         return _run(setup, place, progress, key)
 
 
-def bytes_on_disk(setup: RunSetup) -> int:
-    """The most that a run keeps on the disk: three checkpoints while one is replaced, and the model."""
-    everything = sum(value.numel() * value.element_size() for value in setup.model.state_dict().values())
-    return 4 * everything + 3 * 12 * setup.trained_parameters + 2**20
-
-
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
     found = checkpoints(place.checkpoints)
     progress.stage("taking digests of the records")
@@ -139,8 +130,15 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
             with RunLog(place.log_file) as log, stopping_between_steps() as stop:
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
-                except (OSError, torch.OutOfMemoryError) as error:
-                    raise _reworded(error, place) from error
+                except torch.OutOfMemoryError as error:
+                    raise ValueError(
+                        "the device ran out of memory; set a smaller micro_batch_size or micro_batch_tokens"
+                    ) from error
+                except OSError as error:
+                    found = checkpoints(place.checkpoints)
+                    command = f"continue with: dpoptim train --resume {place.path}"
+                    saved = f"; step {step_of(found[-1])} is saved, {command}" if found else ""
+                    raise OSError(f"training stopped: {first_line(error)}{saved}") from error
 
 
 class _Run:
@@ -161,15 +159,15 @@ class _Run:
         if setup.recipe.report_to == "tensorboard":
             self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
         self._began = time.perf_counter()
-        self._finite_at, self._loss_noted = loop.step, False
+        self._finite_at = loop.step
 
     def train(self, *, resumed_from: int | None) -> dict[str, Any]:
-        recipe, loop = self._setup.recipe, self._loop
+        recipe, loop, steps = self._setup.recipe, self._loop, self._loop.plan.steps
         assert recipe.evaluate_every is not None  # filled in
         assert recipe.checkpoint_every is not None
         self._log.write("start", **self._description(resumed_from))
         self._progress.begin(
-            step=loop.step, steps=loop.steps, batch_size=loop.batch_size, whole_run=loop.epsilon_is_whole
+            step=loop.step, steps=steps, batch_size=loop.plan.batch_size, whole_run=loop.epsilon_is_whole
         )
         try:
             if resumed_from is None:
@@ -181,7 +179,7 @@ class _Run:
                     if "not_private" in entry:
                         self._progress.not_private(entry["not_private"]["loss"])
                 self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
-                last = loop.step == loop.steps
+                last = loop.step == steps
                 evaluates = last or loop.step % recipe.evaluate_every == 0
                 stops = not last and self._stop.signal is not None  # read once: it may change at any moment
                 saves = last or stops or loop.step % recipe.checkpoint_every == 0
@@ -196,7 +194,8 @@ class _Run:
             self._save_model()
             return self._end("finished")
         except BaseException as error:
-            self._end_with(error)
+            with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
+                self._log_end(ending_by(error))
             raise
 
     def _write(self, kind: str, entry: dict[str, Any]) -> None:
@@ -208,7 +207,7 @@ class _Run:
         setup, plan = self._setup, self._loop.plan
         return {
             "versions": _versions(),
-            "device": _device_name(setup.device),
+            "device": torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "cpu",
             "parameters": sum(p.numel() for p in setup.model.parameters()),
             "trained_parameters": setup.trained_parameters,
             "examples": plan.num_examples,
@@ -234,9 +233,8 @@ class _Run:
         saved = step_of(checkpoints(self._place.checkpoints)[-1])
         raise Diverged(
             f"training diverged between steps {self._finite_at} and {self._loop.step}: {len(found)} parameters (first: "
-            f"{found[0]!r}) are not finite; the last checkpoint is of step {saved} in {self._place.checkpoints}. "
-            f"Train in a new directory with a learning_rate below {self._setup.recipe.learning_rate:g} (its privacy "
-            "loss adds to this one's)"
+            f"{found[0]!r}) are not finite; the last checkpoint is of step {saved}. Train in a new directory with a "
+            f"learning_rate below {self._setup.recipe.learning_rate:g} (its privacy loss adds to this one's)"
         )
 
     def _evaluate(self) -> None:
@@ -256,12 +254,6 @@ class _Run:
         }
         self._write("evaluation", entry)
         self._progress.evaluation(entry)
-        if not math.isfinite(scores.loss) and not self._loss_noted:
-            self._loss_noted = True
-            self._progress.message(
-                f"note: the held-out loss is not finite after step {self._loop.step}, but all parameters are; the "
-                "learning rate is probably too large, or a held-out record is extreme"
-            )
 
     def _checkpoint(self) -> None:
         path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
@@ -284,20 +276,17 @@ class _Run:
         shutil.rmtree(self._place.model, ignore_errors=True)
         make_folder(self._place.model, fill, secret=False)
 
+    def _log_end(self, reason: str) -> None:
+        seconds = two_digits(time.perf_counter() - self._began)
+        self._log.write("end", step=self._loop.step, reason=reason, seconds=seconds)
+
     def _end(self, reason: str) -> dict[str, Any]:
-        self._log.write("end", step=self._loop.step, reason=reason, seconds=self._seconds())
+        self._log_end(reason)
         summary = _summary(self._place, self._loop.plan)
         if self._stop.signal is not None:
             summary["signal"] = int(self._stop.signal)
         self._place.write_summary(summary)
         return summary
-
-    def _seconds(self) -> float:
-        return two_digits(time.perf_counter() - self._began)
-
-    def _end_with(self, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
-            self._log.write("end", step=self._loop.step, reason=ending_by(error), seconds=self._seconds())
 
 
 def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
@@ -321,25 +310,10 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
-def _reworded(error: Exception, place: RunDirectory) -> Exception:
-    found = checkpoints(place.checkpoints)
-    text = first_line(error)
-    saved = f"; step {step_of(found[-1])} is saved, continue with: dpoptim train --resume {place.path}" if found else ""
-    if isinstance(error, OSError):
-        return OSError(f"training stopped: {text}{saved}")
-    return ValueError(f"the device ran out of memory ({text}); set a smaller micro_batch_size or micro_batch_tokens")
-
-
 def _versions() -> dict[str, str]:
-    found = {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformers", "peft", "datasets"):
-        if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return found
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    names = ["transformers", "peft"]
+    loaded = {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
+    return {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__, **loaded}
 
 
 # -- stopping between steps --------------------------------------------------------------------------------------------
@@ -354,13 +328,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stopping_between_steps() -> Iterator[StopRequest]:
-    """Record the first Ctrl-C or SIGTERM, and let a second one interrupt at once; only in the main thread.
-
-    >>> with stopping_between_steps() as stop:
-    ...     signal.raise_signal(signal.SIGINT)
-    ...     stop.signal == signal.SIGINT
-    True
-    """
+    """Record the first Ctrl-C or SIGTERM, and let a second one interrupt at once; only in the main thread."""
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -389,8 +357,6 @@ def load_trained(directory: str | Path) -> nn.Module:
 
     Raises:
         ValueError: The folder is not a run directory, or the run has not finished.
-
-    Guarantee: the noise key is not read.
     """
     place = RunDirectory(Path(directory).expanduser())
     place.check_is_run()
@@ -400,16 +366,9 @@ def load_trained(directory: str | Path) -> nn.Module:
     names = recipe.label_names
     if recipe.model in BUILT_IN:
         state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
-        labels = len(names or ())
-        model: nn.Module = SmallCNN(num_labels=labels)
-        if recipe.model == "mlp":
-            model = MLP(columns=next(iter(state.values())).shape[1], num_labels=labels)
+        columns = next(iter(state.values())).shape[1]
+        model = load_model(Task(recipe.task), recipe.model, num_labels=len(names or ()), columns=columns)
         model.load_state_dict(state)
         return model.eval()
-    return load_model(
-        Task(recipe.task),
-        place.model,
-        num_labels=None if names is None else len(names),
-        label_names=names,
-        seed=recipe.seed,
-    ).eval()
+    labels = None if names is None else len(names)
+    return load_model(Task(recipe.task), place.model, num_labels=labels, label_names=names).eval()

@@ -1,22 +1,26 @@
-"""The folder of a run: recipe, plan, statement, key, log, checkpoints, model and summary."""
+"""The folder of a run with its checkpoints, and its secrets beside it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.files import make_folder, write_text
+import torch
+
+from dpoptim.app.files import make_folder, remove_unfinished, write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 
+KEPT = 2
+_NAME = re.compile(r"step-(\d{6,})")
 
-@dataclass(frozen=True)
+
 class RunDirectory:
     """The files of a run.
 
@@ -25,73 +29,51 @@ class RunDirectory:
     | recipe.toml | every setting, as used |
     | plan.json | the privacy plan, with ε and δ |
     | statement.txt | the guarantee in words |
-    | noise.key | SECRET, mode 0600: whoever has it can remove the noise |
-    | noise.steps | the step ledger: a digest of each released step |
     | log.jsonl | the log, one JSON object per line |
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
+
+    People share run directories, so the secrets lie outside, in RUN.secret (mode 0700).
+
+    | name | what it holds |
+    |---|---|
+    | noise.key | mode 0600: whoever has it can remove the noise |
+    | noise.steps | the step ledger: a digest of each released step |
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_file = path / "recipe.toml"
+        self.plan_file = path / "plan.json"
+        self.statement_file = path / "statement.txt"
+        self.log_file = path / "log.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.summary_file = path / "summary.json"
+        whole = path.resolve()
+        self.secret_folder = whole.with_name(f"{whole.name}.secret")
+        self.key_file = self.secret_folder / "noise.key"
+        self.steps_file = self.secret_folder / "noise.steps"
 
-    @property
-    def recipe_file(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def statement_file(self) -> Path:
-        return self.path / "statement.txt"
-
-    @property
-    def key_file(self) -> Path:
-        return self.path / "noise.key"
-
-    @property
-    def steps_file(self) -> Path:
-        return self.path / "noise.steps"
-
-    @property
-    def log_file(self) -> Path:
-        return self.path / "log.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / "summary.json"
-
-    def check_new(self, *, bytes_needed: int = 0) -> None:
+    def check_new(self) -> None:
         """Raise a ValueError if no run can be written here."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
             raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
+        if self.secret_folder.exists():
+            raise ValueError(
+                f"{self.secret_folder} holds the key of an earlier run. Choose another name, or remove the folder."
+            )
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
-        free = shutil.disk_usage(parent).free
-        if free < bytes_needed:
-            raise ValueError(
-                f"run directory {self.path} needs {bytes_needed / 1e6:.0f} MB, but the disk has {free / 1e6:.0f} MB "
-                "left; make room, or choose another disk"
-            )
 
     def create(self, recipe: Recipe, plan: PrivacyPlan, key: NoiseKey) -> None:
-        """Make the folder (mode 0700) with all files that exist before training; it appears complete or not at all."""
+        """Make both folders (mode 0700) with all files that exist before training, or neither."""
 
         def fill(folder: Path) -> None:
             new = RunDirectory(folder)
-            key.save(new.key_file)
             new.recipe_file.write_text(recipe.to_toml(), encoding="utf-8")
             described = {"plan": plan.to_dict(), "epsilon": plan.epsilon(), "delta": plan.delta}
             new.plan_file.write_text(json.dumps(plain(described), indent=2) + "\n", encoding="utf-8")
@@ -99,20 +81,26 @@ class RunDirectory:
             new.log_file.touch()
             new.checkpoints.mkdir()
 
-        make_folder(self.path, fill)
+        make_folder(self.secret_folder, lambda folder: key.save(folder / self.key_file.name))
+        try:
+            make_folder(self.path, fill)
+        except BaseException:
+            shutil.rmtree(self.secret_folder, ignore_errors=True)
+            raise
+
+    def remove(self) -> None:
+        """Remove a run that released nothing."""
+        for folder in (self.path, self.secret_folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
-        """What a run needs to resume.
-
-        Raises:
-            ValueError: The folder is not a run directory, or a file is missing.
-        """
+        """What a run needs to resume."""
         self.check_is_run()
         recipe = read_recipe(self.recipe_file)
         try:
             return recipe, self.read_plan(), NoiseKey.load(self.key_file)
         except FileNotFoundError as error:
-            raise ValueError(f"{error.filename} is missing; the run cannot resume without it") from None
+            raise ValueError(f"{error.filename} is missing. The run cannot resume without it.") from None
 
     def check_is_run(self) -> None:
         """Raise a ValueError if the folder is not a run directory."""
@@ -126,3 +114,47 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write `folder`/step-000100/state.pt, then remove all but the last two checkpoints."""
+    path = folder / f"step-{step:06d}"
+    if path.exists():
+        return path
+
+    def fill(temporary: Path) -> None:
+        try:
+            torch.save(state, temporary / "state.pt")
+        except RuntimeError as error:  # torch reports a full disk like this
+            raise OSError(f"{path} cannot be written (is the disk full?)") from error
+
+    remove_unfinished(folder)
+    make_folder(path, fill)
+    for old in checkpoints(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "state.pt").is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from its name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
+    try:
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}). Remove it.") from error
+    return state

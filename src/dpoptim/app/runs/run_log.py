@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import math
 import shutil
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.integrations.optional import first_line
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.composition import EpsilonSpent
@@ -24,9 +25,7 @@ from dpoptim.privacy.composition import EpsilonSpent
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""
 
-UNKNOWN_END = "still running, or killed"
-"""How a run ended if its log does not tell."""
-
+_Value = TypeVar("_Value")
 _LOG = "log.jsonl"
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -35,8 +34,7 @@ _LOG = "log.jsonl"
 class RunLog:
     """Appends entries to a log: one JSON object per line, flushed at once.
 
-    The `kind` of an entry is start, step, evaluation, checkpoint or end. Numbers that are not finite become null. Only
-    start and end have the time of day, because the times of steps reveal the sizes of their batches.
+    Only start and end have the time of day, because the times of steps reveal the sizes of their batches.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +52,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -65,13 +63,10 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
-    """A TensorBoard writer into `folder`.
-
-    The folder is rebuilt from the log's entries, so that a repeated step appears once: the difference between two
-    versions of a step, on a device that sums in a different order, would contain no noise.
-    """
+    """A TensorBoard writer into `folder`, which is rebuilt from the log's entries."""
     from torch.utils.tensorboard import SummaryWriter
 
+    # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
     shutil.rmtree(folder, ignore_errors=True)
     writer = SummaryWriter(str(folder))
     for entry in entries:
@@ -126,7 +121,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The entries of a log, in order; a last line that a crash cut off is left out.
 
     Raises:
-        ValueError: Another line is not JSON.
+        ValueError: Any other line is not JSON.
     """
     lines = log_lines(path)
     for line in lines[:-1]:
@@ -156,10 +151,7 @@ class Guarantee:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run directory, read back: its settings, its plan, and its log's entries by kind.
-
-    `steps` and `evaluations` are sorted by step, one entry per step: after a resume the later entry counts.
-    """
+    """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
     name: str
     folder: Path
@@ -176,7 +168,7 @@ class RunHistory:
     notes: list[str]
 
     def setting(self, name: str) -> Any:
-        """A value as the last start logged it, or of the recipe, or of the plan; None if there is none."""
+        """A value of the last start, the recipe or the plan; None if there is none."""
         for place in (self.starts[-1] if self.starts else {}, self.recipe, self.plan):
             if place.get(name) is not None:
                 return place[name]
@@ -195,7 +187,7 @@ class RunHistory:
     @property
     def ending(self) -> str:
         """How the run ended, as the log has it."""
-        return str(self.ends[-1]["reason"]) if self.is_ended else UNKNOWN_END
+        return str(self.ends[-1]["reason"]) if self.is_ended else "still running, or killed"
 
     @property
     def resumes(self) -> int:
@@ -204,7 +196,7 @@ class RunHistory:
 
     @property
     def seconds(self) -> float | None:
-        """How long it worked: what its sessions logged, or its steps at their mean time if one ended unlogged."""
+        """How long its sessions worked; if one ended unlogged, its steps at their mean time."""
         if self.ends and len(self.ends) >= len(self.starts):
             return math.fsum(end["seconds"] for end in self.ends)
         steps = series(self.steps, "seconds")
@@ -225,7 +217,7 @@ class RunHistory:
 
     @functools.cached_property
     def epsilon_spent(self) -> float:
-        """ε of the steps taken: as logged, or as the accountant has it if steps after the last entry count too."""
+        """ε of the steps taken: as logged, or recomputed if steps after the last entry count too."""
         if not self.guarantee.is_private:
             return math.inf
         logged = series(self.steps, "epsilon")
@@ -237,19 +229,16 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
-    """Read run directories. A folder of runs, as `dpoptim compare` or the demonstration writes it, stands for all.
+    """Read run directories; a folder of runs, as a comparison or the demonstration writes it, stands for all of them.
 
-    The runs are named by their folders, with as much of the path as it takes to make the names differ. The trials of a
-    comparison are left out.
-
-    Raises:
-        ValueError: A folder is not a run directory and contains none, or a file of a run cannot be read.
+    The runs are named by their folders, with as much of the path as it takes to make the names differ.
     """
-    paths = [path for folder in folders for path in _runs_in(Path(folder).expanduser())]
-    return [read_run(path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
+    found = dict.fromkeys(path.resolve() for folder in folders for path in _runs_in(Path(folder).expanduser()))
+    return [read_run(path, name=name) for path, name in zip(found, _names(list(found)), strict=True)]
 
 
 def _runs_in(folder: Path) -> list[Path]:
+    """The run itself, or the runs in a folder, without the trials of a comparison."""
     if (folder / _LOG).is_file():
         return [folder]
     logs = (*folder.glob(f"runs/*/*/seed-*/{_LOG}"), *folder.glob(f"*/{_LOG}"))
@@ -257,13 +246,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
-    """Read one run directory; the noise key is never opened.
-
-    Entries after the step that a later start resumed from are superseded.
-
-    Raises:
-        ValueError: The folder is not a run directory, its log is empty, or one of its files cannot be read.
-    """
+    """Read one run directory."""
     folder = Path(folder)
     log = folder / _LOG
     if not log.is_file():
@@ -271,57 +254,44 @@ def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     entries = read_log(log)
     if not entries:
         raise ValueError(f"{log} is empty; nothing was logged yet")
-    steps: dict[int, dict[str, Any]] = {}
-    evaluations: dict[int, dict[str, Any]] = {}
-    for entry in entries:
-        if entry["kind"] == "start" and entry["resumed_from"] is not None:
-            for kept in (steps, evaluations):
-                for late in [step for step in kept if step > entry["resumed_from"]]:
-                    del kept[late]
-        elif entry["kind"] in ("step", "evaluation"):
-            (steps if entry["kind"] == "step" else evaluations)[entry["step"]] = entry
-    try:
-        recipe_text = (folder / "recipe.toml").read_text(encoding="utf-8")
-        statement = (folder / "statement.txt").read_text(encoding="utf-8")
-        described = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing; the run directory is incomplete") from None
-    except ValueError as error:
-        raise ValueError(f"a file of {folder} cannot be read: {error}") from None
-    try:
-        recipe = tomllib.loads(recipe_text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{folder / 'recipe.toml'} is not TOML: {error}") from None
-    try:
-        plan = {**described["plan"], "epsilon": described["epsilon"], "delta": described["delta"]}
-        privacy_plan = PrivacyPlan.from_dict(described["plan"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder / 'plan.json'} is not a plan: {error}") from None
+    wanted = ("start", "step", "evaluation", "end")
+    kinds = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in wanted}
+    recipe_text = _parsed(folder / "recipe.toml", str)
+    plan, privacy_plan = _parsed(folder / "plan.json", _plan)
     sessions = [entry["kind"] for entry in entries if entry["kind"] in ("start", "end")]
     cut_off = log_lines(log)[-1].entry is None
     return RunHistory(
-        name=name or _names([folder])[0],
+        name=name or folder.resolve().name,
         folder=folder,
-        recipe=recipe,
+        recipe=_parsed(folder / "recipe.toml", tomllib.loads),
         recipe_text=recipe_text,
         plan=plan,
         privacy_plan=privacy_plan,
-        statement=statement.strip(),
-        starts=[entry for entry in entries if entry["kind"] == "start"],
-        steps=[steps[step] for step in sorted(steps)],
-        evaluations=[evaluations[step] for step in sorted(evaluations)],
-        ends=[entry for entry in entries if entry["kind"] == "end"],
+        statement=_parsed(folder / "statement.txt", str).strip(),
+        starts=kinds["start"],
+        steps=kinds["step"],
+        evaluations=kinds["evaluation"],
+        ends=kinds["end"],
         is_ended=sessions[-1:] == ["end"],
         notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
     )
 
 
-def series(records: Iterable[dict[str, Any]], path: str) -> Series:
-    """The finite values at a dotted path, by step; entries without one are left out.
+def _plan(text: str) -> tuple[dict[str, Any], PrivacyPlan]:
+    found = json.loads(text)
+    values = {**found["plan"], "epsilon": found["epsilon"], "delta": found["delta"]}
+    return values, PrivacyPlan.from_dict(found["plan"])
 
-    >>> series([{"step": 1, "released": {"update_norm": 2.0}}, {"step": 2}], "released.update_norm")
-    [(1, 2.0)]
-    """
+
+def _parsed(file: Path, parse: Callable[[str], _Value]) -> _Value:
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} cannot be read ({first_line(error)}); restore the original") from None
+
+
+def series(records: Iterable[dict[str, Any]], path: str) -> Series:
+    """The finite values at a dotted path such as "released.update_norm", by step; other entries are left out."""
     found = ((record["step"], number(value_at(record, path))) for record in records)
     return [(step, value) for step, value in found if value is not None]
 
@@ -334,23 +304,16 @@ def value_at(record: Any, path: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A finite number as float; None for everything else, such as NaN, a text or True.
-
-    >>> number(2), number(float("nan")), number("2"), number(True)
-    (2.0, None, None, None)
-    """
+    """A finite number as float; None for everything else, such as NaN, a text or True."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{place}: {path}" for place, path in enumerate(paths, 1)]
+    parts = [path.parts for path in paths]
+    length = next(n for n in itertools.count(1) if len({part[-n:] for part in parts}) == len(parts))
+    return ["/".join(part[-length:]) for part in parts]
 
 
 # -- the result --------------------------------------------------------------------------------------------------------
@@ -362,10 +325,7 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run; `first` and `last` are scores on held-out records before and after training.
-
-    A score of None was not finite: the run diverged, and may have stopped early.
-    """
+    """A finished run; `first` and `last` are held-out scores before and after training, None if not finite."""
 
     path: Path
     recipe: Recipe
@@ -376,11 +336,7 @@ class RunResult:
 
 
 def read_result(directory: Path) -> RunResult:
-    """Read the result of a run that finished or diverged.
-
-    Raises:
-        ValueError: A file of the run cannot be read, or no records were held out.
-    """
+    """Read the result of a run that finished or diverged."""
     run = read_run(directory)
     if not run.evaluations:
         raise ValueError(f"{directory} has no scores, because no records were held out; set validation_fraction")

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +17,20 @@ from torch import nn
 from dpoptim.app.data.records import RecordKind, Records, read_records
 from dpoptim.app.models.loading import task_of_model
 from dpoptim.app.models.prepared import Prepared, prepare, random_batch
-from dpoptim.app.recipes.defaults import chosen_device, notes_on, validation_fraction, with_defaults
-from dpoptim.app.recipes.plans import optimizer_of, plan_of
+from dpoptim.app.recipes.defaults import (
+    chosen_device,
+    optimizer_of,
+    plan_of,
+    validation_fraction,
+    with_defaults,
+)
 from dpoptim.app.recipes.recipe import Recipe
-from dpoptim.app.runs.shared_records import check_held_out_is_other, same_source
 from dpoptim.clipping import check_example_independence
+from dpoptim.data import RecordFingerprint, fingerprint_records
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line, require
+from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 _KINDS = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
@@ -48,20 +56,20 @@ class RunSetup:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return next(self.model.parameters()).device
 
     @property
     def notes(self) -> list[str]:
         """What a person should know before the run starts; often nothing."""
-        held_out = 0 if self.validation is None else len(self.validation.records)
-        notes = notes_on(self.recipe, num_examples=self.plan.num_examples, held_out=held_out)
+        if self.validation is None:
+            return ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
         if self.shared_records:
-            notes.append(
-                f"{self.shared_records} of the {held_out} records of validation_data are also training records; the "
-                "guarantee does not cover scores on them"
-            )
-        return notes
+            return [
+                f"{self.shared_records} of the {len(self.validation.records)} records of validation_data are also "
+                "training records; the guarantee does not cover scores on them"
+            ]
+        return []
 
     @property
     def messages(self) -> list[str]:
@@ -111,8 +119,7 @@ def prepare_run(
     public = recipe.adjacency != Adjacency.ADD_REMOVE.value
     if public and recipe.num_examples not in (None, len(training)):
         raise ValueError(
-            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out, or "
-            "give the data that the recipe was written for"
+            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out"
         )
     stage(f"loading {recipe.model}")
     prepared = prepare(
@@ -141,11 +148,7 @@ def prepare_run(
 
 
 def held_out_places(count: int, fraction: float) -> np.ndarray:
-    """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records.
-
-    >>> held_out_places(10, 0.25).tolist(), held_out_places(10, 0.0).tolist()
-    ([3, 7], [])
-    """
+    """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records."""
     if not fraction:
         return np.zeros(0, dtype=np.int64)
     every = max(2, round(1 / fraction))
@@ -178,18 +181,12 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     found = read(recipe.data, recipe.label_names)
     if recipe.validation_data is not None:
         if same_source(recipe.validation_data, recipe.data):
-            raise ValueError(
-                f"validation_data={recipe.validation_data!r} is the training data; give other records, or "
-                "validation_fraction"
-            )
+            raise ValueError(f"validation_data={recipe.validation_data!r} is the training data; give other records")
         return found, read(recipe.validation_data, found.label_names)
     out = held_out_places(len(found), validation_fraction(recipe))
     if len(out) == 0:
         return found, None
-    kept = np.setdiff1d(np.arange(len(found)), out)
-    if len(kept) == 0:
-        raise ValueError(f"data={recipe.data!r} has {len(found)} records, and holding some out leaves none to train on")
-    return found.take(kept), found.take(out)
+    return found.take(np.setdiff1d(np.arange(len(found)), out)), found.take(out)
 
 
 def _tried(setup: RunSetup) -> PrivacyPlan:
@@ -205,3 +202,50 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(f"model={setup.recipe.model!r} cannot be trained: {first_line(error)}") from error
     return optimizer.plan
+
+
+# -- comparing records by content --------------------------------------------------------------------------------------
+
+
+def training_digest(prepared: Prepared, key: NoiseKey) -> str:
+    """A keyed digest of the training examples as the model sees them: tokens, numbers, or the bytes of image files."""
+    records = prepared.records
+    if records.kind is not RecordKind.IMAGE:
+        return fingerprint_records(prepared.dataset, key, name="data").digest
+    labels = [] if records.labels is None else records.labels.tolist()
+    parts = [fingerprint_records(part, key, name="data").digest for part in (records.images, labels)]
+    return " ".join(parts)
+
+
+def same_source(one: str, other: str) -> bool:
+    """Whether two names are the same file, folder or dataset; links are followed."""
+    first, second = Path(one).expanduser(), Path(other).expanduser()
+    return one == other or (first.exists() and second.exists() and first.samefile(second))
+
+
+def shared_count(records: Records, *others: Records) -> int:
+    """How many of the records occur in any of the others, ignoring labels."""
+    key = NoiseKey.generate()
+    found = np.concatenate([_fingerprint(other, key).each for other in others])
+    return _fingerprint(records, key).shared_with(RecordFingerprint("", found))
+
+
+def check_held_out_is_other(training: Records, held_out: Records, *, validation_data: str) -> int:
+    """Return how many held-out records are also training records; refuse the held-out data if all are."""
+    key = NoiseKey.generate()
+    one, other = _fingerprint(training, key), _fingerprint(held_out, key)
+    shared = other.shared_with(one)
+    # A table with few distinct rows is allowed: different people may have equal rows.
+    if shared == len(held_out) and (training.kind is not RecordKind.TABULAR or one.mostly_distinct):
+        raise ValueError(
+            f"all {shared} records of validation_data={validation_data!r} are training records. Use different records, "
+            "or validation_fraction."
+        )
+    return shared
+
+
+def _fingerprint(records: Records, key: NoiseKey) -> RecordFingerprint:
+    contents: dict[RecordKind, Any] = {
+        RecordKind.TEXT: records.texts, RecordKind.IMAGE: records.images, RecordKind.TABULAR: records.features
+    }  # fmt: skip
+    return fingerprint_records(contents[records.kind], key, name=records.source)
