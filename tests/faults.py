@@ -198,8 +198,8 @@ not-finite-counts: An example whose norm is not a number is added with weight 1.
 
 micro-batches-clipped-together: Example j of two micro-batches is clipped as one example.
     in clipping/engine.py, found by clipping/test_engine.py -k OneBatch
-    - if batch.is_open and not (use.call in batch.calls or
-    + if False and not (use.call in batch.calls or
+    - if batch.is_open and not (
+    + if False and not (
 
 layer-norm-weight: The per-example gradient of a layer norm's weight lacks the division by the deviation.
     in kernels/normalization.py, found by kernels/test_norms.py -k layer_norm
