@@ -1,7 +1,7 @@
-"""Where Triton's kernels are tested: on a CUDA device, or on a CPU by Triton's interpreter (TRITON_INTERPRET=1).
+"""Run Triton kernels on a CUDA device, or on a CPU with Triton's interpreter (TRITON_INTERPRET=1).
 
-The interpreter runs a kernel's own code, program by program, on ordinary tensors: what a kernel computes is tested
-without a GPU, and how fast it is, whether it compiles and what a GPU rounds otherwise is not.
+The interpreter runs a kernel's code on ordinary tensors. It tests what a kernel computes, but not its speed, whether it
+compiles, or how a GPU rounds.
 """
 
 from __future__ import annotations
@@ -26,40 +26,30 @@ needs_triton = pytest.mark.skipif(
 
 
 def _take_cpu_tensors() -> None:
-    """From now on kernels take tensors of the CPU, where they are interpreted."""
+    """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
-    from dpoptim.kernels import (
-        cross_entropy_triton as triton_kernels,
-    )
-    from dpoptim.kernels import normals_triton as triton_normals
-    from dpoptim.kernels import (
-        norms as kernels,
-    )
-    from dpoptim.kernels import (
-        outer_triton as triton_outer,
-    )
-    from dpoptim.kernels import tables_triton as triton_tables
+    from dpoptim.kernels import cross_entropy_triton, normals_triton, norms, outer_triton, tables_triton
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
-    # What CUDA's library rounds correctly, numpy does too.
+    # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
-    in_place_of = {
-        (kernels, "_on_current_device"): lambda tensors: True,
-        (kernels, "_kernels"): lambda: triton_kernels,
-        (kernels, "_outer_kernels"): lambda: triton_outer,
-        (triton_outer, "_processors"): lambda device: 2,
-        (triton_tables, "table_of"): table_of,
-        (triton_normals, "table_of"): table_of,
-        (triton_normals, "libdevice"): rounded,
+    replacements = {
+        (norms, "_on_current_device"): lambda tensors: True,
+        (norms, "_kernels"): lambda: cross_entropy_triton,
+        (norms, "_outer_kernels"): lambda: outer_triton,
+        (outer_triton, "_processors"): lambda device: 2,
+        (tables_triton, "table_of"): table_of,
+        (normals_triton, "table_of"): table_of,
+        (normals_triton, "libdevice"): rounded,
     }
-    for (module, name), other in in_place_of.items():
+    for (module, name), other in replacements.items():
         setattr(module, name, other)
-    for name, value in vars(triton_normals).copy().items():
+    for name, value in vars(normals_triton).copy().items():
         if isinstance(value, tl.constexpr):
-            setattr(triton_normals, name, value.value)
+            setattr(normals_triton, name, value.value)
 
 
 if IS_INTERPRETED:
