@@ -29,27 +29,37 @@ def _take_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
-    from dpoptim.kernels import cross_entropy_triton, normals_triton, norms, outer_triton, tables_triton
+    from dpoptim.kernels import (
+        cross_entropy_triton as triton_kernels,
+    )
+    from dpoptim.kernels import normals_triton as triton_normals
+    from dpoptim.kernels import (
+        norms as kernels,
+    )
+    from dpoptim.kernels import (
+        outer_triton as triton_outer,
+    )
+    from dpoptim.kernels import tables_triton as triton_tables
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
     # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
-    replacements = {
-        (norms, "_on_current_device"): lambda tensors: True,
-        (norms, "_kernels"): lambda: cross_entropy_triton,
-        (norms, "_outer_kernels"): lambda: outer_triton,
-        (outer_triton, "_processors"): lambda device: 2,
-        (tables_triton, "table_of"): table_of,
-        (normals_triton, "table_of"): table_of,
-        (normals_triton, "libdevice"): rounded,
+    in_place_of = {
+        (kernels, "_on_current_device"): lambda tensors: True,
+        (kernels, "_kernels"): lambda: triton_kernels,
+        (kernels, "_outer_kernels"): lambda: triton_outer,
+        (triton_outer, "_processors"): lambda device: 2,
+        (triton_tables, "table_of"): table_of,
+        (triton_normals, "table_of"): table_of,
+        (triton_normals, "libdevice"): rounded,
     }
-    for (module, name), other in replacements.items():
+    for (module, name), other in in_place_of.items():
         setattr(module, name, other)
-    for name, value in vars(normals_triton).copy().items():
+    for name, value in vars(triton_normals).copy().items():
         if isinstance(value, tl.constexpr):
-            setattr(normals_triton, name, value.value)
+            setattr(triton_normals, name, value.value)
 
 
 if IS_INTERPRETED:
