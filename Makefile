@@ -52,7 +52,7 @@ bench-all: $(VENV)/.dev
 	@$(BIN)/python benchmarks/picture.py benchmarks/results/steps.json -o docs/images/speed.png
 	@$(BIN)/python benchmarks/noise.py --write benchmarks/noise.md
 	@$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth.json --plot docs/images/growth.png
-	@$(BIN)/python benchmarks/small.py --apart --json benchmarks/results/small.json --write benchmarks/small.md
+	@$(BIN)/python benchmarks/small.py --separate --json benchmarks/results/small.json --write benchmarks/small.md
 	@test -z "$(DATA)" || $(BIN)/python benchmarks/abstracts.py --data "$(DATA)" --model "$(MODEL)" \
 		--json benchmarks/results/abstracts.json --write benchmarks/abstracts.md
 

@@ -1,8 +1,8 @@
-"""The models, batches and losses that the benchmarks time.
+"""Models, batches and losses of the benchmarks.
 
-Stock models where there are any: Hugging Face's BERT (tied decoder), GPT-2 (tied decoder) and ViT, and a ResNet-50 with
-GroupNorm written here. Opacus refuses or mismeasures the first three (tied weights, bare parameters, position ids
-without the batch axis, GPT-2's Conv1D), so it is given `Twin`: the same sizes, untied, in layers that it has rules for.
+The models are Hugging Face's BERT, GPT-2 and ViT, and a ResNet-50 with GroupNorm. Opacus rejects the first three or
+measures wrong norms (tied weights, bare parameters, position ids without the batch axis, GPT-2's Conv1D). It trains
+`Substitute` instead: the same sizes, untied, in layers that it supports.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ Loss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its batch, and its loss an example: as one would write it, with our fused loss, and of the peers' model.
+    """A model with its batch and per-example losses.
 
-    `compiled_micro_batch` is the number of examples that one compiled call takes (all where None); `together` is False
-    where the ways do not fit into memory beside each other; `note` says in what the peers' model differs; `needs` are
-    the packages that it cannot be made without.
+    Attributes:
+        plain_loss: The usual loss, from stored logits.
+        loss: The same with dpoptim's fused cross-entropy.
+        peer_model, peer_loss: The model that Opacus trains.
+        compiled_micro_batch: The examples per compiled call; None for all.
+        together: Whether all methods fit into memory at the same time.
+        note: How the model of Opacus differs.
+        needs: The packages that the model needs.
     """
 
     name: str
@@ -46,7 +51,7 @@ class Case:
 
 
 def flat_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of each example, from stored logits; flat, as a class axis in the middle is slow."""
+    """Return the mean loss per example, from stored logits; flattened, because a class axis in the middle is slow."""
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return losses.view(labels.shape).mean(1)
 
@@ -56,7 +61,7 @@ def seeded() -> torch.Generator:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, with the norms before them (GPT-2, ViT) or after (BERT)."""
+    """Attention and a feed-forward layer, with norms before them (GPT-2, ViT) or after (BERT)."""
 
     def __init__(self, width: int, heads: int, inner: int, *, causal: bool, norm_first: bool, lora: int) -> None:
         super().__init__()
@@ -88,8 +93,8 @@ class Block(nn.Module):
         return self.norm2(hidden + self.feed_forward(hidden))
 
 
-class Twin(nn.Module):
-    """A transformer of the sizes of BERT (masked), GPT-2 (causal) or ViT (patches), in layers that Opacus knows.
+class Substitute(nn.Module):
+    """A transformer with the sizes of BERT, GPT-2 or ViT, in layers that Opacus supports.
 
     The decoder is untied; the class token and the token types are embeddings, and position ids have the batch axis.
     """
@@ -138,7 +143,7 @@ def peer_text_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class MaskedLM(nn.Module):
-    """BERT that looks at its masked positions alone behind the encoder."""
+    """BERT that applies its head to the masked positions only."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ def masked_batch(examples: int, positions: int, masked: int, vocabulary: int, de
 def masked_lm(
     device: str, examples: int, positions: int, *, width: int = 128, vocabulary: int = 30522, name: str = "BERT"
 ) -> Case:
-    """A BERT of two layers that predicts 15 % of its positions."""
+    """Return a BERT with two layers that predicts 15 % of its positions."""
     heads, longest = max(1, width // 64), max(512, positions)
 
     def model() -> nn.Module:
@@ -193,11 +198,11 @@ def masked_lm(
         batch=lambda: masked_batch(examples, positions, masked, vocabulary, device),
         plain_loss=plain,
         loss=fused,
-        peer_model=lambda: Twin(
+        peer_model=lambda: Substitute(
             "bert", width=width, layers=2, heads=heads, inner=4 * width, positions=longest, outputs=vocabulary
         ),
         peer_loss=peer_text_loss,
-        # Inductor's indices are 32-bit: it fails on 2**31 logits and more.
+        # Inductor's indices are 32-bit, so it fails on 2**31 logits or more.
         compiled_micro_batch=256 if logits >= 2**31 else None,
         together=logits < 2**31,
         note="untied",
@@ -240,7 +245,7 @@ def gpt2(device: str, examples: int, positions: int, *, lora: bool = False) -> C
         batch=batch,
         plain_loss=plain,
         loss=fused,
-        peer_model=lambda: Twin("gpt2", **sizes, lora=16 if lora else 0),
+        peer_model=lambda: Substitute("gpt2", **sizes, lora=16 if lora else 0),
         peer_loss=peer_text_loss,
         note="Linear for Conv1D" if lora else "untied",
         needs=("transformers", "peft") if lora else ("transformers",),
@@ -264,7 +269,7 @@ def vit(device: str, examples: int) -> Case:
         batch=lambda: images(examples, 100, device),
         plain_loss=loss,
         loss=loss,
-        peer_model=lambda: Twin("vit", width=768, layers=12, heads=12, inner=3072, positions=197, outputs=100),
+        peer_model=lambda: Substitute("vit", width=768, layers=12, heads=12, inner=3072, positions=197, outputs=100),
         peer_loss=image_loss,
         note="class token and positions as embeddings",
     )
@@ -281,7 +286,7 @@ def image_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions beside a shortcut, each with its GroupNorm."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut, each with GroupNorm."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -302,7 +307,7 @@ def conv_norm(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequent
 
 
 def resnet50() -> nn.Module:
-    """ResNet-50 with GroupNorm in place of BatchNorm, which would mix examples."""
+    """Return a ResNet-50 with GroupNorm, because BatchNorm would mix examples."""
     layers: list[nn.Module] = [conv_norm(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
     for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):

@@ -1,13 +1,12 @@
-"""How the time of a training step grows with batch size, sequence length, width and vocabulary, one at a time.
+"""Measure how the time of a training step grows with batch size, sequence length, width and vocabulary.
 
-    python benchmarks/growth.py --json FILE                on the GPU where there is one, else on the CPU
-    python benchmarks/growth.py --from FILE --plot FILE    the picture of earlier --json files, without measuring
+    python benchmarks/growth.py --json FILE                # on the GPU if there is one, else on the CPU
+    python benchmarks/growth.py --from FILE --plot FILE    # draw earlier results, without measuring
 
-A BERT of two layers is timed without privacy ("off") and with `scale_then_privatize` ("scaled") around one base point,
-all sizes of an axis in turns. The exponent is the slope of log time against log size over the upper half of the sizes,
-where constant costs matter least. A cliff would be a step to the next size that costs far more than the size grows: the
-largest (time growth) / (size growth) is shown with its place. It is 1 for time in proportion to size; attention makes
-it up to 2 a doubling of the length, and matrix products do so in width.
+A BERT with two layers is timed without privacy ("off") and with `scale_then_privatize` ("scaled"). One size varies at a
+time, around a base point. The exponent is the slope of log time against log size over the upper half of the sizes,
+where constant costs matter least. To reveal cliffs, the table also shows the largest (time growth) / (size growth)
+between neighbouring sizes. It is 1 if time is proportional to size, and up to 2 per doubling of length or width.
 """
 
 from __future__ import annotations
@@ -20,27 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from cases import Case, masked_lm
-from options import (
-    PICTURES,
-    add_commit,
-    add_device,
-    need_matplotlib,
-    need_packages,
-    read_from,
-    say,
-    told_in_one_line,
-    whole,
-    write_to,
-)
+from options import PICTURES, add_device, add_json, at_least, one_line_errors, output_file, report, require_packages
 from record import heading, read_as, save, setting
 from rich.console import Console
 from rich.table import Table
 from steps import timed
 
 WAYS = ("off", "scaled")
-QUIET = 1.25  # the base point may take this many times its least on a machine without other work
+QUIET = 1.25  # on an idle machine, times of the base point differ by less than this factor
 COLOURS = {"off": "#0072B2", "scaled": "#D55E00"}  # blue and vermilion of Okabe and Ito
-# the base point, and the sizes of each axis
 BASES = {
     "cuda": {"examples": 1024, "positions": 256, "width": 512, "vocabulary": 32768},
     "cpu": {"examples": 8, "positions": 64, "width": 64, "vocabulary": 2048},
@@ -69,7 +56,7 @@ Point = dict[str, Any]  # {"size": 64, "off": {"ms": ...}, "scaled": {"ms": ...}
 
 
 def points_of(device: str, axis: str, repeats: int) -> list[Point]:
-    """All sizes in the same rounds, so that a machine that slows down slows every one of them."""
+    """Time all sizes of an axis in the same rounds, so that a slow moment affects all of them."""
     runs: dict[str, tuple[Case, str]] = {}
     for size in SIZES[device][axis]:
         sizes = BASES[device] | {axis: size}
@@ -77,12 +64,12 @@ def points_of(device: str, axis: str, repeats: int) -> list[Point]:
             device, sizes["examples"], sizes["positions"], width=sizes["width"], vocabulary=sizes["vocabulary"]
         )
         runs |= {f"{size} {way}": (case, way) for way in WAYS}
-    found = timed(runs, repeats, lambda line: say(f"{axis}: {line}"))
+    found = timed(runs, repeats, lambda line: report(f"{axis}: {line}"))
     return [{"size": size, **{way: found[f"{size} {way}"] for way in WAYS}} for size in SIZES[device][axis]]
 
 
-def unrest(record: dict[str, Any]) -> float:
-    """The longest over the shortest time of the base point, which every axis measures anew: 1 on a quiet machine."""
+def base_point_spread(record: dict[str, Any]) -> float:
+    """Return the longest over the shortest time of the base point, which every axis measures again."""
     most = 1.0
     for way in WAYS:
         there = [p[way] for axis, points in record["axes"].items() for p in points if p["size"] == record["base"][axis]]
@@ -92,13 +79,13 @@ def unrest(record: dict[str, Any]) -> float:
 
 
 def curve(points: list[Point], way: str) -> tuple[list[int], list[float]]:
-    """Sizes and times of the points that ran."""
+    """Return sizes and times of the points that ran."""
     ran = [point for point in points if "ms" in point[way]]
     return [point["size"] for point in ran], [point[way]["ms"] for point in ran]
 
 
 def prices(points: list[Point], kind: str = "ms") -> list[float]:
-    """scaled / off at each size where both ran, in time ("ms") or memory ("gb")."""
+    """Return scaled / off at each size where both ran, in time ("ms") or memory ("gb")."""
     return [p["scaled"][kind] / p["off"][kind] for p in points if all(kind in p[way] for way in WAYS)]
 
 
@@ -111,7 +98,7 @@ def span(values: list[float]) -> str:
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:
-    """The least-squares slope of log time on log size over the upper half of the points, the middle one included.
+    """Return the least-squares slope of log time against log size over the upper half of the points.
 
     >>> round(exponent([1, 2, 4, 8, 16], [9.0, 9.0, 16.0, 64.0, 256.0]), 6)
     2.0
@@ -126,7 +113,7 @@ def exponent(sizes: list[int], times: list[float]) -> float:
 
 
 def steepest(sizes: list[int], times: list[float]) -> tuple[float, str]:
-    """The largest (time growth) / (size growth) between neighbours, and between which.
+    """Return the largest (time growth) / (size growth) between neighbours, and where it is.
 
     >>> steepest([1, 2, 4], [1.0, 2.0, 12.0])
     (3.0, '2 to 4')
@@ -140,7 +127,16 @@ def steepest(sizes: list[int], times: list[float]) -> tuple[float, str]:
 
 def show(record: dict[str, Any], console: Console) -> None:
     table = Table(title="Growth of the time of a step", caption=heading(record))
-    for title in ("axis", "way", "sizes", "times, ms", "exponent", "time growth / size growth", "scaled/off", "memory"):
+    for title in (
+        "axis",
+        "method",
+        "sizes",
+        "times, ms",
+        "exponent",
+        "time growth / size growth",
+        "scaled/off",
+        "memory",
+    ):
         table.add_column(title)
     worst = (-math.inf, "")
     for axis, points in record["axes"].items():
@@ -159,17 +155,15 @@ def show(record: dict[str, Any], console: Console) -> None:
                 span(prices(points, "gb")) if way == "scaled" else "",
             )
     console.print(table)
-    console.print(f"Steepest: {worst[0]:.2f} times as much time growth as size growth ({worst[1]}).", highlight=False)
-    restless = unrest(record)
-    console.print(
-        f"The base point, measured on every axis, took up to {restless:.2f} times its least.", highlight=False
-    )
-    if restless > QUIET:
-        console.print("[red]The machine was not quiet: these exponents mean little; measure again.")
+    console.print(f"Steepest: time grows {worst[0]:.2f} times as fast as size ({worst[1]}).", highlight=False)
+    spread = base_point_spread(record)
+    console.print(f"Times of the base point differ by a factor of up to {spread:.2f}.", highlight=False)
+    if spread > QUIET:
+        console.print("[red]The machine was busy, so the exponents are unreliable. Measure again.")
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Four panels, log-log, both ways in each."""
+    """Draw one log-log panel per axis, with both methods."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -197,12 +191,12 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure.suptitle(
         "Time of a training step as one size grows, without privacy (off) and with it (scaled)", fontsize=11
     )
-    quiet = "" if unrest(record) <= QUIET else " The machine was not quiet: measure again."
+    quiet = "" if base_point_spread(record) <= QUIET else " The machine was busy: measure again."
     ways = (
-        "A BERT of two layers; off: dpoptim's fused loss and torch.optim.Adam, no privacy; "
+        "A BERT with two layers; off: dpoptim's fused loss and torch.optim.Adam, no privacy; "
         "scaled: the same model, loss and batch with dpoptim.scale_then_privatize."
     )
-    note = f"Dotted: the base point ({base}). Exponents of the upper half of the sizes.{quiet}"
+    note = f"Dotted: the base point ({base}). Exponents are fitted to the upper half of the sizes.{quiet}"
     figure.supxlabel(f"{ways}\n{note}\n{heading(record)}", fontsize=7.5)
     figure.savefig(path, dpi=150)
 
@@ -211,38 +205,23 @@ def short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def read(files: list[Path]) -> dict[str, Any]:
-    """One record of several, measured alike."""
-    record, *others = [read_as(file, "growth.py", "base", "axes") for file in files]
-    for other in others:
-        if heading(other) != heading(record):
-            raise ValueError(f"these were not measured alike: {heading(record)}; {heading(other)}")
-        record["axes"] |= other["axes"]
-    return record
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
-    parser.add_argument("--only", choices=list(LABELS), help="only this axis")
-    parser.add_argument("--repeats", type=whole(2), default=10, metavar="N", help="rounds timed at each size (10)")
-    parser.add_argument("--json", type=write_to(".json"), metavar="FILE", help="write what was found, after each axis")
-    parser.add_argument("--plot", type=write_to(*PICTURES), metavar="FILE", help="draw the panels (needs matplotlib)")
-    add_commit(parser)
-    parser.add_argument(
-        "--from", dest="files", type=read_from, nargs="+", metavar="FILE",
-        help="measure nothing, read earlier --json files",
-    )  # fmt: skip
+    parser.add_argument("--only", choices=list(LABELS), help="measure only this axis")
+    parser.add_argument("--repeats", type=at_least(2), default=10, metavar="N", help="timed rounds (default: 10)")
+    parser.add_argument("--plot", type=output_file(*PICTURES), metavar="FILE", help="draw the results")
+    add_json(parser)
     options = parser.parse_args()
     if options.plot:
-        need_matplotlib(parser, "--plot")
+        require_packages(parser, "matplotlib")
     warnings.simplefilter("ignore")
     console = Console(width=None if Console().is_terminal else 200)
-    if options.files:
-        with told_in_one_line(parser):
-            record = read(options.files)
+    if options.earlier:
+        with one_line_errors(parser):
+            record = read_as(options.earlier, "growth.py", "base", "axes")
     else:
-        need_packages(parser, "transformers")
+        require_packages(parser, "transformers")
         record = setting(options.device, options.commit) | {"base": BASES[options.device], "axes": {}}
         for axis in [options.only] if options.only else LABELS:
             record["axes"][axis] = points_of(options.device, axis, options.repeats)
@@ -250,7 +229,7 @@ def main() -> int:
                 save(record, options.json)
     show(record, console)
     if not any("ms" in point[way] for points in record["axes"].values() for point in points for way in WAYS):
-        say("Nothing ran: see the errors in the table.")
+        report("No method ran; the table shows the errors.")
         return 1
     if options.plot:
         draw(record, options.plot)

@@ -1,10 +1,10 @@
-"""What noise costs a step: the time of one row of correlated noise for all parameters of BERT-Tiny, and its memory.
+"""Measure what noise costs per step: time and memory of one row of noise for all parameters of BERT-Tiny.
 
-    python benchmarks/noise.py                             on the GPU where there is one, else on the CPU
+    python benchmarks/noise.py                             # on the GPU if there is one, else on the CPU
     python benchmarks/noise.py --parameters 124M --write FILE
 
-The rows are made as an optimizer makes them, one tensor end to end, in float32, from a ChaCha20 keystream; times are
-medians over steps that come after the mechanism's bands are full.
+A row is one float32 tensor from a ChaCha20 keystream, exactly as in an optimizer. Times are medians over steps after
+the mechanism's bands are full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import time
 
 import torch
-from options import add_commit, add_device, whole, write_to
+from options import add_commit, add_device, add_write, at_least
 from record import heading, setting
 from rich.console import Console
 
@@ -33,8 +33,8 @@ MECHANISMS: tuple[StrategySpec, ...] = (
 
 
 def timed(spec: StrategySpec, parameters: int, device: str, repeats: int) -> tuple[float, int]:
-    """(median milliseconds of a row, bytes kept between rows)."""
-    key = dpoptim.NoiseKey.from_bytes(bytes(32))  # a known key: nothing here is private
+    """Return the median milliseconds per row, and the bytes kept between rows."""
+    key = dpoptim.NoiseKey.from_bytes(bytes(32))  # known: nothing here is private
     stream = spec.optimize(steps=STEPS).stream(key, stream="gradient", name="all", numel=parameters, device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times = []
@@ -50,16 +50,18 @@ def timed(spec: StrategySpec, parameters: int, device: str, repeats: int) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
-    parser.add_argument("--parameters", type=whole(1), default=4_416_698, metavar="N", help="4,416,698: BERT-Tiny")
-    parser.add_argument("--repeats", type=whole(1), default=30, metavar="N", help="rows that are timed (30)")
+    parser.add_argument(
+        "--parameters", type=at_least(1), default=4_416_698, metavar="N", help="(default: 4,416,698, BERT-Tiny)"
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=30, metavar="N", help="timed rows (default: 30)")
     add_commit(parser)
-    parser.add_argument("--write", type=write_to(".md"), metavar="FILE", help="write the table as markdown")
+    add_write(parser)
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False, markup=False)
     lines: list[str] = []
 
     def put(*more: str) -> None:
-        """A line of the table, shown at once."""
+        """Print lines of the table as they come."""
         for line in more:
             console.print(line)
             lines.append(line)
@@ -68,9 +70,9 @@ def main() -> None:
         "# Time of one row of noise",
         "",
         f"{heading(setting(options.device, options.commit))}. {options.parameters:,} parameters, {STEPS} steps; "
-        f"medians of {options.repeats} rows; made by `python benchmarks/noise.py`.",
+        f"medians of {options.repeats} rows, measured by `python benchmarks/noise.py`.",
         "",
-        "| mechanism | ms a step | memory |",
+        "| mechanism | ms per step | memory |",
         "|---|---|---|",
     )
     for spec in MECHANISMS:

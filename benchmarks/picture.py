@@ -1,11 +1,11 @@
-"""The picture of step times in the README, from what steps.py found.
+"""Draw the step times that steps.py measured.
 
     python benchmarks/steps.py --json FILE
     python benchmarks/picture.py FILE -o docs/images/speed.png
 
-Bars are step times over that of "off", the same model, loss and batch without privacy; the line at 1 is "off" itself.
-Opacus stands with the faster of its modes. A bar far beyond the others is cut and says its length; a way that failed,
-or was measured in other cases alone, says so.
+Bars are step times relative to "off": the same model, loss and batch without privacy, at the line at 1. Opacus counts
+with its faster mode. A bar far longer than the others is cut off and labelled with its length. A method that failed or
+was not measured is labelled so.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from options import PICTURES, need_matplotlib, read_from, told_in_one_line, write_to
+from options import PICTURES, input_file, one_line_errors, output_file, require_packages
 from record import fastest_peer, listed, own_norms, read, spelled
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; Opacus is hatched besides.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; Opacus is also hatched.
 BARS = {
     "plain": ("#999999", "plain PyTorch"),
     "compiled": ("#56B4E9", "torch.compile"),
@@ -26,11 +26,11 @@ BARS = {
     "captured": ("#CC79A7", "dpoptim, the same as a CUDA graph"),
     "opacus": ("#F0E442", "Opacus, faster mode"),
 }
-LONGEST = 2.0  # a bar may be this many times the longest that is not Opacus's; beyond, it is cut
+LONGEST = 2.0  # a bar is cut off at this many times the longest bar that is not Opacus's
 
 
 def lengths_of(case: dict[str, Any]) -> dict[str, float | str]:
-    """The length of each bar, or why there is none; a way that was not asked for has none and no reason."""
+    """Return the length of each bar, or the error of a method that failed; methods that were not run are left out."""
     ways, peer = case["ways"], fastest_peer(case["ways"])
     off, given = ways.get("off", {}), {}
     for bar in BARS:
@@ -41,7 +41,7 @@ def lengths_of(case: dict[str, Any]) -> dict[str, float | str]:
 
 
 def footnotes(record: dict[str, Any], shown: dict[str, dict[str, float | str]]) -> list[str]:
-    """Machine and versions, and what makes a bar mean less than it seems to; `shown` has the bars of each case."""
+    """Return machine, versions and caveats; `shown` has the bars of each case."""
     cases = [case for case in record["cases"] if case["name"] in shown]
     ran = {bar for lengths in shown.values() for bar, length in lengths.items() if isinstance(length, float)}
     versions = record["versions"]
@@ -52,24 +52,22 @@ def footnotes(record: dict[str, Any], shown: dict[str, dict[str, float | str]]) 
         "off: the same model, dpoptim's fused loss and batch with torch.optim.Adam, no privacy",
     ]
     if own_norms(record):
-        lines[-1] += "; off runs torch's layer and group norms,\nthe private steps kernels of dpoptim's own"
+        lines[-1] += "; off uses PyTorch's layer and group norms,\nprivate steps use dpoptim's kernels"
     small = [case for case in cases if case["compiled_micro_batch"] and "compiled" in shown[case["name"]]]
     for case in small:
         size = case["compiled_micro_batch"]
         lines.append(f"torch.compile ran in micro-batches of {size} in {spelled(case['name'])}")
     twins = {case["note"] for case in cases if case["note"] and isinstance(shown[case["name"]].get("opacus"), float)}
     if twins:
-        lines.append(f"Opacus trains a twin of the same sizes in layers that it accepts ({'; '.join(sorted(twins))});")
+        lines.append(
+            f"Opacus trains a substitute of the same sizes in layers that it accepts ({'; '.join(sorted(twins))});"
+        )
         lines.append("it stores logits, as plain PyTorch does")
-    later = {way for case in cases for later in case.get("later", []) for way in later["ways"]}
-    apart = [BARS[bar][1].split(",")[0] for bar in BARS if bar in later]
-    if apart:
-        lines.append(f"{listed(apart)} ran in another process than the rest")
     return lines
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """One group of bars a case; the `read` of steps.py's files as `record`."""
+    """Draw one group of bars per case."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -77,7 +75,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     cases = [(case, lengths) for case in record["cases"] if (lengths := lengths_of(case))]
     if not cases:
-        raise ValueError('there is no case with a time of "off" and of another way to compare with it')
+        raise ValueError('no case has times of both "off" and another method')
     every = [(bar, length) for _, lengths in cases for bar, length in lengths.items() if isinstance(length, float)]
     ran = [bar for bar in BARS if bar in dict(every)]
     ours = max([1.0, *(length for bar, length in every if bar != "opacus")])
@@ -87,10 +85,10 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 1.5 + 0.14 * len(notes) + 0.21 * rows), layout="constrained")
     axes = figure.subplots()
     place, ticks = 0.0, []
-    used: dict[str, Any] = {}  # bar: what stands for it in the legend
+    used: dict[str, Any] = {}  # the handle of each bar in the legend
 
     def write(words: str) -> None:
-        # On white, so that the line at 1 does not run through it.
+        # A white box hides the line at 1 behind the text.
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         axes.text(0.012 * limit, place, words, va="center", fontsize=8, style="italic", color="0.4", bbox=white)
 
@@ -143,14 +141,19 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=read_from, nargs="+", metavar="FILE", help="what steps.py --json wrote")
+    parser.add_argument("file", type=input_file, metavar="FILE", help="results of steps.py --json")
     parser.add_argument(
-        "-o", "--output", type=write_to(*PICTURES), required=True, metavar="FILE", help=f"ends in {', '.join(PICTURES)}"
+        "-o",
+        "--output",
+        type=output_file(*PICTURES),
+        required=True,
+        metavar="FILE",
+        help=f"the picture: {', '.join(PICTURES)}",
     )
     options = parser.parse_args()
-    need_matplotlib(parser, "-o")
-    with told_in_one_line(parser):
-        draw(read(options.files), options.output)
+    require_packages(parser, "matplotlib")
+    with one_line_errors(parser):
+        draw(read(options.file), options.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What was measured, with its setting: written as JSON, read again, put together, and shown as a table or markdown."""
+"""Measurements with their setting: written as JSON, read again, and shown as a table or markdown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from experiments import provenance
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
-WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost", "flat twin")
+WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost")
 PEERS = ("opacus", "opacus ghost")
 RATIOS = (
     "flat/off", "scaled/off", "captured/off", "scaled/plain", "scaled/compiled", "memory scaled/off",
@@ -27,7 +27,7 @@ Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb"} or {
 
 
 def setting(device: str, commit: str | None = None) -> dict[str, Any]:
-    """Date, commit, machine and versions: what a figure means nothing without."""
+    """Return the date, commit, machine and versions, without which a figure means nothing."""
     return {
         "date": str(date.today()),
         "commit": commit or provenance.this_commit(),
@@ -42,13 +42,13 @@ def heading(record: dict[str, Any]) -> str:
 
 
 def read_as(file: Path, maker: str, *keys: str) -> dict[str, Any]:
-    """What `maker` wrote with --json; ValueError for anything else."""
+    """Read what `maker` wrote with --json; raise ValueError for anything else."""
     try:
         record = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from error
     if not isinstance(record, dict) or (missing := [key for key in (*SETTING, *keys) if key not in record]):
-        what = f"it has no {missing[0]!r}" if isinstance(record, dict) else "it holds no object"
+        what = f"{missing[0]!r} is missing" if isinstance(record, dict) else "it does not hold an object"
         raise ValueError(f"{file} was not written by {maker} --json: {what}")
     return record
 
@@ -57,31 +57,13 @@ def save(record: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def read(files: Iterable[Path]) -> dict[str, Any]:
-    """One record of several of steps.py, measured on one kind of machine with one set of versions.
-
-    The first time of a way stands; ways that come from a later file were measured in another process.
-    """
-    first, *others = [read_as(file, "steps.py", "repeats", "cases") for file in files]
-    for c in [c for record in (first, *others) for c in record["cases"]]:
-        if missing := [key for key in CASE if key not in c]:
-            raise ValueError(f"a case has no {missing[0]!r}: not written by steps.py --json")
-    for other in others:
-        if any(other[key] != first[key] for key in ("machine", "versions", "commit")):
-            raise ValueError(f"these were not measured alike: {heading(first)}; {heading(other)}")
-        known = {c["name"]: c for c in first["cases"]}
-        for c in other["cases"]:
-            if c["name"] not in known:
-                first["cases"].append(c)
-                continue
-            into = known[c["name"]]
-            new = [way for way in c["ways"] if way not in into["ways"]]
-            again = {way: found["ms"] for way, found in c["ways"].items() if way not in new and "ms" in found}
-            if new:
-                into.setdefault("later", []).append({"ways": new, "again": again})
-            into["ways"] = {**c["ways"], **into["ways"]}
-            into["ratios"] = ratios(into["ways"])
-    return first
+def read(file: Path) -> dict[str, Any]:
+    """Read what steps.py or small.py wrote."""
+    record = read_as(file, "steps.py", "repeats", "cases")
+    for case in record["cases"]:
+        if missing := [key for key in CASE if key not in case]:
+            raise ValueError(f"{file} was not written by steps.py --json: a case lacks {missing[0]!r}")
+    return record
 
 
 def fastest_peer(found: Found) -> str | None:
@@ -90,7 +72,7 @@ def fastest_peer(found: Found) -> str | None:
 
 
 def ratios(found: Found) -> dict[str, float]:
-    """Those of RATIOS that were measured; Opacus stands with the faster of its modes."""
+    """Return those of RATIOS that were measured; Opacus counts with its faster mode."""
     peer, given = fastest_peer(found), {}
     for name in RATIOS:
         kind = "gb" if name.startswith("memory ") else "ms"
@@ -102,7 +84,7 @@ def ratios(found: Found) -> dict[str, float]:
 
 
 def spelled(name: str) -> str:
-    """The name of a case with the units of its sizes.
+    """Add units to the sizes in the name of a case.
 
     >>> spelled("GPT-2 32x1024 LoRA r=16"), spelled("ViT-B/16 256")
     ('GPT-2 LoRA r=16, 32 texts × 1024 tokens', 'ViT-B/16, 256 images')
@@ -125,48 +107,41 @@ def listed(words: Iterable[str]) -> str:
 
 
 def own_norms(record: dict[str, Any]) -> bool:
-    """Whether private steps ran norms by dpoptim's kernels, as they do on a GPU with Triton."""
+    """Whether private steps used dpoptim's own kernels for norms, as they do on a GPU with Triton."""
     return "triton" in record["versions"] and not record["machine"].endswith(" threads")
 
 
 def notes(record: dict[str, Any]) -> list[str]:
-    """What a reader must know to read the table rightly."""
+    """Return what a reader needs to know to interpret the table."""
     lines, done = [], record["cases"]
     if own_norms(record):
-        lines.append("\"off\" runs torch's layer and group norms, private steps kernels of dpoptim's own.")
+        lines.append("\"off\" uses PyTorch's layer and group norms; private steps use dpoptim's kernels.")
     if any("captured" in c["ways"] for c in done):
         lines.append(
-            '"captured" is scaled as one CUDA graph, but for noise and update; "off" and the others have none.'
+            '"captured" is "scaled" with one CUDA graph for all but noise and update; no other method uses graphs.'
         )
     if any(way not in c["ways"] for c in done for way in WAYS if any(way in other["ways"] for other in done)):
         lines.append('"-": not measured.')
     if any(fastest_peer(c["ways"]) for c in done):
-        lines.append(
-            'opacus/scaled takes the faster of Opacus\'s modes that ran; Opacus stores logits, as "plain" does.'
-        )
+        lines.append('opacus/scaled uses the faster of Opacus\'s modes; Opacus stores logits, as "plain" does.')
         twins = [f"{spelled(c['name'])} ({c['note']})" for c in done if c["note"] and fastest_peer(c["ways"])]
         if twins:
             lines.append(
-                f"Opacus trains a twin of the same sizes where it refuses the stock model: {'; '.join(twins)}."
+                f"Opacus trains a substitute of the same sizes where it rejects the stock model: {'; '.join(twins)}."
             )
     elif "opacus" not in record["versions"]:
-        lines.append("Opacus is not installed; with `pip install opacus` it is timed too.")
+        lines.append("Opacus is not installed; `pip install opacus` adds it.")
     for c in done:
         name = spelled(c["name"])
         if "ms" in c["ways"].get("compiled", {}) and c["compiled_micro_batch"]:
             lines.append(f"{name}: compiled in micro-batches of {c['compiled_micro_batch']}.")
         if not c["together"]:
-            lines.append(f"{name}: one way after the other, for memory.")
-        for later in c.get("later", []):
-            again = listed([f"{way} took {ms:.1f} ms" for way, ms in later["again"].items()] or [""])
-            lines.append(
-                f"{name}: {listed(later['ways'])} in another process" + (f", where {again}." if again else ".")
-            )
+            lines.append(f"{name}: one method after the other, to save memory.")
     return lines
 
 
 def table_of(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows; a ratio that no case has gets no column."""
+    """Return titles and rows; a ratio that no case has gets no column."""
     done = record["cases"]
     ways = [way for way in WAYS if any(way in c["ways"] for c in done)]
     compared = [name for name in RATIOS if any(name in c["ratios"] for c in done)]
@@ -200,7 +175,7 @@ def markdown_table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    made = f"Medians of {record['repeats']} steps; made by `python benchmarks/steps.py`, which says what is measured."
+    made = f"Medians of {record['repeats']} steps by `python benchmarks/steps.py`; its docstring explains the columns."
     lines = [
         "# Time of a training step",
         "",

@@ -1,19 +1,17 @@
-"""Is a private step still cheap? BERT-Tiny, 32 examples of 128 tokens, on two threads of this machine.
+"""Check that a private step is still cheap: BERT-Tiny, 32 examples of 128 tokens, on two CPU threads.
 
     make bench
     python benchmarks/small.py --repeats 50
-    python benchmarks/small.py --apart --json FILE --write FILE    also each way in a process of its own; dated
-    python benchmarks/small.py --from FILE --write FILE            the table of an earlier --json, without measuring
+    python benchmarks/small.py --separate --json FILE --write FILE    # also time each method in a separate process
+    python benchmarks/small.py --from FILE --write FILE               # redo the table of earlier results
 
-The ways of steps.py take turns in one process, and the ratios of their medians are held against limits: a private step
-may cost 1.2 times the one without privacy (flat) or 1.35 times (scaled), and Opacus, where it is installed, must take
-1.3 times as long as ours of the same geometry. Exits with 1 where one is missed. With --apart every way is timed once
-more in a process of its own, where a step meets the memory that it left itself and not that of the other ways; limits
-do not apply to these ratios.
+The methods of steps.py take turns in one process, and the ratios of their medians must keep to limits. A private step
+may take 1.2 times (flat) or 1.35 times (scaled) as long as a step without privacy. Opacus, if installed, must take at
+least 1.3 times as long as flat. The exit status is 1 if a limit is missed. With --separate, each method is also timed
+in a separate process, where memory left by the other methods has no effect; the limits do not apply there.
 
-Torch's allocator on ARM gives freed memory back to the system after 10 ms, and the next step pays for new pages; with
-ways in turns that falls on one or the other by chance. So it is asked to keep it, for all ways alike, unless
-MIMALLOC_PURGE_DELAY says otherwise; elsewhere that changes nothing.
+On ARM, PyTorch's allocator returns freed memory to the system after 10 ms, and whichever method runs next pays for new
+pages. So MIMALLOC_PURGE_DELAY is set to keep that memory, unless it is already set. Elsewhere it has no effect.
 """
 
 from __future__ import annotations
@@ -29,30 +27,39 @@ from typing import Any
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")  # before torch is loaded
 
 import torch
-from options import absent, add_files, need_packages, say, told_in_one_line, whole
+from cases import bert_tiny
+from options import (
+    add_json,
+    add_write,
+    at_least,
+    missing_packages,
+    one_line_errors,
+    report,
+    require_packages,
+)
 from record import PEERS, Found, fastest_peer, heading, markdown_table, ratios, read, save, setting, spelled
 from rich.console import Console
 from rich.table import Table
-from steps import bert_tiny, measured
+from steps import measured
 
 THREADS = 2
-# the ratio, its limit, and whether the limit is the most or the least that it may be
+# numerator, denominator, limit, and whether the ratio may be at most or at least that
 LIMITS = (("flat", "off", 1.2, "most"), ("scaled", "off", 1.35, "most"), ("opacus", "flat", 1.3, "least"))
 TITLES = ["ratio", "times, ms", "measured", "limit", "verdict"]
 
 
 def in_new_process(way: str, repeats: int) -> dict[str, Any]:
-    """What `measured` finds for this way alone, in a process that makes nothing else."""
+    """Measure one method in a new process."""
     command = [sys.executable, __file__, "--repeats", str(repeats), "--job", way]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        return {"error": f"ended with status {done.returncode}"}
+        return {"error": f"exit status {done.returncode}"}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 def compared(found: Found, top: str, bottom: str) -> tuple[str, float | str]:
-    """(both times, their ratio), or why there is none."""
+    """Return both times and their ratio, or the reason why there is none."""
     above, below = found.get(top, {"error": "not installed"}), found[bottom]
     if "ms" in above and "ms" in below:
         return f"{above['ms']:.0f} / {below['ms']:.0f}", above["ms"] / below["ms"]
@@ -60,7 +67,7 @@ def compared(found: Found, top: str, bottom: str) -> tuple[str, float | str]:
 
 
 def rows_of(record: dict[str, Any]) -> list[list[str]]:
-    """A row for each limit; the verdict is "MISSED" where a way failed, unless it is Opacus and not installed."""
+    """Return one row per limit. A method that failed misses its limit, unless Opacus is not installed."""
     case, rows = record["cases"][0], []
     peer = fastest_peer(case["ways"]) or "opacus"
     for named, bottom, limit, bound in LIMITS:
@@ -83,30 +90,30 @@ def shown(ratio: float | str) -> str:
 
 
 def titles_of(record: dict[str, Any]) -> list[str]:
-    return TITLES + (["apart: times, ms", "apart: measured"] if "apart" in record["cases"][0] else [])
+    return TITLES + (["separate: times, ms", "separate: measured"] if "apart" in record["cases"][0] else [])
 
 
 def notes(record: dict[str, Any]) -> list[str]:
     case, lines = record["cases"][0], []
     if "purge_delay" in record:
-        lines.append(f"MIMALLOC_PURGE_DELAY={record['purge_delay']} for all ways: freed memory stays with the process.")
+        lines.append(f"MIMALLOC_PURGE_DELAY={record['purge_delay']} for all methods: the process keeps freed memory.")
     if "apart" in case:
-        lines.append("The ways took turns in one process; apart: each in a process of its own, where no limit applies.")
+        lines.append('The methods took turns in one process. "separate": one process per method; no limits apply.')
     if fastest_peer(case["ways"]):
-        lines.append(f"Opacus trains an {case['note']} twin of the same sizes; its faster mode counts.")
+        lines.append(f"Opacus trains an {case['note']} model of the same sizes; its faster mode counts.")
     else:
-        lines.append("Opacus is not compared; where it is installed (pip install opacus) it is.")
+        lines.append("Opacus is not installed; `pip install opacus` adds it.")
     return lines
 
 
-def measure(repeats: int, commit: str | None, apart: bool) -> dict[str, Any]:
-    """A record as steps.py writes it, of one case."""
+def measure(repeats: int, commit: str | None, separate: bool) -> dict[str, Any]:
+    """Return a record of one case, in the format of steps.py."""
     case = bert_tiny("cpu", 32, 128)
-    ways = ("off", "flat", "scaled", *(() if absent(["opacus"]) else PEERS))
-    found = measured(case, ways, repeats, say)
+    ways = ("off", "flat", "scaled", *(() if missing_packages(["opacus"]) else PEERS))
+    found = measured(case, ways, repeats, report)
     about = {key: getattr(case, key) for key in ("name", "note", "together", "compiled_micro_batch")}
     done = {**about, "ways": found, "ratios": ratios(found)}
-    if apart:
+    if separate:
         done["apart"] = {way: in_new_process(way, repeats) for way in ways}
     kept = {"purge_delay": os.environ["MIMALLOC_PURGE_DELAY"]}
     return setting("cpu", commit) | {"repeats": repeats, **kept, "cases": [done]}
@@ -115,7 +122,8 @@ def measure(repeats: int, commit: str | None, apart: bool) -> dict[str, Any]:
 def markdown(record: dict[str, Any]) -> str:
     name = spelled(record["cases"][0]["name"])
     made = (
-        f"{name}, medians of {record['repeats']} rounds; made by `python benchmarks/small.py`, which says what is run."
+        f"{name}, medians of {record['repeats']} rounds, measured by `python benchmarks/small.py`; "
+        "its docstring explains the rows."
     )
     lines = [
         "# A small step on the CPU",
@@ -144,29 +152,32 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=whole(2), default=20, metavar="N", help="rounds that are timed (20)")
-    parser.add_argument("--apart", action="store_true", help="time each way in a process of its own besides")
+    parser.add_argument("--repeats", type=at_least(2), default=20, metavar="N", help="timed rounds (default: 20)")
+    parser.add_argument("--separate", action="store_true", help="also time each method in a separate process")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    add_files(parser)
+    add_json(parser)
+    add_write(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(THREADS)
-    if options.files:
-        with told_in_one_line(parser):
-            record = read(options.files)
+    if options.earlier:
+        with one_line_errors(parser):
+            record = read(options.earlier)
         if not record["cases"] or not {"off", "flat"} <= record["cases"][0]["ways"].keys():
-            parser.error(f'{options.files[0]} has no times of "off" and "flat"; give what small.py --json wrote')
+            parser.error(f"{options.earlier} was not written by small.py --json")
     else:
-        need_packages(parser, "transformers")
+        require_packages(parser, "transformers")
         if options.job:
             case = bert_tiny("cpu", 32, 128)
             print(
                 json.dumps(
-                    measured(case, (options.job,), options.repeats, lambda line: say(f"apart: {line}"))[options.job]
+                    measured(case, (options.job,), options.repeats, lambda line: report(f"separate: {line}"))[
+                        options.job
+                    ]
                 )
             )
             return 0
-        record = measure(options.repeats, options.commit, options.apart)
+        record = measure(options.repeats, options.commit, options.separate)
     show(record, Console())
     if options.json:
         save(record, options.json)

@@ -1,25 +1,24 @@
-"""Time and memory of a training step: private, the same without privacy, plain PyTorch and Opacus, in one process.
+"""Measure time and memory of a training step: private, without privacy, plain PyTorch and Opacus.
 
-    python benchmarks/steps.py                             on the GPU where there is one, else on the CPU
+    python benchmarks/steps.py                             # on the GPU if there is one, else on the CPU
     python benchmarks/steps.py --only gpt-2 --ways off,scaled --repeats 50
-    python benchmarks/steps.py --json FILE --write FILE    for picture.py, and as dated markdown
-    python benchmarks/steps.py --from FILE --write FILE    the table of an earlier --json, without measuring
+    python benchmarks/steps.py --json FILE --write FILE    # results for picture.py, and a markdown table
+    python benchmarks/steps.py --from FILE --write FILE    # redo the table of earlier results
 
-A step is forward, backward, clipping, noise and update of one batch. The ways:
+A step is forward, backward, clipping, noise and update of one batch. The methods (`--ways`):
 
-    plain         the loss as one would write it, eager PyTorch, torch.optim.Adam (fused, here and below)
-    compiled      the same, model and loss together under torch.compile
-    off           our fused loss, torch.optim.Adam, no privacy
-    flat          our fused loss, dpoptim.post_processing
-    scaled        our fused loss, dpoptim.scale_then_privatize
-    captured      the same through optimizer.captured: one CUDA graph up to the clipped sums (on a GPU)
-    opacus        Opacus with a gradient for each example (grad_sample_mode "hooks"), torch.optim.Adam
+    plain         the usual loss, eager PyTorch, torch.optim.Adam (fused, here and below)
+    compiled      the same, with model and loss under torch.compile
+    off           dpoptim's fused loss, torch.optim.Adam, no privacy
+    flat          dpoptim's fused loss, dpoptim.post_processing
+    scaled        dpoptim's fused loss, dpoptim.scale_then_privatize
+    captured      the same through optimizer.captured: one CUDA graph up to the clipped sums (GPU only)
+    opacus        Opacus with per-example gradients (grad_sample_mode "hooks"), torch.optim.Adam
     opacus ghost  Opacus with fast gradient clipping (grad_sample_mode "ghost"), torch.optim.Adam
-    flat twin     dpoptim.post_processing on the very model that Opacus gets (only where asked for)
 
-Every way takes its turn in every round, so that a machine that slows down slows all of them; where they do not fit into
-memory together they run one after the other. Times are medians over the rounds, after three steps to warm up; memory is
-the peak above what was allocated before. A way that fails shows the first words of its error.
+All methods take turns in every round, so that a slow moment affects all of them. If they do not fit into memory
+together, they run one after the other. Times are medians over the rounds, after three warm-up steps. Memory is the peak
+above what was allocated before. A method that fails shows the start of its error message.
 """
 
 from __future__ import annotations
@@ -35,45 +34,40 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases import Batch, Case, bert_tiny, cases, gpt2, masked_lm, resnet, vit
+from cases import Batch, Case, cases
 from options import (
-    absent,
     add_device,
-    add_files,
-    and_install,
-    need_packages,
-    say,
-    told_in_one_line,
-    whole,
+    add_json,
+    add_write,
+    at_least,
+    missing_packages,
+    one_line_errors,
+    report,
+    require_packages,
+    with_pip,
 )
-from record import PEERS, WAYS, Found, fastest_peer, heading, markdown, ratios, read, save, setting, show
+from record import PEERS, WAYS, Found, markdown, ratios, read, save, setting, show
 from rich.console import Console
 from torch import Tensor, nn
 
 import dpoptim
 
-__all__ = [
-    "bert_tiny", "cases", "fastest_peer", "gpt2", "heading", "masked_lm", "measured", "ratios", "resnet", "setting",
-    "steps_of", "timed", "vit",
-]  # fmt: skip
-
 ADAM = partial(torch.optim.Adam, lr=1e-4, fused=True)
 Step = Callable[[], None]
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 def default_ways(device: str) -> tuple[str, ...]:
-    """All, but no twin, on the CPU nothing compiled or captured, and Opacus only where it is installed."""
-    peers = PEERS if absent(["opacus"]) else ()
+    """Return all methods that can run: Opacus only if installed, compiled and captured only on a GPU."""
+    peers = PEERS if missing_packages(["opacus"]) else ()
     graphs = ("compiled", "captured") if device == "cpu" else ()
-    return tuple(way for way in WAYS if way not in (*peers, *graphs, "flat twin"))
+    return tuple(way for way in WAYS if way not in (*peers, *graphs))
 
 
 def steps_of(case: Case, way: str) -> Step:
-    """A function that makes one training step of the case, on a model of its own."""
+    """Create a model and return a function that takes one training step."""
     torch.manual_seed(0)
-    twin = way in PEERS or way == "flat twin"
-    model = (case.peer_model if twin else case.model)().to(case.device, case.dtype)
+    model = (case.peer_model if way in PEERS else case.model)().to(case.device, case.dtype)
     batch = case.batch()
     if way in PEERS:
         return opacus_steps(case, model, batch, "ghost" if way == "opacus ghost" else "hooks")
@@ -83,18 +77,17 @@ def steps_of(case: Case, way: str) -> Step:
     plan = dpoptim.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
     make = dpoptim.scale_then_privatize if way in ("scaled", "captured") else dpoptim.post_processing
     optimizer = make(model, plan, lr=1e-4, external_batches=True)
-    loss = case.peer_loss if twin else case.loss
 
     def ordinary(*given: Tensor) -> object:
-        return loss(model, given).sum().backward()
+        return case.loss(model, given).sum().backward()
 
-    captured = optimizer.captured(lambda *given: loss(model, given)) if way == "captured" else None
+    captured = optimizer.captured(lambda *given: case.loss(model, given)) if way == "captured" else None
 
     def private() -> None:
         (captured or ordinary)(*batch)
         optimizer.step()
         if captured is not None and optimizer.mechanism.step == 3 and not captured.graphs:
-            raise RuntimeError("nothing was captured")
+            raise RuntimeError("no CUDA graph was captured")
 
     return private
 
@@ -128,9 +121,9 @@ def opacus_steps(case: Case, model: nn.Module, batch: Batch, mode: str) -> Step:
         losses = case.peer_loss(*given)
         return losses.mean() if criterion.reduction == "mean" else losses
 
-    # Opacus asks for the losses by setting it to "none".
+    # Opacus sets the reduction to "none" when it needs the per-example losses.
     criterion.reduction, size = "mean", len(batch[0])  # type: ignore[attr-defined]
-    # Opacus takes its expected batch size from the loader, which is not used otherwise; 1/8 is exact.
+    # Opacus only takes the expected batch size from this loader; 1/8 is exact.
     loader = torch.utils.data.DataLoader(range(8 * size), batch_size=size)
     private, optimizer, *wrapped = PrivacyEngine().make_private(
         module=model,
@@ -143,7 +136,7 @@ def opacus_steps(case: Case, model: nn.Module, batch: Batch, mode: str) -> Step:
         grad_sample_mode=mode,
     )
     if optimizer.expected_batch_size != size:
-        raise ValueError(f"Opacus expects batches of {optimizer.expected_batch_size}, not of {size}")
+        raise ValueError(f"Opacus expects batches of {optimizer.expected_batch_size}, not {size}")
     loss = wrapped[0] if mode == "ghost" else criterion
 
     def step() -> None:
@@ -160,26 +153,19 @@ def first_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
 
 
-def silent(line: str) -> None:
-    """Tell nothing."""
-
-
-def measured(case: Case, ways: Sequence[str], repeats: int, tell: Tell = silent) -> Found:
-    """Time and memory of each way, in rounds where they fit together; a way that did not fit gets a try of its own."""
+def measured(case: Case, ways: Sequence[str], repeats: int, progress: Progress) -> Found:
+    """Measure all methods together if they fit into memory; a method that ran out of memory is tried again alone."""
     found: Found = {}
     for group in [ways] if case.together else [[way] for way in ways]:
-        found |= timed({way: (case, way) for way in group}, repeats, tell)
+        found |= timed({way: (case, way) for way in group}, repeats, progress)
     for way in ways:
         if case.together and len(ways) > 1 and found[way].get("error") == "out of memory":
-            found |= timed({way: (case, way)}, repeats, tell)
+            found |= timed({way: (case, way)}, repeats, progress)
     return found
 
 
-def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, tell: Tell = silent) -> Found:
-    """Time and memory of each run, a case in a way; all of them take their turn in every round.
-
-    `tell` gets a line for each run that is warm and for each fifth of the rounds.
-    """
+def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress) -> Found:
+    """Measure each run, a (case, method) pair; all of them take turns in every round."""
     found: Found = {}
     running: dict[str, Step] = {}
     cuda = any(case.device == "cuda" for case, _ in runs.values())
@@ -199,8 +185,8 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, tell: Tell = silen
             found[name] = {"gb": (torch.cuda.max_memory_allocated() - before) / 2**30} if cuda else {}
         except Exception as error:
             found[name] = {"error": first_words(error)}
-        tell(f"{case.name}, {way}: {found[name].get('error', 'warm')}")
-        step = None  # type: ignore[assignment]  # its model must go before the next is measured
+        progress(f"{case.name}, {way}: {found[name].get('error', 'warm')}")
+        step = None  # type: ignore[assignment]  # frees its model before the next one is measured
     times: dict[str, list[float]] = {name: [] for name in running}
     for done in range(1, repeats + 1):
         for name in list(running):
@@ -213,7 +199,7 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, tell: Tell = silen
                 del running[name]
                 found[name] = {"error": first_words(error)}
         if running and (done % max(1, repeats // 5) == 0 or done == repeats):
-            tell(f"{next(iter(runs.values()))[0].name}: round {done} of {repeats}")
+            progress(f"{next(iter(runs.values()))[0].name}: round {done} of {repeats}")
     for name in running:
         low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
         found[name] |= {"ms": middle, "low_ms": low, "high_ms": high}
@@ -228,45 +214,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
     parser.add_argument(
-        "--only", metavar="TEXT", default="", help="only the cases whose name has TEXT in it, such as 'GPT-2 8x1024'"
+        "--only", metavar="TEXT", default="", help="only the cases whose name contains TEXT, such as 'GPT-2 8x1024'"
     )
-    parser.add_argument("--ways", metavar="A,B", help="only these ways, with commas between (see above)")
-    parser.add_argument("--repeats", type=whole(2), default=20, metavar="N", help="rounds that are timed (20)")
-    parser.add_argument("--threads", type=whole(1), metavar="N", help="threads of PyTorch on the CPU")
-    add_files(parser, after=", after each case")
+    parser.add_argument("--ways", metavar="A,B", help="only these methods, separated by commas")
+    parser.add_argument("--repeats", type=at_least(2), default=20, metavar="N", help="timed rounds (default: 20)")
+    add_json(parser)
+    add_write(parser)
     options = parser.parse_args()
     ways = tuple(options.ways.split(",")) if options.ways else default_ways(options.device)
     chosen = [case for case in cases(options.device) if options.only.lower() in case.name.lower()]
     if unknown := [way for way in ways if way not in WAYS]:
-        parser.error(f"--ways has {unknown[0]!r}; choose from: {', '.join(WAYS)}")
+        parser.error(f"unknown method {unknown[0]!r} in --ways; choose from {', '.join(WAYS)}")
     if "captured" in ways and options.device == "cpu":
-        parser.error("--ways has captured, which takes a GPU")
+        parser.error("captured needs a GPU; leave it out of --ways")
     if not chosen:
-        parser.error(f"--only must be part of one of: {', '.join(case.name for case in cases(options.device))}")
-    if set(ways) & set(PEERS) and not options.files and absent(["opacus"]):
-        parser.error("--ways has Opacus, which is not installed; run: pip install opacus")
-    torch.set_num_threads(options.threads or torch.get_num_threads())
+        names = ", ".join(case.name for case in cases(options.device))
+        parser.error(f"no case matches --only {options.only}; choose from {names}")
+    if set(ways) & set(PEERS) and not options.earlier and missing_packages(["opacus"]):
+        parser.error("Opacus is not installed; run: pip install opacus")
     warnings.simplefilter("ignore")
     console = Console(width=None if Console().is_terminal else 200)
-    if options.files:
-        with told_in_one_line(parser):
-            record, chosen = read(options.files), []
+    if options.earlier:
+        with one_line_errors(parser):
+            record, chosen = read(options.earlier), []
     else:
-        if all(absent(case.needs) for case in chosen):
-            need_packages(parser, *dict.fromkeys(name for case in chosen for name in case.needs))
+        if all(missing_packages(case.needs) for case in chosen):
+            require_packages(parser, *dict.fromkeys(name for case in chosen for name in case.needs))
         record = setting(options.device, options.commit) | {"repeats": options.repeats, "cases": []}
     for case in chosen:
-        if missing := absent(case.needs):
-            say(f"{case.name} is left out: it needs {and_install(missing)}")
+        if missing := missing_packages(case.needs):
+            report(f"skipping {case.name}, which needs {with_pip(missing)}")
             continue
-        found = measured(case, ways, options.repeats, say)
+        found = measured(case, ways, options.repeats, report)
         about = {key: getattr(case, key) for key in ("name", "note", "together", "compiled_micro_batch")}
         record["cases"].append({**about, "ways": found, "ratios": ratios(found)})
         if options.json:
             save(record, options.json)
     show(record, console)
-    if options.files and options.json:
-        save(record, options.json)
     if options.write:
         options.write.write_text(markdown(record))
     return 0 if ran(record) else 1

@@ -1,12 +1,12 @@
-"""Time, memory and error of the searches for strategies, beside jax-privacy's where that is installed.
+"""Measure time, memory and error of the strategy searches, and of jax-privacy's if it is installed.
 
-    python benchmarks/strategies.py              all but the longest of jax-privacy's (Banded: ten minutes, 4.5 GB)
-    python benchmarks/strategies.py --all        all
-    python benchmarks/strategies.py --write FILE also as markdown, with machine and versions
+    python benchmarks/strategies.py                 # without jax-privacy's longest search (Banded: ten minutes, 4.5 GB)
+    python benchmarks/strategies.py --all
+    python benchmarks/strategies.py --write FILE    # also write a markdown table
 
-Each search runs alone in a new process, with an empty cache; the time is that of the search, without imports, and
-for jax with its compilation, which every new problem pays. Errors are recomputed for both by dpoptim from the
-coefficients found: mean and max RMSE of prefix sums times sensitivity.
+Each search runs in a new process with an empty cache. Times exclude imports, but include jax's compilation, which every
+new problem repeats. dpoptim recomputes the errors of both from the coefficients: mean and max RMSE of prefix sums,
+times sensitivity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.table import Table
 ONE = {"max_participations": 1, "min_separation": 1}
 THREE = {"max_participations": 3, "min_separation": 128}
 
-# name, the search as dpoptim writes it, steps, participations, jax-privacy's way
+# name, dpoptim's search, steps, participations, jax-privacy's search
 CASES: list[tuple[str, str, int, dict[str, int], str | None]] = [
     ("banded Toeplitz n=2000 b=128", "BandedToeplitz(bands=128)", 2000, ONE, "banded_toeplitz"),
     (
@@ -148,16 +148,16 @@ def main() -> None:
     if sys.argv[1:2] == ["--job"]:
         run_job(sys.argv[2])
         return
-    from options import write_to  # not in a job, whose memory it would add to
+    from options import add_write  # imported late, because it would add to the memory of a job
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="also what takes jax-privacy many minutes")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only the searches whose name has TEXT in it")
-    parser.add_argument("--write", type=write_to(".md"), metavar="FILE", help="write the table as markdown")
+    parser.add_argument("--all", action="store_true", help="include jax-privacy's longest search")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the searches whose name contains TEXT")
+    add_write(parser)
     options = parser.parse_args()
     chosen = [case for case in CASES if options.only.lower() in case[0].lower()]
     if not chosen:
-        parser.error(f"--only must be part of one of: {'; '.join(name for name, *_ in CASES)}")
+        parser.error(f"no search matches --only {options.only}; choose from {'; '.join(name for name, *_ in CASES)}")
     has_jax = importlib.util.find_spec("jax_privacy") is not None
     titles = ["search", "wall, s", "CPU, s", "peak, GB", "mean", "max"]
     titles += [f"jax-privacy {title}" for title in titles[1:]] if has_jax else []
@@ -196,7 +196,7 @@ def markdown(titles: list[str], rows: list[list[str]]) -> str:
         f"{date.today()}, commit {commit or 'unknown'}, {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, "
         + ", ".join(installed(name) for name in ("numpy", "scipy", "torch", "jax", "jax-privacy"))
-        + ". Made by `python benchmarks/strategies.py`, which says what is measured.",
+        + ". Measured by `python benchmarks/strategies.py`; its docstring explains the columns.",
         "",
         "| " + " | ".join(titles) + " |",
         "|" + "---|" * len(titles),

@@ -1,4 +1,4 @@
-"""A loop of one's own under Accelerate, trained privately: a classifier of texts.
+"""Train a text classifier privately in a custom loop with Accelerate.
 
     python examples/accelerate_loop.py --model_name_or_path roberta-base --train_file reviews.csv \
         --labels bad good --output_dir out --epsilon 3 --delta 1e-6
@@ -23,14 +23,14 @@ from dpoptim.integrations.losses import losses_for
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model_name_or_path", required=True, help="a model's name on the hub, or its folder")
-    parser.add_argument("--train_file", required=True, help="private texts: .jsonl or .csv with text and label")
-    parser.add_argument("--validation_file", help="texts to evaluate on: not private data")
+    parser.add_argument("--model_name_or_path", required=True, help="a model on the Hub, or a folder")
+    parser.add_argument("--train_file", required=True, help="private texts: .jsonl or .csv with columns text and label")
+    parser.add_argument("--validation_file", help="evaluation texts; they are not protected")
     parser.add_argument("--labels", nargs="+", required=True, help="the labels, in order")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--epsilon", type=float, required=True)
     parser.add_argument("--delta", type=float, required=True)
-    parser.add_argument("--batch_size", type=int, default=1024, help="expected examples a step (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=1024, help="expected per step (default: %(default)s)")
     parser.add_argument("--micro_batch_size", type=int, default=64, help="in memory at once (default: %(default)s)")
     parser.add_argument("--max_train_steps", type=int, default=500)
     parser.add_argument("--learning_rate", type=float, default=5e-4)
@@ -70,13 +70,13 @@ def main() -> None:
     private = dpoptim.scale_then_privatize(model, plan, lr=options.learning_rate)
     schedule = get_scheduler("linear", private, num_warmup_steps=plan.steps // 20, num_training_steps=plan.steps)
 
-    # The private loader is not prepared: it is iterated over as it is, for all steps of the plan.
+    # Do not pass the private loader to prepare: the loop iterates over it directly, for all steps of the plan.
     model, optimizer, schedule = prepare_accelerate(accelerator, model, private, schedule)
     model.train()
-    for batch in dpoptim.secret_randomness(loader, private):  # dropout from secret numbers, not from a public seed
+    for batch in dpoptim.secret_randomness(loader, private):  # dropout uses secret randomness
         with accelerator.autocast():
             losses = loss_per_example(model, batch.to(accelerator.device))
-        accelerator.backward(losses.sum())  # the loss is not private: do not log it
+        accelerator.backward(losses.sum())  # do not log the loss: it is not private
         optimizer.step()
         if loader.step_ends:
             schedule.step()
@@ -90,7 +90,7 @@ def main() -> None:
         for batch in held_out:
             with torch.no_grad():
                 right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
-        print(f"accuracy {right / len(held_out.dataset):.3f}, on data outside the guarantee")
+        print(f"accuracy {right / len(held_out.dataset):.3f}, on data that the guarantee does not cover")
     accelerator.unwrap_model(model).save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)
     print(plan.statement())

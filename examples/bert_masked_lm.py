@@ -1,4 +1,4 @@
-"""Fine-tune a masked language model on private texts: a Trainer script with three changes (marked <--).
+"""Fine-tune a masked language model on private texts: a Trainer script with three changes, marked <--.
 
     python examples/bert_masked_lm.py --model_name_or_path bert-base-uncased --train_file notes.txt \
         --output_dir out --epsilon 8 --delta 1e-6 --per_device_train_batch_size 32 --gradient_accumulation_steps 32
@@ -18,24 +18,24 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- replaces transformers.Trainer
 
 BUILDERS = {"txt": "text", "jsonl": "json"}
 
 
 @dataclass
 class Data:
-    """Which model is trained on which texts."""
+    """Model and data."""
 
-    model_name_or_path: str = field(metadata={"help": "A model's name on the hub, or its folder."})
-    train_file: str = field(metadata={"help": "Private texts: .txt (one a line), .jsonl or .csv with a column text."})
-    validation_file: str | None = field(default=None, metadata={"help": "Texts to evaluate on: not private data."})
-    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut at as many tokens."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "The share of tokens that is masked."})
+    model_name_or_path: str = field(metadata={"help": "A model on the Hub, or a folder."})
+    train_file: str = field(metadata={"help": "Private texts: .txt (one per line), .jsonl or .csv with a column text."})
+    validation_file: str | None = field(default=None, metadata={"help": "Evaluation texts; they are not protected."})
+    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "The fraction of tokens to mask."})
 
 
 def main() -> None:
-    # <-- PrivacyArguments are the flags of the guarantee
+    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options
     data, args, privacy = HfArgumentParser((Data, TrainingArguments, PrivacyArguments)).parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(data.model_name_or_path)
@@ -47,7 +47,7 @@ def main() -> None:
     ending = Path(data.train_file).suffix.lstrip(".")
     texts = load_dataset(BUILDERS.get(ending, ending), data_files=files)
 
-    # One example is one record: texts that are joined and cut into blocks would spread a person over several examples.
+    # Keep one record per example: joining texts and cutting them into blocks would spread a person over several.
     tokens = texts.map(
         lambda rows: tokenizer(rows["text"], truncation=True, max_length=data.max_seq_length),
         batched=True,

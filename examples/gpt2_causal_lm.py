@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model on private texts: a Trainer script with three changes (marked <--).
+"""Fine-tune a causal language model on private texts: a Trainer script with three changes, marked <--.
 
     python examples/gpt2_causal_lm.py --model_name_or_path gpt2 --train_file letters.jsonl \
         --output_dir out --epsilon 8 --delta 1e-6 --per_device_train_batch_size 16 --gradient_accumulation_steps 64
@@ -20,23 +20,23 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- replaces transformers.Trainer
 
 BUILDERS = {"txt": "text", "jsonl": "json"}
 
 
 @dataclass
 class Data:
-    """Which model is trained on which texts."""
+    """Model and data."""
 
-    model_name_or_path: str = field(metadata={"help": "A model's name on the hub, or its folder."})
-    train_file: str = field(metadata={"help": "Private texts: .txt (one a line), .jsonl or .csv with a column text."})
-    validation_file: str | None = field(default=None, metadata={"help": "Texts to evaluate on: not private data."})
-    max_seq_length: int = field(default=256, metadata={"help": "Longer texts are cut at as many tokens."})
+    model_name_or_path: str = field(metadata={"help": "A model on the Hub, or a folder."})
+    train_file: str = field(metadata={"help": "Private texts: .txt (one per line), .jsonl or .csv with a column text."})
+    validation_file: str | None = field(default=None, metadata={"help": "Evaluation texts; they are not protected."})
+    max_seq_length: int = field(default=256, metadata={"help": "Longer texts are truncated to this many tokens."})
 
 
 def main() -> None:
-    # <-- PrivacyArguments are the flags of the guarantee
+    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options
     data, args, privacy = HfArgumentParser((Data, TrainingArguments, PrivacyArguments)).parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(data.model_name_or_path)
@@ -51,7 +51,7 @@ def main() -> None:
     texts = load_dataset(BUILDERS.get(ending, ending), data_files=files)
 
     def tokenized(rows: dict[str, Any]) -> Any:
-        # One example is one record, closed by the end-of-text token; blocks of joined texts would mix records.
+        # Keep one record per example, ended by the end-of-text token; joined blocks would mix records.
         closed = [text + tokenizer.eos_token for text in rows["text"]]
         return tokenizer(closed, truncation=True, max_length=data.max_seq_length)
 

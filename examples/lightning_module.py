@@ -1,11 +1,15 @@
-"""A LightningModule that is trained privately, with automatic optimization: rows of numbers, one label each.
+"""Train a LightningModule privately, with automatic optimization, on rows of numbers with one label each.
 
     python examples/lightning_module.py --train_file measurements.csv --labels no yes --epsilon 3 --delta 1e-6
 
-The last column is the label. Three things differ from an ordinary module: the loss is the SUM of per-example losses
-and is not logged, the optimizer is dpoptim's, and the loader is the private one, for a single epoch that holds all
-steps. Leave Trainer's gradient_clip_val and accumulate_grad_batches alone (the latter divides the loss, which changes
-clipping), and use precision="bf16-mixed" rather than "16-mixed".
+The last column is the label. Three things differ from an ordinary module:
+
+- The loss is the SUM of per-example losses, and is not logged.
+- The optimizer is dpoptim's.
+- The loader is dpoptim's. One epoch holds all steps.
+
+Do not set Trainer's gradient_clip_val or accumulate_grad_batches: the latter divides the loss, which changes clipping.
+Use precision="bf16-mixed", not "16-mixed".
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import dpoptim
 
 
 class PrivateClassifier(lightning.LightningModule):
-    """A small network under a privacy plan."""
+    """A small network with its privacy plan."""
 
     def __init__(self, plan: dpoptim.PrivacyPlan, *, columns: int, labels: int, lr: float) -> None:
         super().__init__()
@@ -53,11 +57,11 @@ def read(path: str, label_names: list[str]) -> TensorDataset:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--train_file", required=True, help="private rows: .csv with a header, the label last")
+    parser.add_argument("--train_file", required=True, help="private rows: .csv with a header, label last")
     parser.add_argument("--labels", nargs="+", required=True, help="the labels, in order")
     parser.add_argument("--epsilon", type=float, required=True)
     parser.add_argument("--delta", type=float, required=True)
-    parser.add_argument("--batch_size", type=int, default=256, help="expected examples a step (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=256, help="expected per step (default: %(default)s)")
     parser.add_argument("--max_steps", type=int, default=200)
     parser.add_argument("--learning_rate", type=float, default=1e-2)
     parser.add_argument("--output_file", default="classifier.pt")

@@ -1,6 +1,6 @@
-"""Train LoRA adapters of a classifier on private texts: a PEFT script with three changes (marked <--).
+"""Train LoRA adapters of a classifier on private texts: a PEFT script with three changes, marked <--.
 
-Only the adapters and the classifier's head are trained, so only they are noised, and only they are saved.
+Only the adapters and the classification head are trained, get noise, and are saved.
 
     python examples/lora_classification.py --model_name_or_path roberta-large --train_file reviews.csv \
         --labels bad good --rank 16 --output_dir out --epsilon 3 --delta 1e-6 --learning_rate 1e-3 \
@@ -24,21 +24,21 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- replaces transformers.Trainer
 
 BUILDERS = {"jsonl": "json"}
 
 
 @dataclass
 class Data:
-    """Which adapters are trained on which texts."""
+    """Model, adapters and data."""
 
-    model_name_or_path: str = field(metadata={"help": "A model's name on the hub, or its folder."})
-    train_file: str = field(metadata={"help": "Private texts: .jsonl or .csv with the columns text and label."})
-    labels: list[str] = field(metadata={"help": "The labels, in order: declared, not read off the private data."})
-    validation_file: str | None = field(default=None, metadata={"help": "Texts to evaluate on: not private data."})
-    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut at as many tokens."})
-    rank: int = field(default=16, metadata={"help": "The rank of the adapters."})
+    model_name_or_path: str = field(metadata={"help": "A model on the Hub, or a folder."})
+    train_file: str = field(metadata={"help": "Private texts: .jsonl or .csv with columns text and label."})
+    labels: list[str] = field(metadata={"help": "All labels, in order; they are not read from the private data."})
+    validation_file: str | None = field(default=None, metadata={"help": "Evaluation texts; they are not protected."})
+    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
+    rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
@@ -46,7 +46,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 
 
 def main() -> None:
-    # <-- PrivacyArguments are the flags of the guarantee
+    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options
     data, args, privacy = HfArgumentParser((Data, TrainingArguments, PrivacyArguments)).parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(data.model_name_or_path)

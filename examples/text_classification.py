@@ -1,4 +1,4 @@
-"""Fine-tune a classifier on private texts: a Trainer script with three changes (marked <--).
+"""Fine-tune a classifier on private texts: a Trainer script with three changes, marked <--.
 
     python examples/text_classification.py --model_name_or_path roberta-base --train_file reviews.csv \
         --labels bad good --output_dir out --epsilon 3 --delta 1e-6 \
@@ -21,20 +21,20 @@ from transformers import (
     TrainingArguments,
 )
 
-from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- in place of transformers.Trainer
+from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer  # <-- replaces transformers.Trainer
 
 BUILDERS = {"jsonl": "json"}
 
 
 @dataclass
 class Data:
-    """Which model is trained on which texts."""
+    """Model and data."""
 
-    model_name_or_path: str = field(metadata={"help": "A model's name on the hub, or its folder."})
-    train_file: str = field(metadata={"help": "Private texts: .jsonl or .csv with the columns text and label."})
-    labels: list[str] = field(metadata={"help": "The labels, in order: declared, not read off the private data."})
-    validation_file: str | None = field(default=None, metadata={"help": "Texts to evaluate on: not private data."})
-    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are cut at as many tokens."})
+    model_name_or_path: str = field(metadata={"help": "A model on the Hub, or a folder."})
+    train_file: str = field(metadata={"help": "Private texts: .jsonl or .csv with columns text and label."})
+    labels: list[str] = field(metadata={"help": "All labels, in order; they are not read from the private data."})
+    validation_file: str | None = field(default=None, metadata={"help": "Evaluation texts; they are not protected."})
+    max_seq_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
@@ -42,7 +42,7 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 
 
 def main() -> None:
-    # <-- PrivacyArguments are the flags of the guarantee
+    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options
     data, args, privacy = HfArgumentParser((Data, TrainingArguments, PrivacyArguments)).parse_args_into_dataclasses()
 
     tokenizer = AutoTokenizer.from_pretrained(data.model_name_or_path)

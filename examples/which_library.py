@@ -1,17 +1,17 @@
-"""Which library is this documentation from? A text classifier, trained privately with four optimizers at one (ε, δ).
+"""Guess the library of a docstring: a text classifier, trained with four private optimizers at the same (ε, δ).
 
-The records are the documentation strings of the installed libraries and of Python itself, read from their source files
-with `ast`: nothing is imported and nothing is fetched. Each string is one private record, and its library is the label.
-The libraries' own names are taken out of the text, so that it does not contain the answer. Words become numbers by a
-fixed hash: a vocabulary that was counted on the records would itself tell something about them.
+The records are the docstrings of installed libraries and of Python itself, read from their source files with `ast`:
+nothing is imported or downloaded. Each docstring is one private record, and its library is the label. Library names are
+removed from the text, so that it does not contain the answer. A fixed hash turns words into numbers, because a
+vocabulary built from the records would leak information about them.
 
     python examples/which_library.py              # about a minute on two cores
     python examples/which_library.py --epsilon 8
     python examples/which_library.py --quick --json
 
-The settings were chosen by trial on parts of the same records, which a real project would not do: ε does not cover the
-choice, and the held-out records are not untouched by it. Scale-then-privatize had more trials (16) than the others (6
-or 7 each), so a lead of a point is no proof. ε holds for each model by itself, not for all of them at once.
+The settings were tuned on parts of the same records. Do not do that in a real project: ε does not cover the choice, and
+the held-out records influenced it. Scale-then-privatize had more trials (16) than the others (6 or 7 each), so a lead
+of one point proves nothing. ε holds for each model separately, not for all of them together.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from dpoptim.app.demo.text import library_docstrings
 
 LIBRARIES = ("python", "torch", "scipy", "sympy", "numpy", "networkx", "setuptools", "pygments", "pip", "rich")
 OWN_NAMES = {*LIBRARIES, "pytorch", "np", "nx"}
-WORDS = 48  # of a record, the first ones
-SHORTEST = 8
+WORDS = 48  # longer records are truncated
+SHORTEST = 8  # records with fewer words are left out
 BUCKETS = 8192  # word ids; 0 is padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is done: the whole demo, or a quick look."""
+    """The size of a run."""
 
     records_per_library: int
     batch_size: int
@@ -61,7 +61,7 @@ QUICK = Size(records_per_library=150, batch_size=256, steps=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of the table: an optimizer with the settings that were best for it."""
+    """An optimizer with the settings that worked best for it."""
 
     name: str
     idea: str
@@ -84,7 +84,7 @@ METHODS = (
     ),
     Method(
         name="bias_correction",
-        idea="Adam, less the noise's share of the second moment",
+        idea="Adam, with the noise subtracted from the second moment",
         clip_norm=1.0,
         optimizer=lambda model, plan: dpoptim.bias_correction(model, plan, lr=1e-2, rule=dpoptim.Adam(eps=1e-3)),
     ),
@@ -100,7 +100,7 @@ METHODS = (
 
 
 class Records(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Word ids [records, WORDS] and labels [records]; a whole batch is gathered at once."""
+    """Word ids [records, WORDS] and labels [records]; `__getitems__` gathers a whole batch at once."""
 
     def __init__(self, words: Tensor, labels: Tensor) -> None:
         self.words, self.labels = words, labels
@@ -117,7 +117,7 @@ class Records(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class WordAverage(nn.Module):
-    """The mean of a text's word vectors, normalised, through one hidden layer: ordinary torch modules."""
+    """The normalised mean of a text's word vectors, followed by one hidden layer."""
 
     def __init__(self, libraries: int, *, width: int = 32, hidden: int = 64) -> None:
         super().__init__()
@@ -128,14 +128,14 @@ class WordAverage(nn.Module):
         self.output = nn.Linear(hidden, libraries)
 
     def forward(self, words: Tensor) -> Tensor:
-        # The padding row gets noise like every other parameter, so padding is masked and not trusted to be 0.
+        # The padding row gets noise like every other parameter, so padding must be masked.
         present = (words != 0)[..., None]  # [records, WORDS, 1]
         mean = (self.embedding(words) * present).sum(1) / present.sum(1)
         return self.output(F.gelu(self.hidden(self.norm(mean))))
 
 
 def loss_per_example(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """One loss a record: [records]."""
+    """Return one loss per record."""
     words, labels = batch
     return F.cross_entropy(model(words), labels, reduction="none")
 
@@ -143,8 +143,8 @@ def loss_per_example(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def train_privately(
     method: Method, train: Records, plan: dpoptim.PrivacyPlan, model: nn.Module, *, after_step: Callable[[], None]
 ) -> str:
-    """The private loop; returns what it guarantees."""
-    loader = dpoptim.private_loader(train, plan, collate_fn=as_it_is)
+    """Train privately and return the privacy statement."""
+    loader = dpoptim.private_loader(train, plan, collate_fn=unchanged)
     optimizer = method.optimizer(model, plan)
     schedule = linear_decay(optimizer, plan.steps)
     for batch in loader:
@@ -156,9 +156,9 @@ def train_privately(
 
 
 def train_without_privacy(train: Records, size: Size, model: nn.Module, *, after_step: Callable[[], None]) -> None:
-    """The same model for as many steps with `torch.optim.Adam`: the distance to it is what privacy costs."""
+    """Train the same model for as many steps with `torch.optim.Adam`, to show what privacy costs."""
     sampler = torch.utils.data.RandomSampler(train, replacement=True, num_samples=size.batch_size * size.steps)
-    loader = torch.utils.data.DataLoader(train, batch_size=size.batch_size, sampler=sampler, collate_fn=as_it_is)
+    loader = torch.utils.data.DataLoader(train, batch_size=size.batch_size, sampler=sampler, collate_fn=unchanged)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = linear_decay(optimizer, size.steps)
     for batch in loader:
@@ -170,17 +170,17 @@ def train_without_privacy(train: Records, size: Size, model: nn.Module, *, after
 
 
 def linear_decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Learning rates that go down to 0 over the run."""
+    """Lower the learning rate to 0 over the run."""
     return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
 
 
-def as_it_is(batch: Any) -> Any:
-    """`Records` hands out whole batches: there is nothing left to collate."""
+def unchanged(batch: Any) -> Any:
+    """Return the batch unchanged, because `Records` already gathers whole batches."""
     return batch
 
 
 def word_ids(text: str) -> list[int]:
-    """The first WORDS words as fixed hashes in 1 … BUCKETS − 1, without the libraries' own names.
+    """Return the first WORDS words as hashes in 1 … BUCKETS − 1, without library names.
 
     >>> len(word_ids("Return a NumPy array; see np.array and torch.tensor.")), word_ids("Array") == word_ids("array")
     (7, True)
@@ -190,7 +190,7 @@ def word_ids(text: str) -> list[int]:
 
 
 def documentation(library: str, limit: int) -> list[list[int]]:
-    """Up to `limit` distinct documentation strings of a library as word ids, its files taken in a fixed mixed order."""
+    """Return up to `limit` distinct docstrings of a library as word ids."""
     found: dict[tuple[int, ...], None] = {}
     for text in library_docstrings(library):
         ids = word_ids(text)
@@ -204,7 +204,7 @@ def documentation(library: str, limit: int) -> list[list[int]]:
 def read_records(
     size: Size, seed: int, *, after_library: Callable[[], None]
 ) -> tuple[Records, Records, dict[str, int]]:
-    """Training records, held-out ones (one in seven), and how many come from each library; no text is there twice."""
+    """Return training records, held-out records (one in seven), and the count per library, without duplicates."""
     seen: set[tuple[int, ...]] = set()
     words: list[list[int]] = []
     labels: list[int] = []
@@ -220,7 +220,7 @@ def read_records(
                 labels += [len(counts)] * len(new)
                 counts[library] = len(new)
     if len(counts) < 2:
-        sys.exit("which_library.py: the sources of fewer than two libraries were found; run it by `make demo`")
+        sys.exit("which_library.py: found fewer than two libraries. Install dpoptim with its dependencies.")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     all_words, all_labels = torch.tensor(words)[order], torch.tensor(labels)[order]
     held_out = len(order) // 7
@@ -233,7 +233,7 @@ def read_records(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, records: Records) -> float:
-    """The share of records whose library the model names."""
+    """Return the fraction of records that the model classifies correctly."""
     return (model(records.words).argmax(1) == records.labels).float().mean().item()
 
 
@@ -251,10 +251,12 @@ class Result:
 def compare(
     train: Records, held_out: Records, plan: dpoptim.PrivacyPlan, size: Size, seed: int, progress: Progress
 ) -> tuple[list[Result], str]:
-    """Every method from the same first weights, and the guarantee of the last one."""
+    """Train every method from the same initial weights; return the results and the last privacy statement."""
     classes = int(train.labels.max()) + 1
     largest = held_out.labels.bincount().max().item() / len(held_out)
-    results = [Result(name="no training", idea="always the same library", private=False, accuracy=largest, seconds=0.0)]
+    results = [
+        Result(name="no training", idea="always the largest library", private=False, accuracy=largest, seconds=0.0)
+    ]
     statement = ""
     for method in (*METHODS, None):
         name = "Adam, not private" if method is None else method.name
@@ -271,7 +273,7 @@ def compare(
             train_without_privacy(train, size, model, after_step=after_step)
         else:
             idea = method.idea
-            of_method = plan.replace(clip_norm=method.clip_norm)  # noise follows the clip norm: ε stays
+            of_method = plan.replace(clip_norm=method.clip_norm)  # noise scales with the clip norm, so ε stays the same
             statement = train_privately(method, train, of_method, model, after_step=after_step)
         seconds = time.perf_counter() - begin
         right = accuracy(model, held_out)
@@ -280,13 +282,13 @@ def compare(
 
 
 def show(console: Console, results: list[Result], held_out: int, statement: str) -> None:
-    """The table, what it says in a sentence, and the guarantee."""
+    """Print the table, a summary, and the guarantee."""
     private = [result for result in results if result.private]
     best = max(private, key=lambda result: result.accuracy)
-    table = Table(title=f"Naming the library of {held_out:,} held-out documentation strings")
+    table = Table(title=f"Guessing the library of {held_out:,} held-out docstrings")
     table.add_column("optimizer")
     table.add_column("what it does")
-    table.add_column("right answers", justify="right")
+    table.add_column("accuracy", justify="right")
     table.add_column("seconds", justify="right")
     for result in results:
         style = "bold green" if result is best else ("" if result.private else "dim")
@@ -296,22 +298,22 @@ def show(console: Console, results: list[Result], held_out: int, statement: str)
     console.print(table)
     console.print(
         f"Best private optimizer in this run: [bold]{best.name}[/bold], {best.accuracy:.1%}. ± is one standard error "
-        "of the held-out sample: smaller differences say nothing. The noise is new in every run.\n"
+        "of the held-out sample; smaller differences mean nothing. Every run draws new noise.\n"
     )
-    console.rule(f"The guarantee of {private[-1].name}, in the words of plan.statement()")
+    console.rule(f"plan.statement() of {private[-1].name}")
     console.print(statement, soft_wrap=True, highlight=False, markup=False)
     console.rule()
     console.print(
-        "The other private models have the same ε and δ, each by itself; who publishes several of them adds up their "
-        "guarantees. The held-out records are not covered: they are used for this table alone."
+        "Each of the other private models has the same ε and δ. If you publish several, their guarantees add up. "
+        "The held-out records are not covered; they are used only for this table."
     )
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Errors in one line, with exit code 2."""
+    """Report errors in one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows the options)\n")
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. See --help.\n")
 
 
 def main() -> None:
@@ -319,18 +321,18 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=3.0, help="ε of each private model (default: %(default)s)")
     parser.add_argument("--delta", type=float, default=1e-6, help="δ of each private model (default: %(default)s)")
     parser.add_argument("--steps", type=int, help=f"training steps (default: {FULL.steps}, with --quick {QUICK.steps})")
-    parser.add_argument("--seed", type=int, default=0, help="of split and first weights, never of noise (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-    parser.add_argument("--quick", action="store_true", help="few records and few steps, to see that all works")
+    parser.add_argument("--seed", type=int, default=0, help="of split and initial weights, never of noise (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--quick", action="store_true", help="few records and few steps, as a quick check")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
     if options.steps is not None:
         size = replace(size, steps=options.steps)
     if not 0 <= options.seed < 2**63:
-        parser.error(f"seed must be a whole number from 0 to 2**63 - 1, got {options.seed}")
+        parser.error(f"Expected seed in [0, 2**63), got {options.seed}.")
     if math.isinf(options.epsilon):
-        parser.error(f"epsilon must be finite, got {options.epsilon}: an infinite one is no privacy at all")
-    try:  # An (ε, δ) or a number of steps that cannot be is refused before anything is read.
+        parser.error(f"Expected a finite epsilon, got {options.epsilon}.")
+    try:  # Reject an invalid ε, δ or number of steps before reading anything.
         plan_for(10 * size.batch_size, size, epsilon=options.epsilon, delta=options.delta)
     except ValueError as error:
         parser.error(str(error))
@@ -338,18 +340,18 @@ def main() -> None:
 
 
 def plan_for(num_examples: int, size: Size, *, epsilon: float, delta: float) -> dpoptim.PrivacyPlan:
-    """Secret Poisson batches and independent noise: (ε, δ) for one documentation string."""
+    """Return a plan with Poisson batches and independent noise; one docstring is one record."""
     return dpoptim.PrivacyPlan(
         num_examples=num_examples, batch_size=size.batch_size, steps=size.steps, sampling=dpoptim.Poisson()
     ).calibrate(epsilon=epsilon, delta=delta)
 
 
 def run(size: Size, options: argparse.Namespace) -> None:
-    """Read, train, compare, and print."""
+    """Read the records, train, and print the results."""
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("reading documentation strings", total=len(LIBRARIES))
+        task = progress.add_task("reading docstrings", total=len(LIBRARIES))
         train, held_out, counts = read_records(size, options.seed, after_library=lambda: progress.advance(task))
         plan = plan_for(len(train), size, epsilon=options.epsilon, delta=options.delta)
         results, statement = compare(train, held_out, plan, size, options.seed, progress)

@@ -1,8 +1,8 @@
-"""Chance is the same in every run of the tests: a test that passes today does not fail tomorrow by bad luck.
+"""Make randomness repeat in every test run, so that a test that passes today does not fail tomorrow.
 
-Keys, run ids, the global generators and hypothesis all follow from `--seed` (0 unless told) and the name of the test
-or of the wider fixture that draws, not from what ran before in the same process. Other seeds look for tests that pass
-by luck: `make test ARGS='--seed 1'`.
+Keys, run ids, the global generators and hypothesis depend only on `--seed` (default: 0) and the name of the test or
+shared fixture, not on what ran before in the same process. Use other seeds to find tests that pass by luck:
+`make test ARGS='--seed 1'`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _of_the_system: Callable[[int], bytes] = os.urandom
 
 
 class _Chance:
-    """Bytes that follow from the seed, the name of who draws, and how often it drew."""
+    """Bytes that depend on the seed, the name of the test or fixture, and the number of earlier draws."""
 
     def __init__(self) -> None:
         self.seed = 0
@@ -46,7 +46,7 @@ _chance = _Chance()
 
 
 def _urandom(count: int) -> bytes:
-    """For dpoptim in this process, bytes that can be had again; for everybody else and in forks the system's."""
+    """Return repeatable bytes to dpoptim in this process; forks and other callers get the system's."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
     if os.getpid() != _THIS_PROCESS or caller.split(".")[0] != "dpoptim":
         return _of_the_system(count)
@@ -54,7 +54,7 @@ def _urandom(count: int) -> bytes:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=0, help="chance of another run: what keys and generators start from")
+    parser.addoption("--seed", type=int, default=0, help="the seed of keys and generators (default: 0)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,7 +76,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> Iterator[None]:
-    """A fixture that several tests share draws alike, whichever of them comes first; then the test begins anew."""
+    """Seed a shared fixture by its own name, whichever test uses it first; then restart the test's randomness."""
     if fixturedef.scope == "function":
         return (yield)
     _chance.begin(f"{fixturedef.baseid} {fixturedef.argname} {getattr(request, 'param', '')}")

@@ -1,7 +1,7 @@
-"""Where Triton's kernels are tested: on a CUDA device, or on a CPU by Triton's interpreter (TRITON_INTERPRET=1).
+"""Run Triton kernels on a CUDA device, or on a CPU with Triton's interpreter (TRITON_INTERPRET=1).
 
-The interpreter runs a kernel's own code, program by program, on ordinary tensors: what a kernel computes is tested
-without a GPU, and how fast it is, whether it compiles and what a GPU rounds otherwise is not.
+The interpreter runs a kernel's code on ordinary tensors. It tests what a kernel computes, but not its speed, whether it
+compiles, or how a GPU rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def _take_cpu_tensors() -> None:
-    """From now on kernels take tensors of the CPU, where they are interpreted."""
+    """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
     from dpoptim.kernels import (
@@ -44,7 +44,7 @@ def _take_cpu_tensors() -> None:
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
-    # What CUDA's library rounds correctly, numpy does too.
+    # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
     in_place_of = {
         (kernels, "_on_current_device"): lambda tensors: True,

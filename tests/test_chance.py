@@ -1,4 +1,4 @@
-"""What tests draw is the same in every run, whatever ran before; what others and other processes draw is not."""
+"""Tests draw the same random numbers in every run; other callers and processes do not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ for arguments in ([], ["-k", "not first"], ["--seed", "1"]):
 
 
 def runs(folder: Path) -> list[list[str]]:
-    """What was drawn by a whole run, a part of it, and one with another seed, one after the other in one process."""
+    """Return the draws of a whole run, a partial run, and a run with a different seed, all in one process."""
     (folder / "test_draws.py").write_text(TESTS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run([sys.executable, "-c", RUNS], cwd=folder, env=environment, capture_output=True, text=True)
@@ -68,12 +68,12 @@ def of(lines: list[str], *names: str) -> list[str]:
     return [line for line in lines if line.split()[1] in names]
 
 
-def test_chance_follows_from_the_seed_and_the_name_alone(tmp_path):
+def test_draws_depend_only_on_the_seed_and_the_name(tmp_path):
     whole, part, other = runs(tmp_path)
-    assert of(whole, "second", "given") == of(part, "second", "given"), "whatever ran before"
+    assert of(whole, "second", "given") == of(part, "second", "given"), "earlier tests must not matter"
     for name in ("first", "second"):
         assert of(whole, name) != of(other, name)
     values = of(whole, "first")[0].split()[2:]
-    assert len(set(values)) == len(values) == 12, "nothing is drawn twice in one test"
+    assert len(set(values)) == len(values) == 12, "one test must not draw the same value twice"
     assert len(of(whole, "others")) == 2
-    assert not set(of(whole, "others")) & set(of(part, "others")), "forks and other callers have the system's chance"
+    assert not set(of(whole, "others")) & set(of(part, "others")), "forks and other callers must get the system's bytes"

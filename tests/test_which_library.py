@@ -1,4 +1,4 @@
-"""examples/which_library.py runs from end to end, states its guarantee, and refuses bad input in one line."""
+"""examples/which_library.py runs end to end, prints its guarantee, and reports bad input in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRIVATE = ["dp_sgd", "post_processing", "bias_correction", "scale_then_privatize
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script as a person runs it, on one core."""
+    """Run the script in a new process, on one core."""
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
@@ -31,18 +31,18 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The script as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location("which_library", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.slow
-def test_quick_run_gives_one_json_object():
+def test_quick_run_prints_one_json_object():
     finished = run_script("--quick", "--json", "--steps", "4", "--epsilon", "2.5", "--delta", "1e-5")
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
@@ -60,7 +60,7 @@ def test_quick_run_gives_one_json_object():
     assert [row["name"] for row in results if row["private"]] == PRIVATE
     for row in results:
         assert 0.0 <= row["accuracy"] <= 1.0
-        # Accuracies are counts of the held-out records, not typed-in figures.
+        # An accuracy times the number of held-out records is a whole number.
         count = row["accuracy"] * answer["held_out"]
         assert math.isclose(count, round(count), abs_tol=1e-3)
         assert row["seconds"] > 0 or row["name"] == "no training"
@@ -79,7 +79,7 @@ def test_quick_run_gives_one_json_object():
         (["--colour", "red"], "colour"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(script, monkeypatch, capsys, arguments, named):
+def test_bad_input_is_reported_in_one_line(script, monkeypatch, capsys, arguments, named):
     monkeypatch.setattr(sys, "argv", ["which_library.py", "--quick", *arguments])
     with pytest.raises(SystemExit) as stopped:
         script.main()
@@ -98,7 +98,7 @@ def test_bad_input_ends_the_process_with_exit_code_2():
     assert "Traceback" not in finished.stderr
 
 
-def test_words_are_hashed_without_the_names_of_the_libraries(script):
+def test_word_ids_leave_out_library_names(script):
     assert script.word_ids("Return a NumPy array") == script.word_ids("return a array")
     assert script.word_ids("torch.numpy np sympy") == []
     ids = script.word_ids("word " * 1000)
@@ -107,12 +107,12 @@ def test_words_are_hashed_without_the_names_of_the_libraries(script):
     assert script.word_ids("gradient") == [5977], "the hash must be the same on every machine"
 
 
-def test_padding_does_not_reach_the_model(script):
+def test_padding_does_not_change_the_output(script):
     torch = script.torch
     model = script.WordAverage(3)
     words = torch.tensor([[5, 6, 7, 0, 0]])
     before = model(words)
     with torch.no_grad():
-        model.embedding.weight[0] += 100.0  # the padding row is noised like every other parameter
+        model.embedding.weight[0] += 100.0  # the padding row gets noise like every other parameter
     assert torch.equal(model(words), before)
     assert torch.allclose(model(words[:, :3]), before, atol=1e-6)

@@ -70,6 +70,11 @@ def test_last_block_and_not_beyond() -> None:
         draw(3, start=2**35 - 2)
 
 
+def test_blocks_far_apart_differ() -> None:
+    starts = [0, *(2**power for power in range(32))]
+    assert len({keystream(SUBKEY, step=0, first_block=start, blocks=1).tobytes() for start in starts}) == 33
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
