@@ -84,7 +84,11 @@ class InverseRoot:
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        return top / ((share * total + start).clamp_(min=0) ** self.exponent + self.eps_scale)
+        estimate = share * total
+        if start:
+            estimate += start
+        # In place: on a GPU every pass over a large model counts.
+        return estimate.clamp_(min=0).pow_(self.exponent).add_(self.eps_scale).reciprocal_().mul_(top)
 
 
 @dataclass(frozen=True, kw_only=True)
