@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from dpoptim.clipping import check_example_independence, clipped_sum, public_data
 from dpoptim.clipping import clipped_sums as clipping
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.engine import Engine
-from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.clipping.engine import Engine, PhysicalBatch
 from tests.clipping.models import Checkpointed, Tied, case, squares
 
 
@@ -263,13 +262,13 @@ class TestRefusals:
     def test_layer_replaced_later(self, mlp, x):
         attached(mlp)
         mlp[2] = nn.Linear(6, 3).double()
-        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+        with pytest.raises(ValueError, match="was replaced after the optimizer was created"):
             squares(mlp, x).sum().backward()
 
     def test_parameter_replaced_later(self, mlp, x):
         attached(mlp)
         mlp[0].weight = nn.Parameter(mlp[0].weight.detach().clone())
-        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+        with pytest.raises(ValueError, match="was replaced after the optimizer was created"):
             squares(mlp, x).sum().backward()
 
     def test_parameter_unfrozen_later(self, mlp, x):

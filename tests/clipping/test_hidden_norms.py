@@ -10,7 +10,7 @@ from torch import nn
 
 from dpoptim.clipping import clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.clipping.engine import PhysicalBatch
 from tests.clipping.test_extremes import Parameters, of_outer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpoptim.clipping.gradient_factors import Outer, Rows
+from dpoptim.clipping.gradient_factors import OuterProduct, RowUpdates
 from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.kernels import norms as kernels
 from dpoptim.kernels import norms_c as compiled_outer
@@ -113,10 +113,10 @@ def test_of_a_tied_table(looked_up, monkeypatch):
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
     own = ParameterGradients(torch.Size([50, 21]))
-    own.add(Outer(left, right))
+    own.add(OuterProduct(left, right))
     tables = left.double().mT @ right.double()
     if looked_up:
-        own.add(Rows(ids, values))
+        own.add(RowUpdates(ids, values))
         for j in range(3):
             tables[j].index_add_(0, ids[j], values[j].double())
     expected = (tables * scale).square().sum((1, 2))

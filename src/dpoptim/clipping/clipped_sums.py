@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpoptim.clipping.engine import Engine
+from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.kernels import norms as kernels
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
@@ -141,13 +140,13 @@ class ClippedSums:
         indices = list if min_trusted_norm is None else recompute_rows_later(found)
         _sum(batch.gradients, found.weights, self._sums, self._square_sums)
         self._examples += batch.examples
-        self._remember_ways(batch)
+        self._remember_norm_methods(batch)
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
         for j in indices():
             self._clip_and_sum_one(batch, j, factor)
 
-    def _remember_ways(self, batch: PhysicalBatch) -> None:
+    def _remember_norm_methods(self, batch: PhysicalBatch) -> None:
         """Record the norm methods for `explain`; they are slow to describe, so once per set of shapes."""
         kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
         if kind not in self._explained:
@@ -176,7 +175,7 @@ class ClippedSums:
         sums = _Accumulator(self.parameters, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
-        self._remember_ways(batch)
+        self._remember_norm_methods(batch)
         return found
 
     def add_sums(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import Dense, Form, Outer, Rows
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates
 from dpoptim.kernels import norms as kernels
 from dpoptim.kernels import norms_c as compiled_outer
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
@@ -54,9 +54,9 @@ class ParameterGradients:
     """All uses of one parameter in one backward: g_j is the sum of the uses.
 
     >>> g = ParameterGradients(shape=torch.Size([2, 3]))
-    >>> g.add(Outer(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
-    >>> g.add(Rows(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
-    >>> g.way(scaled=True).name
+    >>> g.add(OuterProduct(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
+    >>> g.add(RowUpdates(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
+    >>> g.norm_method(scaled=True).name
     'PARTS'
     >>> g.squared_norms()        # three entries of 2 and three of 1
     tensor([15., 15., 15., 15.], dtype=torch.float64)
@@ -64,19 +64,19 @@ class ParameterGradients:
 
     shape: torch.Size
     precision: torch.dtype = torch.float32  # of norms and sums: float64 for float64 parameters
-    outers: list[Outer] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    outers: list[OuterProduct] = field(default_factory=list)
+    rows: list[RowUpdates] = field(default_factory=list)
     dense: Tensor | None = None
     kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
 
-    def add(self, form: Form) -> None:
-        if isinstance(form, Dense) and self.dense is not None:
+    def add(self, form: GradientFactors) -> None:
+        if isinstance(form, Materialized) and self.dense is not None:
             self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
             return
         self.kept += [(part, part._version) for part in vars(form).values() if part is not None]
-        if isinstance(form, Outer):
+        if isinstance(form, OuterProduct):
             self.outers.append(form)
-        elif isinstance(form, Rows):
+        elif isinstance(form, RowUpdates):
             self.rows.append(form)
         else:
             self.dense = form.grads
@@ -104,7 +104,7 @@ class ParameterGradients:
         return not self.outers and not self.rows
 
     def held_bytes(self) -> int:
-        forms = [*self.outers, *self.rows, *([] if self.dense is None else [Dense(self.dense)])]
+        forms = [*self.outers, *self.rows, *([] if self.dense is None else [Materialized(self.dense)])]
         tensors = [tensor for form in forms for tensor in vars(form).values() if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -120,7 +120,7 @@ class ParameterGradients:
 
     # -- norms -----------------------------------------------------------------------------------------------------
 
-    def way(self, *, scaled: bool) -> NormMethod:
+    def norm_method(self, *, scaled: bool) -> NormMethod:
         if self.is_dense:
             return NormMethod.FORMED
         if self.rows:
@@ -148,7 +148,7 @@ class ParameterGradients:
 
         None says that the very vector that is measured is the one that is summed.
         """
-        match self.way(scaled=scale is not None):
+        match self.norm_method(scaled=scale is not None):
             case NormMethod.ROWS:
                 squares, uncancelled = kernels.row_squares(*self._lookups(), scale, self.shape[0])
                 return squares, uncancelled / CANCELLATION[self.precision]
@@ -169,7 +169,7 @@ class ParameterGradients:
 
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
         """The first of what `measured` gives, alone."""
-        match self.way(scaled=scale is not None):
+        match self.norm_method(scaled=scale is not None):
             case NormMethod.FORMED:
                 assert self.dense is not None
                 return kernels.squares(self.dense, scale)
@@ -205,7 +205,7 @@ class ParameterGradients:
             cross = kernels.row_products(self.dense, ids, values, scale)
         else:
             cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
-        is_gram = alone.way(scaled=scale is not None) is NormMethod.GRAM
+        is_gram = alone.norm_method(scaled=scale is not None) is NormMethod.GRAM
         trust = CANCELLATION[self.precision]
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)

@@ -101,7 +101,7 @@ def test_batches_that_its_loader_did_not_draw_are_refused(other, began):
     taken = private.steps_taken
     before = model.weight.detach().clone()
     wrong = private.data_loader.original if other == "the loader that was given" else others.data_loader
-    with pytest.raises(ValueError, match="called twice for one batch" if began else "loop over that loader"):
+    with pytest.raises(ValueError, match="called twice for one batch" if began else "Loop over that loader"):
         one_epoch(model, private.optimizer, wrong)
     assert torch.equal(model.weight, before)
     assert private.steps_taken == taken

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
-from dpoptim.clipping.gradient_factors import Dense
-from dpoptim.clipping.layers.rule import GradientSink, Use, batch_axis, differentiated_once, plain
+from dpoptim.clipping.gradient_factors import Materialized
+from dpoptim.clipping.layers.rule import GradientSink, LayerCall, differentiated_once, plain
+from dpoptim.validation.layer_inputs import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """Which modules have been compared with their own forward, for which axes of which arguments."""
@@ -26,39 +27,39 @@ _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.W
 
 class PerExampleCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: GradientSink, use: Use) -> Tensor:
-        ctx.keeper, ctx.use, ctx.parameter = keeper, use, parameter
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, sink: GradientSink, call: LayerCall) -> Tensor:
+        ctx.sink, ctx.call, ctx.parameter = sink, call, parameter
         return parameter.detach().expand(examples, *parameter.shape)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.keeper.keep(ctx.parameter, Dense(grad), ctx.use)
+        ctx.sink.record(ctx.parameter, Materialized(grad), ctx.call)
         return None, None, None, None
 
 
-def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of every module that has no rule of its own."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
-    examples = keeper.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
+    examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
         raise ValueError(
             f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
             "forward and backward, and call optimizer.step() alone"
         )
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
-    axes = guessed if examples == 1 or keeper.checking else _seen_axes(keeper, name, guessed, leaves, first)
+    axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
-    use = keeper.use()
+    call = sink.layer_call()
     copies = {
-        key: PerExampleCopy.apply(parameter, examples, keeper, use)
+        key: PerExampleCopy.apply(parameter, examples, sink, call)
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -85,11 +86,11 @@ def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any,
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
 
-    with plain(keeper), torch.backends.cudnn.flags(enabled=False):
+    with plain(sink), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
         is_new = kind not in checked or axes != guessed  # what was shared may have become the examples' own
-        if is_new and not keeper.checking:  # the batch itself is compared, not the few rows of a check
+        if is_new and not sink.checking:  # the batch itself is compared, not the few rows of a check
             _check(run, module, name, examples, args, kwargs)
             checked.add(kind)
         return run(copies)
@@ -108,10 +109,10 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
 
 
 def _seen_axes(
-    keeper: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
+    sink: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
 ) -> list[int | None]:
     """The axes that the check of the model has shown; a length alone can agree by chance."""
-    seen, found = keeper.axes_of(name, leaves), list(guessed)
+    seen, found = sink.axes_of(name, leaves), list(guessed)
     for i, leaf in enumerate(leaves):
         if leaf is first or not isinstance(leaf, Tensor) or (seen is None and guessed[i] is None):
             continue

@@ -22,40 +22,38 @@ from dpoptim.clipping.layers.linear import apply_linear
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable, trainable
 
 
-def deberta_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DebertaV2Encoder`, which hands the table to its layers."""
     forward = partial(type(module).forward, module, *args, **kwargs)
     norm = module.LayerNorm if "layer_norm" in module.norm_rel_ebd else nn.Identity()
     if not module.relative_attention or not any_trainable(module.rel_embeddings, norm):
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
-    if keeper.capturing:
-        hidden = keeper.expand_to_batch(hidden, name)
+    if sink.capturing:
+        hidden = sink.expand_to_batch(hidden, name)
         shared = partial(type(module).get_rel_embedding, module)
-        check_same(keeper, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
+        check_same(sink, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
 
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
         if trainable(table):
-            return norm(PerExampleCopy.apply(table, len(hidden), keeper, keeper.use()))
+            return norm(PerExampleCopy.apply(table, len(hidden), sink, sink.layer_call()))
         return norm(table.expand(len(hidden), -1, -1))
 
     with replaced(module, get_rel_embedding=copies):
         return forward()
 
 
-def deberta_attention(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def deberta_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DisentangledSelfAttention`."""
-    if keeper.capturing:
-        keeper.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
-    with replaced(module, disentangled_attention_bias=partial(_position_scores, keeper, name, module)):
+    if sink.capturing:
+        sink.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
+    with replaced(module, disentangled_attention_bias=partial(_position_scores, sink, name, module)):
         return type(module).forward(module, *args, **kwargs)
 
 
 def _position_scores(
-    keeper: GradientSink,
+    sink: GradientSink,
     name: str,
     module: Any,
     query: Tensor,  # [examples · heads, positions, width of a head]
@@ -75,10 +73,10 @@ def _position_scores(
         )
     if rows.ndim == 2:
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
-    if keeper.capturing and len(rows):
+    if sink.capturing and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
         check_same(
-            keeper,
+            sink,
             name,
             module,
             lambda: _scores(module, *few, rows[:1], scale_factor),
@@ -115,28 +113,28 @@ def _projections(module: Any) -> tuple[Any, Any]:
 
 
 def deberta_prediction_head(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """The rule of `DebertaV2LMPredictionHead`, which multiplies by the table of words, another layer's parameter."""
     hidden, words = _bind(*args, **kwargs)
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
-    if keeper.capturing:
-        hidden = keeper.expand_to_batch(hidden, name)
+    if sink.capturing:
+        hidden = sink.expand_to_batch(hidden, name)
         one = hidden[:1]
         check_same(
-            keeper,
+            sink,
             name,
             module,
-            lambda: _predicted(keeper, module, one, words),
+            lambda: _predicted(sink, module, one, words),
             lambda: type(module).forward(module, one, words),
         )
-    return _predicted(keeper, module, hidden, words)
+    return _predicted(sink, module, hidden, words)
 
 
-def _predicted(keeper: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
+def _predicted(sink: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
     hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
-    return apply_linear(keeper, hidden, words.weight, module.bias)
+    return apply_linear(sink, hidden, words.weight, module.bias)
 
 
 def _bind(hidden_states: Tensor, word_embeddings: Any) -> tuple[Tensor, Any]:

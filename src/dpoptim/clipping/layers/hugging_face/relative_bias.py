@@ -16,18 +16,18 @@ from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
-def t5_attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def t5_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `T5Attention` and of its likes in mT5 and UMT5; of T5's layers the first alone has a table."""
-    return _with_biases_for_each("compute_bias", keeper, name, module, args, kwargs)
+    return _with_biases_for_each("compute_bias", sink, name, module, args, kwargs)
 
 
-def mpnet_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mpnet_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `MPNetEncoder`."""
-    return _with_biases_for_each("compute_position_bias", keeper, name, module, args, kwargs)
+    return _with_biases_for_each("compute_position_bias", sink, name, module, args, kwargs)
 
 
 def _with_biases_for_each(
-    method: str, keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    method: str, sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's own forward, whose `method` makes the biases of each example."""
     forward = partial(type(module).forward, module, *args, **kwargs)
@@ -35,8 +35,8 @@ def _with_biases_for_each(
     if table is None or not any_trainable(table):
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
-    if keeper.capturing:
-        hidden = keeper.expand_to_batch(hidden, name)
+    if sink.capturing:
+        hidden = sink.expand_to_batch(hidden, name)
     own = partial(getattr(type(module), method), module)
 
     def biases(*given: Any, **options: Any) -> Tensor:
@@ -53,8 +53,8 @@ def _with_biases_for_each(
             looked_up: Tensor = table(asked.ids.expand(examples, -1, -1))
             return looked_up.permute(0, 3, 1, 2)
 
-        if keeper.capturing:
-            check_same(keeper, name, module, lambda: of_each(1), lambda: own(*given, **options)[:1])
+        if sink.capturing:
+            check_same(sink, name, module, lambda: of_each(1), lambda: own(*given, **options)[:1])
         return of_each(len(hidden))
 
     with replaced(module, **{method: biases}):

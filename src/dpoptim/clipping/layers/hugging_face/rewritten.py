@@ -45,7 +45,7 @@ def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def check_same(
-    keeper: GradientSink, name: str, module: nn.Module, ours: Callable[[], Any], theirs: Callable[[], Any]
+    sink: GradientSink, name: str, module: nn.Module, ours: Callable[[], Any], theirs: Callable[[], Any]
 ) -> None:
     """Once a module, without gradients or dropout: raise where our way to compute it gives another result."""
     if module in _compared:
@@ -53,7 +53,7 @@ def check_same(
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        with torch.no_grad(), plain(keeper):
+        with torch.no_grad(), plain(sink):
             found, expected = torch.as_tensor(ours()), torch.as_tensor(theirs())
     finally:
         for part, training in modes:
