@@ -387,6 +387,7 @@ def test_copies_and_pickles_are_not_watched():
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     model = Net()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.kernels import norms as kernels
+from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 
@@ -233,7 +233,7 @@ class ClippedSums:
         min_trusted_norm: Tensor | None = None
         if dense:
             scales = None if scale is None else [scale[name] for name in dense]
-            squared = kernels.many_squares(list(dense.values()), scales)
+            squared = norms.many_squares(list(dense.values()), scales)
         for name, own in gradients.items():
             if name in dense:
                 continue
@@ -338,7 +338,7 @@ class _Accumulator:
             kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
         for (begun, dtype, _), names in kinds.items():
             grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
-            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
+            norms.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:

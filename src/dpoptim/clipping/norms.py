@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates
-from dpoptim.kernels import norms as kernels
-from dpoptim.kernels import norms_c as compiled_outer
+from dpoptim.kernels import norms, norms_c
+from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 
@@ -135,7 +135,7 @@ class ParameterGradients:
         if self.dense is not None:
             return NormMethod.BLOCKS
         factors = [part for use in self.outers for part in (use.left, use.right)]
-        if self.precision == torch.float32 and kernels.outer_on_gpu(*factors) is not None:
+        if self.precision == torch.float32 and outer_on_gpu(*factors):
             return NormMethod.TILES
         if self.positions == 1:
             return NormMethod.ONE_POSITION
@@ -150,7 +150,7 @@ class ParameterGradients:
         """
         match self.norm_method(scaled=scale is not None):
             case NormMethod.ROWS:
-                squares, uncancelled = kernels.row_squares(*self._lookups(), scale, self.shape[0])
+                squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
                 return squares, uncancelled / CANCELLATION[self.precision]
             case NormMethod.PARTS:
                 return self._by_parts(scale)
@@ -172,9 +172,9 @@ class ParameterGradients:
         match self.norm_method(scaled=scale is not None):
             case NormMethod.FORMED:
                 assert self.dense is not None
-                return kernels.squares(self.dense, scale)
+                return norms.squares(self.dense, scale)
             case NormMethod.TILES:
-                return kernels.outer_squares(*self._factors(), self._as_matrix(scale))
+                return norms.outer_squares(*self._factors(), self._as_matrix(scale))
             case NormMethod.ONE_POSITION:
                 return self._one_position(self._as_matrix(scale))
             case NormMethod.GRAM:
@@ -200,11 +200,11 @@ class ParameterGradients:
         alone = replace(self, rows=[], kept=[])
         projected = alone.squared_norms(scale)
         ids, values = self._lookups()
-        looked_up, bound = kernels.row_squares(ids, values, scale, self.shape[0])
+        looked_up, bound = norms.row_squares(ids, values, scale, self.shape[0])
         if self.dense is not None:
-            cross = kernels.row_products(self.dense, ids, values, scale)
+            cross = norms.row_products(self.dense, ids, values, scale)
         else:
-            cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
+            cross = norms.outer_row_products(*self._factors(), ids, values, scale)
         is_gram = alone.norm_method(scaled=scale is not None) is NormMethod.GRAM
         trust = CANCELLATION[self.precision]
         parts = self._projected_parts(scale)
@@ -226,11 +226,11 @@ class ParameterGradients:
             _to_size_one(wide(factor), always=scale is not None) for factor in self._factors()
         )
         if scale is None:
-            norms = kernels.squares(left, None) * kernels.squares(right, None)
+            squared = norms.squares(left, None) * norms.squares(right, None)
         else:
             left, right, scale = left[:, 0].double(), right[:, 0].double(), scale.double()  # whose squares could vanish
-            norms = ((left.square() @ scale.square()) * right.square()).sum(1)
-        return norms * (left_size * right_size).square()
+            squared = ((left.square() @ scale.square()) * right.square()).sum(1)
+        return squared * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
         """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel, or have factors so faint
@@ -245,7 +245,7 @@ class ParameterGradients:
         narrow, narrow_size = _to_size_one(narrow)
         broad, broad_size = _to_size_one(broad, lengths=lengths)
         gram = narrow @ narrow.mT
-        norms = kernels.quadratic_forms(gram, broad)
+        squared = norms.quadratic_forms(gram, broad)
         if lengths is None:
             lengths = row_lengths(broad)
         elif broad is not left:
@@ -254,15 +254,15 @@ class ParameterGradients:
         parts = of_narrow * of_broad
         faint = (of_narrow < FAINT * of_narrow.amax(1, True)) | (of_broad < FAINT * of_broad.amax(1, True))
         trust = GRAM_TRUST[gram.dtype]
-        doubtful = (norms <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * norms.sqrt())
-        norms *= (narrow_size * broad_size).square()
+        doubtful = (squared <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * squared.sqrt())
+        squared *= (narrow_size * broad_size).square()
         if doubtful.any():
-            norms[doubtful] = self.select(doubtful)._by_blocks(None)
-        return norms
+            squared[doubtful] = self.select(doubtful)._by_blocks(None)
+        return squared
 
     def _by_blocks(self, scale: Tensor | None) -> Tensor:
         if scale is not None and self.outers and self.dense is None and not self.rows:
-            found = compiled_outer.outer_squares(*self._factors(), scale.reshape(self._matrix))
+            found = norms_c.outer_squares(*self._factors(), scale.reshape(self._matrix))
             if found is not None:
                 return found
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
@@ -307,21 +307,21 @@ class ParameterGradients:
     def weighted_sum_into(self, total: Tensor, weights: Tensor) -> None:
         """The same, written over `total`, which is contiguous and of the dtype of `weights`."""
         if self.outers:
-            kernels.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
+            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
         else:
             total.zero_()
         if self.rows:
-            kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0], into=total)
+            norms.row_weighted_sum(*self._lookups(), weights, self.shape[0], into=total)
         if self.dense is not None:
-            kernels.many_weighted_sums([self.dense], weights, [total], add=True)
+            norms.many_weighted_sums([self.dense], weights, [total], add=True)
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
         """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
         if self.dense is None and not self.outers:
-            return kernels.row_square_sum(*self._lookups(), weights, self.shape[0])
+            return norms.row_square_sum(*self._lookups(), weights, self.shape[0])
         ids, values = self._lookups() if self.rows else (None, None)
-        if self.dense is None and kernels.outer_on_gpu(*self._factors(), values, weights) is not None:
-            return kernels.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
+        if self.dense is None and outer_on_gpu(*self._factors(), values, weights):
+            return norms.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
         if not bool((weights != 0).all()):
             return self.select(weights != 0).weighted_square_sum(weights[weights != 0])
         total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)

@@ -22,8 +22,9 @@ from dpoptim.clipping.layers.rule import (
     only_input,
     trainable,
 )
-from dpoptim.kernels import normalization as normalisation
-from dpoptim.kernels.norms import on_gpu, wide, wide_dtype
+from dpoptim.kernels import normalization
+from dpoptim.kernels.choose import on_gpu
+from dpoptim.kernels.norms import wide, wide_dtype
 
 
 class _ScaleAndShift(torch.autograd.Function):
@@ -104,7 +105,7 @@ def layer_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...]
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     fits = tuple(module.normalized_shape) == inputs.shape[-1:]
     if fits and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
-        settings = (normalisation.layer_norm, (module.eps,), normalisation.layer_norm_gradient)
+        settings = (normalization.layer_norm, (module.eps,), normalization.layer_norm_gradient)
         output = apply_fast(
             _WholeNorm, by_position(inputs), module.weight, module.bias, *settings, sink, sink.layer_call()
         )
@@ -117,10 +118,10 @@ def layer_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...]
 def group_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     # torch's own statistics have the inputs' dtype
-    exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias) is not None
+    exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias)
     fits = inputs.is_contiguous() and inputs.numel() > 0 and inputs.shape[1] == module.num_channels
     if exact and _has_both(module, inputs) and fits:
-        settings = (normalisation.group_norm, (module.num_groups, module.eps), normalisation.group_norm_gradient)
+        settings = (normalization.group_norm, (module.num_groups, module.eps), normalization.group_norm_gradient)
         flat = inputs.view(*inputs.shape[:2], -1)
         output = apply_fast(_WholeNorm, flat, module.weight, module.bias, *settings, sink, sink.layer_call())
         return output.view(inputs.shape)
