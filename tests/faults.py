@@ -37,12 +37,12 @@ TABLE = r"""
 # noise
 
 noise-half: The noise has half the standard deviation that the plan asks for.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - self._stddevs[stream] *= strategy.column_norm
     + self._stddevs[stream] *= strategy.column_norm / 2
 
 noise-repeats: Every step adds the noise of the first step.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - row = rows.row(self.step)
     + row = rows.row(0)
 
@@ -113,37 +113,37 @@ joint-square-for-free: Joint moments get no more noise than the gradient alone.
 # the mechanism
 
 square-without-noise: Independent and joint moments release the square without noise.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - self._add_noise("square", squares, None)
     + pass
 
 actual-batch-size: The sum is divided by the number of examples that came, not by the expected batch size.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - vector /= self.plan.batch_size
     + vector /= max(1, examples)
 
 scale-divided-twice: The noise is divided by the square of the scale.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - vector.addcdiv_(row, flatten([scale[name] for name in names]
     + vector.addcdiv_(row, flatten([scale[name] ** 2 for name in names]
 
 empty-batch-skipped: A step whose sample is empty releases nothing, which shows that it was empty.
-    in gradients/release.py, found by optim/test_training.py -k empty
+    in clipping/mechanism.py, found by optim/test_training.py -k empty
     - return ticket.closes_batch
     + return ticket.closes_batch and not ticket.is_placeholder
 
 handshake-ignores-step: The optimizer takes a batch that the loader drew for a different step.
-    in gradients/release.py, found by optim/test_training.py -k Misuse
+    in clipping/mechanism.py, found by optim/test_training.py -k Misuse
     - if ticket.step != self.step:
     + if False:
 
 steps-beyond-the-plan: The mechanism releases more steps than the plan covers.
-    in gradients/release.py, found by gradients/test_release.py
+    in clipping/mechanism.py, found by clipping/test_mechanism.py
     - if self.step >= self.plan.steps:
     + if False:
 
 resume-one-step-back: A checkpoint restores one step fewer than were released, so that noise repeats.
-    in gradients/release.py, found by optim/test_citizenship.py -k dp_sgd
+    in clipping/mechanism.py, found by optim/test_citizenship.py -k dp_sgd
     - self.step = step
     + self.step = max(step - 1, 0)
 
@@ -153,66 +153,66 @@ step-released-twice: A step that was released before is released again with othe
     + if False:
 
 ledger-ignores-scale: The ledger of released steps does not notice a different scale.
-    in gradients/release.py, found by gradients/test_checksums.py -k release
+    in clipping/mechanism.py, found by privacy/test_step_ledger.py
     - if (scale := self.scale) is not None:
     + if (scale := None) is not None:
 
 # clipping
 
 clip-factor-above-one: Short gradients are stretched to the clip norm: c/n instead of min(1, c/n).
-    in gradients/per_example.py, found by gradients/test_per_example.py
+    in kernels/clip_weights.py, found by kernels/test_clip_weights.py
     - weights = (clip_norm / norms).clamp(max=1.0)
     + weights = clip_norm / norms
 
 norms-in-bf16: Norms and sums of a 16-bit model are taken in 16 bits.
-    in gradients/kernels.py, found by gradients/test_clipped_sum.py -k bf16_model
+    in kernels/norms.py, found by clipping/test_clipped_sum.py -k bf16_model
     - return torch.float64 if dtype == torch.float64 else torch.float32
     + return dtype
 
 norm-of-repeated-ids: An embedding's norm treats look-ups of one row as if they were different rows.
-    in gradients/kernels.py, found by gradients/test_clipped_sum.py -k "embedding and at_a_time"
+    in kernels/norms.py, found by clipping/test_clipped_sum.py -k "embedding and at_a_time"
     - return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
     + return each.square().sum((1, 2), dtype=torch.float64), bound
 
 tied-cross-term: The norm of a tied weight lacks the cross term of its two uses.
-    in gradients/per_example.py, found by gradients/test_clipped_sum.py -k "tied and at_a_time"
+    in kernels/clip_weights.py, found by clipping/test_clipped_sum.py -k "tied and at_a_time"
     - (d_squared + 2 * cross + e_squared)
     + (d_squared + e_squared)
 
 norm-without-biases: Gradients of biases are summed but do not count in the norm.
-    in gradients/clipping.py, found by gradients/test_clipped_sum.py -k "linear and at_a_time"
-    - kernels.many_squares(list(dense.values()), scales)
-    + kernels.many_squares([g * (g.ndim > 2) for g in dense.values()], scales)
+    in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
+    - norms.many_squares(list(dense.values()), scales)
+    + norms.many_squares([g * (g.ndim > 2) for g in dense.values()], scales)
 
 norm-without-scale: Gradients are clipped by their plain norm, while the noise is divided by the scale.
-    in gradients/clipping.py, found by gradients/test_clipped_sum.py -k "linear and at_a_time"
+    in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
     - self._measured(batch.gradients, self.scale)
     + self._measured(batch.gradients, None)
 
 not-finite-counts: An example whose norm is not a number is added with weight 1.
-    in gradients/per_example.py, found by gradients/test_per_example.py
+    in kernels/clip_weights.py, found by kernels/test_clip_weights.py
     - weights = torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0) * factor
     + weights = torch.where(weights.isnan(), 1.0, weights) * factor
 
 micro-batches-clipped-together: Example j of two micro-batches is clipped as one example.
-    in gradients/engine.py, found by gradients/test_engine.py::TestWhatIsOneBatch
-    - if batch.is_open and not (use.call in batch.calls or
-    + if False and not (use.call in batch.calls or
+    in clipping/engine.py, found by clipping/test_engine.py::TestWhatIsOneBatch
+    - if batch.is_open and not (call.model_call in batch.calls or
+    + if False and not (call.model_call in batch.calls or
 
 layer-norm-weight: The per-example gradient of a layer norm's weight lacks the division by the deviation.
-    in gradients/normalisation.py, found by gradients/test_kernels.py
+    in kernels/normalization.py, found by kernels/test_norms.py
     - (wide(grad) * (wide(inputs) - mean) * rstd).sum(1)
     + (wide(grad) * (wide(inputs) - mean)).sum(1)
 
 buffers-may-change: A buffer that takes in private data is not refused.
-    in gradients/buffers.py, found by gradients/test_buffers.py -k refused
+    in validation/changed_state.py, found by validation/test_changed_state.py -k refused
     - if self._refused is not None:
     -             kind
     + if False:
     +             kind
 
 batch-norm-allowed: Batch norm in training mode is not refused.
-    in gradients/layers/mixing.py, found by gradients/test_engine.py -k batch_norm
+    in validation/model_checks.py, found by clipping/test_engine.py -k batch_norm
     - if module.training or (module.running_mean is None and torch.is_grad_enabled()):
     + if module.running_mean is None and torch.is_grad_enabled():
 

@@ -81,7 +81,7 @@ def test_the_optimizer_explains_itself():
         optimizer.step()
         text = optimizer.explain()
         assert f"a physical batch of {examples} examples" in text
-        assert "2 x *.weight [8, 8]: one position an example" in text
+        assert "2 x *.weight [8, 8]: one position per example" in text
         assert "clipping_memory=" in text
     with pytest.raises(ValueError, match="clipping_memory"):
         dpoptim.scale_then_privatize(model, plan, 1e-2, clipping_memory=-1)

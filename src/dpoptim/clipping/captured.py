@@ -172,7 +172,7 @@ class Captured:
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
         add = partial(self._add, graph, batch, bounds, scale)
-        self._engine.buffers.begin(anew=True)
+        self._engine.buffers.begin(restart=True)
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 

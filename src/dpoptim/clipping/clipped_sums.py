@@ -188,7 +188,7 @@ class ClippedSums:
     ) -> None:
         """Add a copy of what `clip_and_sum_into` made of a batch whose first `examples` rows count.
 
-        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone in the ordinary way,
+        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone without a graph,
         since no example may change what the others add. The host asks for them only when the next such batch is added
         or the sums are taken, so it can prepare one batch while the device is busy with another.
         """
@@ -199,9 +199,8 @@ class ClippedSums:
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
-        counts[1] -= ((found.weights == 0) & ~found.needs_recompute)[
-            examples:
-        ].sum()  # padding rows that copy a non-finite row
+        padding_is_nonfinite = ((found.weights == 0) & ~found.needs_recompute)[examples:]
+        counts[1] -= padding_is_nonfinite.sum()
         self._outcomes.append(counts)
         self.norms.append(found.norms[:examples].clone())
 

@@ -231,7 +231,7 @@ class Engine:
         if self.batch.is_open and (not is_whole or self.batch.add_ready is not None):
             self.flush()  # before the call begins, because it may run the model
         self._called = module
-        self.buffers.begin(anew=is_whole and not self.batch.is_open)
+        self.buffers.begin(restart=is_whole and not self.batch.is_open)
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
@@ -301,7 +301,7 @@ class Engine:
 
         before = _losses_checked.pop(self.model, None)
         check = self._model_check()
-        self.buffers.begin(anew=True)
+        self.buffers.begin(restart=True)
         is_conclusive = check.check("loss_fn", run, arguments)
         self.buffers.look()
         self.buffers.check(waiting=False)
@@ -335,7 +335,7 @@ class Engine:
         is_recomputed = torch._C._current_graph_task_id() != -1
         if self.batch.is_open and not is_recomputed:
             self.flush()
-        self.buffers.begin(anew=False)  # a loop may call single layers
+        self.buffers.begin(restart=False)  # a loop may call single layers
         seen, by_losses = self._seen, _losses_checked.get(self.model, _NOTHING)
         is_bare = self.call is None and not is_recomputed
         if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
@@ -421,7 +421,7 @@ class Engine:
                     "use checkpoint(..., use_reentrant=False)"
                 )
             self.flush()
-            self.buffers.begin(anew=True)
+            self.buffers.begin(restart=True)
             batch = self.batch
         batch.enter(call, backward)
         if call.model_call is not None:

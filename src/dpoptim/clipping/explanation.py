@@ -1,4 +1,4 @@
-"""How the norms of the last physical batch were taken, parameter by parameter, for people to read."""
+"""A readable description of how the norms of a physical batch were computed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dpoptim.clipping.norms import NormMethod, ParameterGradients
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterNormMethod:
-    """What was chosen for one parameter, and what it holds until the batch is clipped."""
+    """The norm method of one parameter, and the memory it holds until the batch is clipped."""
 
     name: str
     shape: torch.Size
-    positions: int  # at which it was used in an example; 0 where gradients themselves are held
+    positions: int  # per example; 0 if gradients themselves are held
     norm_method: NormMethod
     held_bytes: int
-    extra_bytes: int  # that forming the gradients would take beyond this; 0 where they are formed
+    extra_bytes: int  # that forming the gradients would take in addition
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choices for all parameters of a physical batch; `str` gives a table, alike parameters in one row.
+    """The norm methods of all parameters of a physical batch; `str` prints a table.
 
     >>> from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
     >>> weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
@@ -35,7 +35,7 @@ class Explanation:
     a physical batch of 4 examples
       2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)
       0.bias [9]: gradients formed once, measured and summed (144 B held)
-    clipping_memory=1440 (1.4 kB more a physical batch) would form all gradients
+    clipping_memory=1440 (1.4 kB more per physical batch) would form all gradients
     """
 
     examples: int
@@ -46,7 +46,7 @@ class Explanation:
         lines += [f"  {line}" for line in self._rows()]
         extra = sum(parameter.extra_bytes for parameter in self.parameters)
         if extra:
-            lines.append(f"clipping_memory={extra} ({_bytes(extra)} more a physical batch) would form all gradients")
+            lines.append(f"clipping_memory={extra} ({_bytes(extra)} more per physical batch) would form all gradients")
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[str]:

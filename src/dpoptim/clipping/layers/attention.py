@@ -1,6 +1,4 @@
-"""`nn.MultiheadAttention`: its projections are linear maps and run through the linear rule; attention itself has no
-parameters.
-"""
+"""`nn.MultiheadAttention`: its projections run through the linear rule, and attention has no parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `nn.MultiheadAttention`; learned extra keys, and keys of another width, go the generic way."""
+    """The rule of `nn.MultiheadAttention`; learned extra keys and different key widths use the generic rule."""
     if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
         return generic(sink, name, module, args, kwargs)
     given = _SIGNATURE.bind(module, *args, **kwargs)
@@ -54,7 +52,7 @@ def _project(sink: GradientSink, module: Any, query: Tensor, key: Tensor, value:
     """Queries, keys and values, each [examples, positions, width]."""
     if same:
         return list(apply_linear(sink, query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))
-    # One parameter holds three matrices: each input goes through all three and its own third is kept.
+    # One parameter holds three matrices. Each input goes through all three, and one third is used.
     return [
         apply_linear(sink, tensor, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)[part]
         for part, tensor in enumerate((query, key, value))

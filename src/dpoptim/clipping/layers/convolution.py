@@ -1,5 +1,5 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches, where that is quick, or else one convolution with the
-examples as groups, whose weight gradient keeps them apart.
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches if that is fast, else one grouped convolution whose
+groups are the examples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Convolution(torch.autograd.Function):
         return to_inputs, None, None, None, None, None
 
 
-_PATCH_ELEMENTS = 1 << 27  # of patches that are held at a time
+_PATCH_ELEMENTS = 1 << 27  # of patches in memory at once
 
 
 def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> GradientFactors:
@@ -75,7 +75,7 @@ def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Se
 
 
 def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
-    """[examples, patches, channels·kernel] of patches that do not overlap: the inputs in another order."""
+    """[examples, patches, channels·kernel] of patches that do not overlap: a reordering of the inputs."""
     (examples, channels, *space), (high, across) = inputs.shape, kernel
     rows, cols = space[0] // high, space[1] // across
     whole = inputs[..., : rows * high, : cols * across]
@@ -87,7 +87,7 @@ def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
 
 
 def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
-    """[examples, *weight.shape] in the dtype of the inputs, as products with patches, some examples at a time."""
+    """[examples, *weight.shape] in the dtype of the inputs, as products with patches, a few examples at a time."""
     kernel = list(weight.shape[2:])
     outputs = grad.to(inputs.dtype).flatten(2)
     gradients = inputs.new_empty(len(inputs), weight.shape[0], weight[0].numel())
@@ -99,7 +99,7 @@ def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings
 
 
 def _patches(inputs: Tensor, kernel: list[int], settings: Settings) -> Tensor:
-    """[examples, channels·kernel, patches]: one copy of a view, where `F.unfold` takes each example by itself."""
+    """[examples, channels·kernel, patches]: one copy of a view; `F.unfold` would loop over examples."""
     stride, padding, dilation, _ = settings
     if any(padding):
         inputs = F.pad(inputs, (padding[1], padding[1], padding[0], padding[0]))

@@ -42,7 +42,7 @@ def embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
 def scaled_embedding(
     sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The rule of transformers' tables whose rows are multiplied by a number, as Gemma's and BART's are."""
+    """The rule of embeddings times a number, as in Gemma and BART."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):
         scale = scale.to(module.weight.dtype)

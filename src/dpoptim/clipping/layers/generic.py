@@ -1,9 +1,8 @@
-"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the
+"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with a copy of the
 parameters.
 
-The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module
-is compared with the module's own forward, so a module that cannot be run one example at a time is refused and never
-silently wrong.
+The copies are views, and their gradients are the per-example gradients. The first call of each module is compared with
+its own forward, so a module that cannot run one example at a time is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dpoptim.clipping.layers.rule import GradientSink, LayerCall, differentiated
 from dpoptim.validation.layer_inputs import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""Which modules have been compared with their own forward, for which axes of which arguments."""
+"""The axes of the arguments for which each module has been compared with its own forward."""
 
 
 class PerExampleCopy(torch.autograd.Function):
@@ -39,17 +38,17 @@ class PerExampleCopy(torch.autograd.Function):
 
 
 def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of every module that has no rule of its own."""
+    """The rule of every module without a specific rule."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
-        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
+        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be found. Pass it the batch")
     examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
-            "forward and backward, and call optimizer.step() alone"
+            f"layer '{name}' ({type(module).__name__}) cannot run on an empty batch. For an empty sample skip forward "
+            "and backward, and call optimizer.step()"
         )
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
@@ -89,15 +88,15 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
     with plain(sink), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
-        is_new = kind not in checked or axes != guessed  # what was shared may have become the examples' own
-        if is_new and not sink.checking:  # the batch itself is compared, not the few rows of a check
+        is_new = kind not in checked or axes != guessed  # a shared argument may hold examples now
+        if is_new and not sink.checking:  # compare the whole batch, not a few rows of a check
             _check(run, module, name, examples, args, kwargs)
             checked.add(kind)
         return run(copies)
 
 
 def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int | None:
-    """Where the examples lie in one argument, or None for an argument that all examples share."""
+    """Return the axis of the examples in one argument, or None if all examples share it."""
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return None
     if is_first:
@@ -111,15 +110,15 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
 def _seen_axes(
     sink: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
 ) -> list[int | None]:
-    """The axes that the check of the model has shown; a length alone can agree by chance."""
+    """Return the axes that the check of the model found; a length alone can match by chance."""
     seen, found = sink.axes_of(name, leaves), list(guessed)
     for i, leaf in enumerate(leaves):
         if leaf is first or not isinstance(leaf, Tensor) or (seen is None and guessed[i] is None):
             continue
         if seen is None or seen[i] not in (None, guessed[i]):
             raise ValueError(
-                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and whether that has the examples was "
-                "not seen when the model was checked. Give it the same kinds of arguments in every call, or freeze it"
+                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and the check of the model did not "
+                "show whether that has the examples. Give it the same kinds of arguments in every call, or freeze it"
             )
         found[i] = seen[i]
     return found
@@ -133,7 +132,7 @@ def _check(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """Refuse a module whose result changes when its examples are run one at a time."""
+    """Refuse a module whose result changes when its examples run one at a time."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
@@ -142,8 +141,8 @@ def _check(
             got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time "
-            f"by torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
+            f"layer '{name}' ({type(module).__name__}) has no specific rule and cannot run one example at a time by "
+            f"torch.func.vmap ({str(error).splitlines()[0]}). Freeze it, or build it from layers that have a rule"
         ) from error
     finally:
         for part, training in modes:
@@ -151,8 +150,8 @@ def _check(
     for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
-                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a "
-                "time, so it mixes examples or takes an argument whose first axis only looks like the batch; freeze or "
+                f"layer '{name}' ({type(module).__name__}) gives a different result when its examples run one at a "
+                "time, so it mixes examples or takes an argument whose first axis only looks like the batch. Freeze or "
                 "replace it"
             )
 

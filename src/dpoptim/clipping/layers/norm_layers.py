@@ -1,6 +1,6 @@
-"""Normalisation layers: y = x̂ ⊙ weight + bias, whose gradients are sums of b ⊙ x̂ and b.
+"""Normalization layers y = x̂ ⊙ weight + bias: with output gradient b, their gradients are sums of b ⊙ x̂ and b.
 
-LayerNorm and GroupNorm run whole where they can; the others normalise without parameters, then scale and shift.
+LayerNorm and GroupNorm run as one function if possible; the others normalize without parameters, then scale and shift.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def _fit(parameter: Tensor, like: Tensor, first_axis: int) -> Tensor:
 
 
 def _sum_to(grad: Tensor, parameter: Tensor, first_axis: int) -> Tensor:
-    """[examples, *parameter.shape]: every other axis is summed away."""
+    """[examples, *parameter.shape]: sums over all other axes."""
     last_axis = first_axis + parameter.ndim
     axes = [axis for axis in range(1, grad.ndim) if not first_axis <= axis < last_axis]
     return grad.sum(axes) if axes else grad
 
 
 class _WholeNorm(torch.autograd.Function):
-    """The whole layer, normalisation and parameters; on a GPU one pass over memory each way."""
+    """Normalization and parameters in one function; on a GPU, one pass over memory each for forward and backward."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _WholeNorm(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter,
         norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
-        settings: tuple[Any, ...],  # what the norm takes besides
+        settings: tuple[Any, ...],  # further arguments of the norm
         gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
         sink: GradientSink,
         call: LayerCall,
@@ -129,7 +129,7 @@ def group_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...]
 
 
 def _has_both(module: Any, inputs: Tensor) -> bool:
-    """Weight and bias, of the dtype of the inputs, which have a batch axis."""
+    """Return whether there are weight and bias in the dtype of the inputs, and a batch axis."""
     both = module.weight is not None and module.bias is not None
     return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
@@ -153,7 +153,7 @@ def instance_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, .
 def batch_norm_in_eval(
     sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """BatchNorm with frozen statistics is an affine map; in training mode it is refused before it comes here."""
+    """BatchNorm with frozen statistics is an affine map; in training mode it is refused earlier."""
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)
     return _apply(normalised, module, 1, name, sink)

@@ -1,8 +1,4 @@
-"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence written out over the linear rule, one use of the recurrent weight a
-step.
-
-vmap has no rule for PyTorch's fused recurrences; as linear maps at T positions their gradients stay unmaterialised.
-"""
+"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence as linear layers, one use of the recurrent weight per position."""
 
 from __future__ import annotations
 
@@ -20,12 +16,10 @@ State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size
 
 
 def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of the three recurrent layers: any number of layers, both directions, projections, dropout between
-    layers.
-    """
+    """The rule of recurrent layers, with several layers, both directions, projections and dropout."""
     inputs, states = _bind(*args, **kwargs)
     if isinstance(inputs, PackedSequence):
-        raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples; give it a padded tensor")
+        raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples. Pass a padded tensor")
     if inputs.ndim != 3:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them"
