@@ -51,11 +51,11 @@ def test_wide_rows_of_equal_numbers_lose_nothing():
     torch.testing.assert_close(found, 8 * right.double().square().sum((1, 2)), rtol=3e-6, atol=0)
 
 
-def test_shapes_that_do_not_belong_together():
+def test_shapes_that_do_not_fit():
     left, right, scale = drawn(3, 5, 100, 37)
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not fit"):
         norms_c.outer_squares(left, right[:, :4], scale)
-    with pytest.raises(ValueError, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not fit"):
         norms_c.outer_squares(left, right, scale[:50])
 
 
