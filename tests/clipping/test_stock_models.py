@@ -74,6 +74,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """BERT, GPT-2, Gemma, OPT, DeBERTa-v2 and ViT are in `models.py`."""
 
+ALIKE = {f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Phi3", "Gemma2", "Granite", "SmolLM3", "GPTJ")}
+"""Models with the same layers as others in the table."""
+
 
 def made(name: str) -> nn.Module:
     config, settings = MODELS[name]
@@ -112,7 +115,10 @@ def check(model: nn.Module, name: str, inputs: dict[str, Tensor], *, scaled: boo
     assert_exact(model, loss_of(name), inputs, len(inputs["ids"]), scale, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "scaled"), [(name, i % 2 == 1) for i, name in enumerate(MODELS)])
+@pytest.mark.parametrize(
+    ("name", "scaled"),
+    [pytest.param(name, i % 2 == 1, marks=[pytest.mark.slow] * (name in ALIKE)) for i, name in enumerate(MODELS)],
+)
 def test_clipped_sums_are_those_of_one_example_at_a_time(name, scaled):
     check(made(name), name, batch(), scaled=scaled)
 
