@@ -63,7 +63,7 @@ def test_a_batch_that_was_only_looked_at_is_not_lost():
 
 def test_a_batch_that_is_skipped_is_refused():
     private = of_linear()
-    with pytest.raises(ValueError, match="call step\\(\\) once for each batch"):
+    with pytest.raises(ValueError, match=r"Call step\(\) once for each batch"):
         for _ in private.data_loader:
             pass
 
