@@ -120,7 +120,7 @@ def set_up(options: argparse.Namespace) -> Run:
         losses.sum().backward()
         return losses.detach()
 
-    graphs = optimizer.captured(model, together=part_multiple(options.batch))
+    graphs = optimizer.captured(model, pad_to_multiple=part_multiple(options.batch))
     differentiate = graphs if options.graphs else ordinary
     return Run(model, texts, loader, optimizer, differentiate)
 

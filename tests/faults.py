@@ -171,27 +171,27 @@ clip-factor-above-one: Short gradients are stretched to the clip norm: c/n inste
     + weights = clip_norm / norms
 
 norms-in-bf16: Norms and sums of a 16-bit model are taken in 16 bits.
-    in kernels/norms.py, found by gradients/test_clipped_sum.py -k bf16_model
+    in kernels/norms.py, found by clipping/test_clipped_sum.py -k bf16_model
     - return torch.float64 if dtype == torch.float64 else torch.float32
     + return dtype
 
 norm-of-repeated-ids: An embedding's norm treats look-ups of one row as if they were different rows.
-    in kernels/norms.py, found by gradients/test_clipped_sum.py -k "embedding and at_a_time"
+    in kernels/norms.py, found by clipping/test_clipped_sum.py -k "embedding and at_a_time"
     - return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
     + return each.square().sum((1, 2), dtype=torch.float64), bound
 
 tied-cross-term: The norm of a tied weight lacks the cross term of its two uses.
-    in kernels/clip_weights.py, found by gradients/test_clipped_sum.py -k "tied and at_a_time"
+    in kernels/clip_weights.py, found by clipping/test_clipped_sum.py -k "tied and at_a_time"
     - (d_squared + 2 * cross + e_squared)
     + (d_squared + e_squared)
 
 norm-without-biases: Gradients of biases are summed but do not count in the norm.
-    in clipping/clipped_sums.py, found by gradients/test_clipped_sum.py -k "linear and at_a_time"
-    - kernels.many_squares(list(dense.values()), scales)
-    + kernels.many_squares([g * (g.ndim > 2) for g in dense.values()], scales)
+    in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
+    - norms.many_squares(list(dense.values()), scales)
+    + norms.many_squares([g * (g.ndim > 2) for g in dense.values()], scales)
 
 norm-without-scale: Gradients are clipped by their plain norm, while the noise is divided by the scale.
-    in clipping/clipped_sums.py, found by gradients/test_clipped_sum.py -k "linear and at_a_time"
+    in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
     - self._measured(batch.gradients, self.scale)
     + self._measured(batch.gradients, None)
 

@@ -29,17 +29,7 @@ def _take_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
-    from dpoptim.kernels import (
-        cross_entropy_triton as triton_kernels,
-    )
-    from dpoptim.kernels import normals_triton as triton_normals
-    from dpoptim.kernels import (
-        norms as kernels,
-    )
-    from dpoptim.kernels import (
-        outer_triton as triton_outer,
-    )
-    from dpoptim.kernels import tables_triton as triton_tables
+    from dpoptim.kernels import choose, normals_triton, outer_triton, tables_triton
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
@@ -47,19 +37,18 @@ def _take_cpu_tensors() -> None:
     # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
     in_place_of = {
-        (kernels, "_on_current_device"): lambda tensors: True,
-        (kernels, "_kernels"): lambda: triton_kernels,
-        (kernels, "_outer_kernels"): lambda: triton_outer,
-        (triton_outer, "_processors"): lambda device: 2,
-        (triton_tables, "table_of"): table_of,
-        (triton_normals, "table_of"): table_of,
-        (triton_normals, "libdevice"): rounded,
+        (choose, "_on_current_device"): lambda tensors: True,
+        (choose, "_has_tensor_descriptors"): lambda: True,
+        (outer_triton, "_processors"): lambda device: 2,
+        (tables_triton, "table_of"): table_of,
+        (normals_triton, "table_of"): table_of,
+        (normals_triton, "libdevice"): rounded,
     }
     for (module, name), other in in_place_of.items():
         setattr(module, name, other)
-    for name, value in vars(triton_normals).copy().items():
+    for name, value in vars(normals_triton).copy().items():
         if isinstance(value, tl.constexpr):
-            setattr(triton_normals, name, value.value)
+            setattr(normals_triton, name, value.value)
 
 
 if IS_INTERPRETED:

@@ -181,7 +181,7 @@ class _Training:
             ),
             pin_memory=workspace.device.startswith("cuda"), key=key, run_id=run_id,
         )  # fmt: skip
-        self._differentiate = self.optimizer.captured(self.model, together=part_multiple(self.plan.batch_size))
+        self._differentiate = self.optimizer.captured(self.model, pad_to_multiple=part_multiple(self.plan.batch_size))
         self.metrics = RunMetrics(cell, self.optimizer)
         self.curve: Curve = []
         self._workspace, self._secret, self._begun = workspace, key.for_run(run_id), time.perf_counter()

@@ -53,7 +53,7 @@ def captured_run(
     """An optimizer that moves nothing and adds next to no noise, and its captured function."""
     plan = plan_of(40, noise_multiplier=1e-9, **options)
     optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, external_batches=True)
-    return optimizer, optimizer.captured(losses or losses_of(model), together=4)
+    return optimizer, optimizer.captured(losses or losses_of(model), pad_to_multiple=4)
 
 
 def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
@@ -81,7 +81,7 @@ def with_a_graph(**options: Any) -> tuple[nn.Module, PrivateOptimizer, Any, tupl
 def both_ways(
     loop: Callable[..., None],
     *,
-    together: int = 4,
+    pad_to_multiple: int = 4,
     plan: dpoptim.PrivacyPlan | None = None,
     external_batches: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
@@ -100,7 +100,11 @@ def both_ways(
         def ordinary(x: Tensor, y: Tensor, losses: Callable[[Tensor, Tensor], Tensor] = losses) -> None:
             losses(x, y).sum().backward()
 
-        loop(optimizer.captured(losses, together=together) if is_captured else ordinary, ordinary, optimizer)
+        loop(
+            optimizer.captured(losses, pad_to_multiple=pad_to_multiple) if is_captured else ordinary,
+            ordinary,
+            optimizer,
+        )
         models.append(model)
     one, other = models
     return one, other

@@ -60,9 +60,9 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on tapes take the place of graphs, on a CPU too; the list has the number of replays of each."""
     replays: list[int] = []
 
-    def graph_of(run: Callable[[], None], room: Any) -> Callable[[], None]:
+    def graph_of(run: Callable[[], None], workspace: Any) -> Callable[[], None]:
         run()
-        if held := [name for name, parameter in room._clipped.parameters.items() if _is_in_a_graph(parameter)]:
+        if held := [name for name, parameter in workspace._clipped.parameters.items() if _is_in_a_graph(parameter)]:
             pytest.fail(f"autograd still holds nodes of another stream, which ends a capture: {held}")
         tape = Tape()
         with _kernels_on(tape), tape:

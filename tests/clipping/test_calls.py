@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim.clipping import check_example_independence, clipped_sum
-from dpoptim.clipping.calls import BatchAxisError
 from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.validation.layer_inputs import BatchAxisError
 from tests.clipping.one_at_a_time import assert_exact
 
 B = 6
@@ -85,7 +85,7 @@ def test_a_row_that_all_share_beside_the_batch_is_refused(trained, extra_memory,
     sums.engine.attach()
     inputs = [torch.ones(1, 4), torch.randn(B, 4)]
     one, other = (model(x) for x in (inputs if anchor_first else inputs[::-1]))
-    with pytest.raises(ValueError, match=r"has \d examples where other uses have \d in the same backward"):
+    with pytest.raises(ValueError, match=r"has \d examples where other layers have \d in the same backward"):
         (one * other).sum().backward()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dpoptim
 from dpoptim.clipping import captured, check_example_independence
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors
 from dpoptim.optim import PrivateOptimizer
@@ -44,7 +44,7 @@ def trained(
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     optimizer = VARIANTS[variant](model, plan_of(), lr=0.1, key=key, run_id="run", external_batches=True, **options)
     losses = losses_of(model)
-    run = optimizer.captured(losses, together=8)
+    run = optimizer.captured(losses, pad_to_multiple=8)
     reduced = torch.mean if options.get("loss_reduction") == "mean" else torch.sum
     for x, y in batches:
         if is_captured:
@@ -132,7 +132,7 @@ def test_norms_are_those_of_the_examples_alone(monkeypatch):
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
-    run = optimizer.captured(losses_of(model), together=8)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=8)
     for x, y in batches_of((8, 4), (8, 4)):
         run(x, y)
         optimizer.step()
@@ -213,7 +213,7 @@ def test_a_loader_is_followed(monkeypatch, sampling, apart):
                     break
         assert optimizer.mechanism.step == 12
 
-    assert_same(*both_ways(loop, together=3, plan=plan, external_batches=False))
+    assert_same(*both_ways(loop, pad_to_multiple=3, plan=plan, external_batches=False))
     assert sum(replays) > 3
 
 
@@ -222,7 +222,7 @@ def test_other_conditions_make_another_graph(monkeypatch):
     layers, dropout = model_of(), nn.Dropout(0.5)
     model = nn.Sequential(layers, dropout)
     optimizer = dpoptim.dp_sgd(model, plan_of(30), lr=0.1, external_batches=True)
-    run = optimizer.captured(losses_of(model), together=4)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=4)
     ((x, y),) = batches_of((4, 2))
 
     def three_times() -> None:
@@ -258,7 +258,7 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
     monkeypatch.setattr(captured, "_graph_of", refuse)
     batches = batches_of(*[(8, 4)] * 5)
     expected, ordinary = trained("scaled", batches, is_captured=False)
-    with pytest.warns(RuntimeWarning, match=r"could not be captured as a graph \(RuntimeError\)") as warned:
+    with pytest.warns(RuntimeWarning, match=r"could not be captured \(RuntimeError\)") as warned:
         found, optimizer = trained("scaled", batches, is_captured=True)
     assert len([w for w in warned if "captured" in str(w.message)]) == 1
     assert_same(found, expected)
@@ -267,7 +267,7 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
 
 def test_more_shapes_than_graphs_run_as_they_are(monkeypatch):
     replays = tape_graphs(monkeypatch)
-    monkeypatch.setattr(captured, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 2)
     batches = batches_of((8, 1), (8, 2), (8, 3), (8, 3), (8, 1), (8, 3))
     expected, _ = trained("flat", batches, is_captured=False)
     with pytest.warns(RuntimeWarning, match="more than 2 shapes"):
@@ -290,23 +290,23 @@ def test_mistakes_are_told():
     ((x, y),) = batches_of((4, 2))
     with pytest.raises(ValueError, match="losses must be a function"):
         optimizer.captured(model(x))
-    with pytest.raises(ValueError, match="together=0 must be a whole number"):
-        optimizer.captured(losses_of(model), together=0)
+    with pytest.raises(ValueError, match="pad_to_multiple=0 must be a whole number"):
+        optimizer.captured(losses_of(model), pad_to_multiple=0)
     run = optimizer.captured(losses_of(model))
-    with pytest.raises(ValueError, match="of the 2 that it was given one has another number"):
+    with pytest.raises(ValueError, match="first axes of the 2 tensors differ"):
         run(x, y[:3])
-    with pytest.raises(ValueError, match="examples as their first axis"):
+    with pytest.raises(ValueError, match="each must hold the examples"):
         run(x, torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"found no tensor among its arguments.*\*\*batch"):
+    with pytest.raises(ValueError, match=r"got no tensor.*\*\*batch"):
         run({"texts": ["a", "b"]})
     with torch.no_grad(), pytest.raises(ValueError, match=r"inside no_grad\(\) or public_data\(\)"):
         run(x, y)
-    with pytest.raises(ValueError, match="one loss an example, a vector as long as the batch, got a tensor of 0 axes"):
+    with pytest.raises(ValueError, match="a vector with one loss per example, got a tensor of 0 axes"):
         optimizer.captured(lambda x: model(x).sum())(x)
-    with pytest.raises(ValueError, match="got a tensor of 2 axes; take reduction='none'"):
+    with pytest.raises(ValueError, match=r"got a tensor of 2 axes\. Use reduction='none'"):
         optimizer.captured(lambda x: model(x).sum((1, 2))[:, None])(x)
     optimizer.detach()
-    with pytest.raises(ValueError, match="capture anew"):
+    with pytest.raises(ValueError, match=r"call optimizer\.captured again"):
         run(x, y)
 
 
@@ -407,7 +407,7 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
             model, plan_of(batch_size=12), lr=0.1, key=key, run_id="run", external_batches=True
         )
         losses = losses_of(model)
-        run, sums = optimizer.captured(losses, together=4), optimizer.mechanism._sums
+        run, sums = optimizer.captured(losses, pad_to_multiple=4), optimizer.mechanism._sums
         x, y = (torch.empty_like(tensor) for tensor in parts[0])
         for number, part in enumerate(parts):
             x.copy_(part[0])
@@ -544,7 +544,7 @@ def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeyp
     run(x, y)
     sums.engine.flush()
     captured_run(model)
-    with pytest.raises(ValueError, match="a captured batch is taken in"):
+    with pytest.raises(ValueError, match="a captured batch is still open"):
         sums._settle()
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -635,11 +635,11 @@ def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
     tape_graphs(monkeypatch)
     model, optimizer, run, (x, y) = with_a_graph()
     run(x, y)
-    with dpoptim.public_data(), pytest.raises(ValueError, match=r"not inside of public_data\(\)"):
+    with dpoptim.public_data(), pytest.raises(ValueError, match=r"still open inside public_data\(\)"):
         optimizer.step()
     earlier = losses_of(model)(x, y).sum()
     run(x, y)
-    with pytest.raises(ValueError, match="or of another batch's backward"):
+    with pytest.raises(ValueError, match="or another batch's backward"):
         earlier.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -680,7 +680,7 @@ def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
             parameter.data = parameter.data.double()
     warm(run, x, y, optimizer)
     assert replays == [2, 1]
-    (total,) = run._room.sums.vectors
+    (total,) = run._workspace.sums.vectors
     assert total.dtype == (torch.float64 if change == "dtype" else torch.float32)
     expected = before + 1 if change == "buffer" else before.double()
     torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
@@ -706,7 +706,7 @@ def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
     torch.testing.assert_close(run(x, y, twice=None), once)  # whose y is no whole number
     optimizer.step()
     before = list(replays)
-    with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None alone"):
+    with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None only"):
         run(x, y, twice=3.0)
     for times in (4.0, 3.0, 3.0):  # which may be another one in each batch
         torch.testing.assert_close(run(x, y, twice=times), times * once)
@@ -747,12 +747,12 @@ def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
 
     optimizer, run = captured_run(model, losses)
     ((x, y),) = batches_of((4, 2))
-    with pytest.warns(RuntimeWarning, match=r"could not be captured as a graph \(ValueError\)"):
+    with pytest.warns(RuntimeWarning, match=r"could not be captured \(ValueError\)"):
         warm(run, x, y, optimizer)
 
 
 def test_an_autocast_around_it_is_not_captured(monkeypatch):
-    monkeypatch.setattr(captured, "gpu", SimpleNamespace(available=lambda device: True))
+    monkeypatch.setattr(captured, "choose", SimpleNamespace(available=lambda device: True))
     monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
     model = model_of()
     optimizer, run = captured_run(model)

@@ -59,7 +59,7 @@ def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
 
     x = torch.randn(B + 5, D)
     x[-1, 0] = 10.0
-    with pytest.raises(ValueError, match="gives another result when its examples are run one at a time"):
+    with pytest.raises(ValueError, match="gives a different result when its examples run one at a time"):
         clipped_sum(nn.Sequential(Late(), nn.Linear(D, 1)), lambda model, x: model(x).sum(1), x, clip_norm=1.0)
 
 

@@ -35,8 +35,7 @@ def test_equals_one_example_at_a_time(name, scaled):
         torch.testing.assert_close(sums[parameter], total, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "scaled"), [(name, i % 2 == 1) for i, name in enumerate(CASES)])
 def test_one_example_never_passes_the_clip_norm(name, scaled):
     made = case(name)
     scale = random_scale(made.model) if scaled else None
@@ -50,7 +49,7 @@ def test_one_example_never_passes_the_clip_norm(name, scaled):
         assert released >= clip_norm * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["tied", "lstm", "BertForMaskedLM", "LoRA on DeBERTa"])
 def test_model_is_given_back_untouched(name):
     made = case(name)
     before = copy.deepcopy(made.model)

@@ -15,6 +15,8 @@ from dpoptim.clipping import check_example_independence
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import Engine
 
+pytestmark = pytest.mark.slow
+
 B = 4
 WAYS = ["torch.compile", "model.compile", "a compiled loss", "a compiled part", "a part that compiles itself"]
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from dpoptim.clipping import check_example_independence, clipped_sum, public_data
 from dpoptim.clipping import clipped_sums as clipping
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.engine import Engine
-from dpoptim.clipping.physical_batch import PhysicalBatch
+from dpoptim.clipping.engine import Engine, PhysicalBatch
 from tests.clipping.models import Checkpointed, Tied, case, squares
 
 
@@ -263,13 +262,13 @@ class TestRefusals:
     def test_layer_replaced_later(self, mlp, x):
         attached(mlp)
         mlp[2] = nn.Linear(6, 3).double()
-        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+        with pytest.raises(ValueError, match="was replaced after the optimizer was created"):
             squares(mlp, x).sum().backward()
 
     def test_parameter_replaced_later(self, mlp, x):
         attached(mlp)
         mlp[0].weight = nn.Parameter(mlp[0].weight.detach().clone())
-        with pytest.raises(ValueError, match="was replaced after the optimizer was made"):
+        with pytest.raises(ValueError, match="was replaced after the optimizer was created"):
             squares(mlp, x).sum().backward()
 
     def test_parameter_unfrozen_later(self, mlp, x):
@@ -476,7 +475,7 @@ def test_an_empty_batch(model, shape):
 
 
 def test_an_empty_batch_of_a_module_without_a_rule():
-    with pytest.raises(ValueError, match="empty batch; for an empty sample leave out forward and backward"):
+    with pytest.raises(ValueError, match=r"empty batch\. For an empty sample skip forward and backward"):
         clipped_sum(nn.PReLU(), lambda m, x: m(x).sum(1), torch.zeros(0, 4), clip_norm=1.0)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.gradient_factors import Dense, Outer, Rows
+from dpoptim.clipping.engine import PhysicalBatch
+from dpoptim.clipping.gradient_factors import Materialized, OuterProduct, RowUpdates
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.clipping.physical_batch import PhysicalBatch
 
 
 class Parameters(nn.Module):
@@ -36,7 +36,7 @@ def norm(total):
 
 def of_outer(left, right, *more):
     gradients = ParameterGradients(torch.Size([left.shape[2], right.shape[2]]))
-    gradients.add(Outer(left, right))
+    gradients.add(OuterProduct(left, right))
     for form in more:
         gradients.add(form)
     return gradients
@@ -95,8 +95,8 @@ def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
         left += size * torch.randn(1, 1, 50, generator=generator).to(dtype)
         value = -right + size * torch.randn(1, 1, 16, generator=generator).to(dtype)
         gradients = ParameterGradients(torch.Size([50, 16]), dtype)
-        gradients.add(Dense(left.mT @ right) if formed else Outer(left, right))
-        gradients.add(Rows(torch.full((1, 1), 7), value))
+        gradients.add(Materialized(left.mT @ right) if formed else OuterProduct(left, right))
+        gradients.add(RowUpdates(torch.full((1, 1), 7), value))
         model = Parameters(w=(50, 16)).to(dtype)
         sums = ClippedSums(model, clip_norm=1e-12)
         scale = torch.rand(50, 16, generator=generator).to(dtype) / 2 + 0.5
@@ -119,13 +119,13 @@ def test_positions_that_cancel(kind):
         model: nn.Module = Parameters(w=(rows, cols))
         gradients = {"w": of_outer(left, right)}
         if kind == "tied":
-            looked_up = Rows(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1, cols), 1e-3))
+            looked_up = RowUpdates(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1, cols), 1e-3))
             gradients = {"w": of_outer(left, right, looked_up)}
         if kind == "beside float64":
             model = nn.Module()
             model.a, model.w = nn.Parameter(torch.zeros(1).double()), nn.Parameter(torch.zeros(rows, cols))
             other = ParameterGradients(torch.Size([1]), torch.float64)
-            other.add(Dense(torch.zeros(1, 1).double()))
+            other.add(Materialized(torch.zeros(1, 1).double()))
             gradients = {"a": other, **gradients}
         assert norm(summed(model, gradients)[0]) <= 1 + 1e-3
 

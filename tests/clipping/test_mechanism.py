@@ -215,7 +215,7 @@ class TestRefusals:
         source = PrivateMechanism(Vector(3), plan(steps=2), dpoptim.Gradient())
         source.privatize()
         source.privatize()
-        with pytest.raises(ValueError, match="steps=2 releases and all are spent"):
+        with pytest.raises(ValueError, match="all steps=2 releases of the plan are spent"):
             source.privatize()
 
     def test_a_plan_that_is_not_private_stays_so(self):
@@ -234,7 +234,7 @@ class TestRefusals:
         model = Vector(3)
         first = PrivateMechanism(model, plan(), dpoptim.Gradient())
         PrivateMechanism(model, plan(), dpoptim.Gradient())
-        with pytest.raises(ValueError, match="another optimizer"):
+        with pytest.raises(ValueError, match="Create only one optimizer per model"):
             first.privatize()
 
 
@@ -268,7 +268,7 @@ def test_a_release_that_needs_its_loader_refuses_other_batches():
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
     source.needs_loader = True
     model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
-    with pytest.raises(ValueError, match="loop over that loader"):
+    with pytest.raises(ValueError, match="Loop over that loader"):
         source.close_physical_batch()
 
 

@@ -61,10 +61,15 @@ def without_mask(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return stored(model, {**batch, "mask": torch.ones_like(batch["mask"])})
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
-@pytest.mark.parametrize("fill", [0, 7], ids=["padding token", "any token"])
-@pytest.mark.parametrize("loss_fn", [stored, fused])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "loss_fn", "fill", "scaled"),
+    [  # every pair of loss, fill and scale
+        (torch.float64, 1e-10, stored, 0, False),
+        (torch.float32, 1e-6, stored, 7, True),
+        (torch.float64, 1e-10, fused, 0, True),
+        (torch.float32, 1e-6, fused, 7, False),
+    ],
+)
 def test_more_padding_changes_nothing(dtype, tolerance, loss_fn, fill, scaled):
     model = bert(dtype)
     scale = random_scale(model) if scaled else None

@@ -153,7 +153,7 @@ def test_an_argument_of_a_kind_that_was_not_seen_is_refused():
     sums = ClippedSums(made, clip_norm=1.0)
     sums.engine.attach()
     squares(made, ids(5, 7)).sum().backward()
-    with pytest.raises(ValueError, match=r"layer 'part' got an argument of shape \(5,\), .*was not seen"):
+    with pytest.raises(ValueError, match=r"layer 'part' got an argument of shape \(5,\), .* did not show"):
         squares(made, ids(5, 6))
 
 

@@ -70,7 +70,7 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
         model = Bert().to(DEVICE, dtype)
         plan, key = plan_of(len(sizes), batch_size=4, noise_multiplier=0.01), dpoptim.NoiseKey.from_bytes(bytes(32))
         optimizer = VARIANTS[variant](model, plan, lr=1e-3, key=key, run_id="run", external_batches=True)
-        run, released = optimizer.captured(model, together=4), seen_by(optimizer)
+        run, released = optimizer.captured(model, pad_to_multiple=4), seen_by(optimizer)
         for seed, (count, width) in enumerate(sizes):
             batch = texts(count, width, seed)
             if is_captured:
@@ -96,7 +96,7 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
     """Those of an earlier batch were not finite."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
-    run = optimizer.captured(losses_of(model), together=8)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=8)
     seen = seen_by(optimizer)
     (first, second, third, last) = batches_of((8, 4), (8, 4), (8, 4), (5, 4))
     third[0][5:] = float("nan")
@@ -116,7 +116,7 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
 def test_dropout_is_drawn_anew_at_every_replay():
     model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
-    run = optimizer.captured(losses_of(model), together=8)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=8)
     ((x, y),) = batches_of((8, 4))
     found = []
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
             assert float(each.detach().sum()) > 0
             return each
 
-        run = optimizer.captured(losses, together=8)
+        run = optimizer.captured(losses, pad_to_multiple=8)
         seen = seen_by(optimizer)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -168,7 +168,7 @@ def test_a_graph_outlives_the_tables_of_others():
     """Kernels' tables are cached, and more shapes come between than the caches hold."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, external_batches=True)
-    run = optimizer.captured(losses_of(model), together=8)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=8)
     seen = seen_by(optimizer)
     x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
     for _ in range(3):
@@ -199,7 +199,7 @@ def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tenso
         lr=0.0,
         external_batches=True,
     )
-    run = optimizer.captured(lambda x: model(x).square().mean((1, 2)), together=256)
+    run = optimizer.captured(lambda x: model(x).square().mean((1, 2)), pad_to_multiple=256)
     return optimizer, run, seen_by(optimizer)
 
 

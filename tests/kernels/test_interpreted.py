@@ -1,4 +1,4 @@
-"""What Triton's kernels compute is tested without a GPU too: by Triton's interpreter, in a process of its own."""
+"""Tests of Triton kernels without a GPU, by Triton's interpreter in a separate process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 
 from tests.interpreter import HAS_TRITON
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device itself: pytest -m gpu")
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpoptim.kernels import normalization as normalisation
-from dpoptim.kernels import norms as kernels
+from dpoptim.kernels import normalization, norms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
@@ -31,25 +30,25 @@ def check_weighted_sums(grads, weights, tolerance):
     """Against the definition, as new sums and as added ones; an example of weight 0 is not looked at."""
     squared = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
     for times, add in enumerate((False, True), start=1):
-        kernels.many_weighted_sums(grads, weights, squared, add=add, squared=True)
+        norms.many_weighted_sums(grads, weights, squared, add=add, squared=True)
         for grad, total in zip(grads, squared, strict=True):
             close(total, times * square_sum(grad, weights), tolerance)
     sizes = [grad.shape[1:].numel() for grad in grads]
     flat = torch.full((1 + sum(sizes),), torch.nan, dtype=weights.dtype, device=weights.device)
     views = flat[1:].split(sizes)  # beginning where loads of 16 bytes cannot
     into = [view.view(grad.shape[1:]) for grad, view in zip(grads, views, strict=True)]
-    kernels.many_weighted_sums(grads, weights, into, add=False)
+    norms.many_weighted_sums(grads, weights, into, add=False)
     for grad, total in zip(grads, into, strict=True):
         close(total, torch.tensordot(weights.double(), grad.double(), 1), tolerance)
-    kernels.many_weighted_sums(grads, weights, into, add=True)
+    norms.many_weighted_sums(grads, weights, into, add=True)
     for grad, total in zip(grads, into, strict=True):
         close(total, 2 * torch.tensordot(weights.double(), grad.double(), 1), tolerance)
     without_first = weights.clone()
     without_first[0] = 0
     for grad in grads:
         grad[0] = torch.nan
-    kernels.many_weighted_sums(grads, without_first, into, add=False)
-    kernels.many_weighted_sums(grads, without_first, squared, add=False, squared=True)
+    norms.many_weighted_sums(grads, without_first, into, add=False)
+    norms.many_weighted_sums(grads, without_first, squared, add=False, squared=True)
     for grad, total, squares in zip(grads, into, squared, strict=True):
         close(total, torch.tensordot(weights[1:].double(), grad[1:].double(), 1), tolerance)
         close(squares, square_sum(grad[1:], weights[1:]), tolerance)
@@ -67,11 +66,11 @@ def check_square_sums(left, right, ids, values, weights, rows, tolerance):
         of_rows, of_products, of_both = (
             square_sum(each[counted], weights[counted]) for each in (tables, products, tables + products)
         )
-        close(kernels.row_square_sum(ids, values, weights, rows), of_rows, tolerance)
-        close(kernels.outer_square_sum(left, right, weights), of_products, tolerance)
-        found = kernels.outer_square_sum(left, right, weights, ids, values)
+        close(norms.row_square_sum(ids, values, weights, rows), of_rows, tolerance)
+        close(norms.outer_square_sum(left, right, weights), of_products, tolerance)
+        found = norms.outer_square_sum(left, right, weights, ids, values)
         close(found, of_both, tolerance)
-        assert torch.equal(found, kernels.outer_square_sum(left, right, weights, ids, values))
+        assert torch.equal(found, norms.outer_square_sum(left, right, weights, ids, values))
         weights = weights.clone()
         weights[0], left[0], values[0] = 0, torch.nan, torch.inf
 
@@ -80,9 +79,9 @@ def check_first_left_out(ids, values, weights, rows):
     """A look-up of weight 0 adds nothing, though it is NaN."""
     poisoned, others = values.clone(), weights.clone()
     poisoned[0], others[0] = torch.nan, 0
-    found = kernels.row_weighted_sum(ids, poisoned, others, rows)
+    found = norms.row_weighted_sum(ids, poisoned, others, rows)
     poisoned[0] = 0
-    assert torch.equal(found, kernels.row_weighted_sum(ids, poisoned, others, rows))
+    assert torch.equal(found, norms.row_weighted_sum(ids, poisoned, others, rows))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,13 +98,13 @@ class TestPlain:
             for t in range(positions):
                 whole[j] += torch.outer(left[j, t], right[j, t])
         each = (whole if scale is None else whole * scale).square().sum((1, 2))
-        close(kernels.outer_squares(left, right, scale), each, 1e-12)
+        close(norms.outer_squares(left, right, scale), each, 1e-12)
         close(
-            kernels.outer_weighted_sum(left, right, weights),
+            norms.outer_weighted_sum(left, right, weights),
             torch.einsum("j,jrc->rc", weights, whole),
             1e-12,
         )
-        close(kernels.squares(whole, scale), each, 1e-12)
+        close(norms.squares(whole, scale), each, 1e-12)
 
     def test_many(self, shape, scaled):
         examples, _, rows, cols = shape
@@ -113,7 +112,7 @@ class TestPlain:
         scales = [made(*grad.shape[1:], seed=3).abs() for grad in grads] if scaled else None
         factors = scales or [torch.ones(()) for _ in grads]
         each = sum((g * f).reshape(examples, -1).square().sum(1) for g, f in zip(grads, factors, strict=True))
-        close(kernels.many_squares(grads, scales), each, 1e-12)
+        close(norms.many_squares(grads, scales), each, 1e-12)
         weights = made(examples, seed=4)
         check_weighted_sums(grads, weights, 1e-12)
 
@@ -127,16 +126,16 @@ class TestPlain:
             for t in range(positions):
                 tables[j, ids[j, t]] += values[j, t]
         weights = made(examples, seed=7)
-        close(kernels.row_weighted_sum(ids, values, weights, rows), torch.einsum("j,jrc->rc", weights, tables), 1e-12)
+        close(norms.row_weighted_sum(ids, values, weights, rows), torch.einsum("j,jrc->rc", weights, tables), 1e-12)
         check_first_left_out(ids, values, weights, rows)
         check_square_sums(left, right, ids, values, weights, rows, 1e-12)
         by_position = made(examples, positions, seed=8)
-        close(kernels.position_sums(values, by_position), torch.einsum("jt,jtc->jc", by_position, values), 1e-12)
+        close(norms.position_sums(values, by_position), torch.einsum("jt,jtc->jc", by_position, values), 1e-12)
         products = left.mT @ right
         factor = 1.0 if scale is None else scale
-        close(kernels.row_squares(ids, values, scale, rows)[0], (tables * factor).square().sum((1, 2)), 1e-12)
+        close(norms.row_squares(ids, values, scale, rows)[0], (tables * factor).square().sum((1, 2)), 1e-12)
         close(
-            kernels.outer_row_products(left, right, ids, values, scale),
+            norms.outer_row_products(left, right, ids, values, scale),
             (tables * factor * products * factor).sum((1, 2)),
             1e-12,
         )
@@ -145,9 +144,9 @@ class TestPlain:
 def test_layer_norm_is_torchs_and_its_gradient_autograds():
     inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
     weight, bias = made(10, seed=2), made(10, seed=3)
-    output, mean, rstd = normalisation.layer_norm(inputs, weight, bias, 1e-5)
+    output, mean, rstd = normalization.layer_norm(inputs, weight, bias, 1e-5)
     close(output, torch.nn.functional.layer_norm(inputs, [10], weight, bias), 1e-12)
-    to_inputs, by_weight, by_bias = normalisation.layer_norm_gradient(grad, inputs, weight, mean, rstd)
+    to_inputs, by_weight, by_bias = normalization.layer_norm_gradient(grad, inputs, weight, mean, rstd)
     for j in range(4):
         x, w, b = (tensor.clone().requires_grad_() for tensor in (inputs[j], weight, bias))
         (torch.nn.functional.layer_norm(x, [10], w, b) * grad[j]).sum().backward()
@@ -160,10 +159,10 @@ def test_layer_norm_is_torchs_and_its_gradient_autograds():
 def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, places):
     inputs, grad = made(4, channels, places), made(4, channels, places, seed=1)
     weight, bias = made(channels, seed=2), made(channels, seed=3)
-    output, mean, rstd = normalisation.group_norm(inputs, weight, bias, groups, 1e-5)
+    output, mean, rstd = normalization.group_norm(inputs, weight, bias, groups, 1e-5)
     close(output, torch.nn.functional.group_norm(inputs, groups, weight, bias), 1e-12)
     for laid_out in (grad, grad.mT.contiguous().mT):
-        to_inputs, by_weight, by_bias = normalisation.group_norm_gradient(laid_out, inputs, weight, mean, rstd)
+        to_inputs, by_weight, by_bias = normalization.group_norm_gradient(laid_out, inputs, weight, mean, rstd)
         for j in range(4):
             x, w, b = (tensor.clone().requires_grad_() for tensor in (inputs[j : j + 1], weight, bias))
             (torch.nn.functional.group_norm(x, groups, w, b) * grad[j]).sum().backward()
@@ -179,7 +178,7 @@ def test_softmax_gradient_is_autograds(padding):
     free = logits[:, :11].clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(free, labels, reduction="none")
     expected.sum().backward()
-    losses, lengths = kernels.softmax_gradient_(logits, labels, 11)
+    losses, lengths = norms.softmax_gradient_(logits, labels, 11)
     close(losses, expected.detach(), 1e-12)
     close(lengths, free.grad.norm(dim=1), 1e-12)
     close(logits[:, :11], free.grad, 1e-12)
@@ -193,12 +192,12 @@ def test_ids_that_all_examples_share():
     values = torch.randn(5, 12, 3, dtype=torch.float64, generator=generator)
     weights = torch.rand(5, dtype=torch.float64, generator=generator)
     close(
-        kernels.row_weighted_sum(ids, values, weights, 9),
-        kernels.row_weighted_sum(ids.clone(), values, weights, 9),
+        norms.row_weighted_sum(ids, values, weights, 9),
+        norms.row_weighted_sum(ids.clone(), values, weights, 9),
         1e-12,
     )
     values[2], weights[2] = torch.inf, 0
-    assert bool(kernels.row_weighted_sum(ids, values, weights, 9).isfinite().all())
+    assert bool(norms.row_weighted_sum(ids, values, weights, 9).isfinite().all())
 
 
 @pytest.mark.parametrize("count", [1, 6, 512, 1000])
@@ -208,4 +207,4 @@ def test_sums_over_few_rows_by_products(count, rows):
     ids = torch.randint(0, rows, (count,), generator=generator)
     values = torch.randn(count, 5, dtype=torch.float64, generator=generator)
     expected = torch.zeros(rows, 5, dtype=torch.float64).index_add_(0, ids, values)
-    close(kernels._summed_rows(ids, values, rows), expected, 1e-12)
+    close(norms._summed_rows(ids, values, rows), expected, 1e-12)

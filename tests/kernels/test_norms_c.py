@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpoptim.clipping.gradient_factors import Outer, Rows
+from dpoptim.clipping.gradient_factors import OuterProduct, RowUpdates
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.kernels import norms as kernels
-from dpoptim.kernels import norms_c as compiled_outer
+from dpoptim.kernels import norms, norms_c
 
-pytestmark = pytest.mark.skipif(compiled_outer._loops() is None, reason="needs a compiler")
+pytestmark = pytest.mark.skipif(norms_c._loops() is None, reason="needs a compiler")
 SIZES = [(3, 2, 8, 8), (3, 5, 1000, 37), (2, 19, 523, 128), (1, 3, 7, 5), (4, 2, 1, 64), (2, 130, 65, 40)]
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING", 0)
-    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING_SQUARES", 0)
+    monkeypatch.setattr(norms_c, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(norms_c, "WORTH_COMPILING_SQUARES", 0)
 
 
 def drawn(examples, positions, rows, cols):
@@ -28,7 +27,7 @@ def drawn(examples, positions, rows, cols):
 
 
 def found_by_loop(left, right, scale):
-    found = compiled_outer.outer_squares(left, right, scale)
+    found = norms_c.outer_squares(left, right, scale)
     assert found is not None
     return found
 
@@ -52,20 +51,20 @@ def test_wide_rows_of_equal_numbers_lose_nothing():
     torch.testing.assert_close(found, 8 * right.double().square().sum((1, 2)), rtol=3e-6, atol=0)
 
 
-def test_shapes_that_do_not_belong_together():
+def test_shapes_that_do_not_fit():
     left, right, scale = drawn(3, 5, 100, 37)
-    with pytest.raises(ValueError, match="do not belong together"):
-        compiled_outer.outer_squares(left, right[:, :4], scale)
-    with pytest.raises(ValueError, match="do not belong together"):
-        compiled_outer.outer_squares(left, right, scale[:50])
+    with pytest.raises(ValueError, match="do not fit"):
+        norms_c.outer_squares(left, right[:, :4], scale)
+    with pytest.raises(ValueError, match="do not fit"):
+        norms_c.outer_squares(left, right, scale[:50])
 
 
 @pytest.mark.parametrize("change", [("sum *= scale", "sum *= 0.999f * scale"), ("+= a * a", "+= 0.999f * a * a")])
 def test_loops_that_are_wrong_are_not_used(monkeypatch, change):
-    wrong = compiled_outer._SOURCE.replace(*change)
-    assert wrong != compiled_outer._SOURCE
-    monkeypatch.setattr(compiled_outer, "_SOURCE", wrong)
-    assert compiled_outer._loops.__wrapped__() is None
+    wrong = norms_c._SOURCE.replace(*change)
+    assert wrong != norms_c._SOURCE
+    monkeypatch.setattr(norms_c, "_SOURCE", wrong)
+    assert norms_c._loops.__wrapped__() is None
 
 
 def test_factors_with_padding_and_other_strides():
@@ -101,10 +100,10 @@ def test_an_example_that_is_not_finite_stays_alone(bad):
 
 def test_other_dtypes_and_little_work_are_left_to_others(monkeypatch):
     left, right, scale = drawn(3, 5, 100, 37)
-    assert compiled_outer.outer_squares(left.double(), right.double(), scale.double()) is None
-    assert compiled_outer.outer_squares(left.bfloat16(), right.bfloat16(), scale) is None
-    monkeypatch.setattr(compiled_outer, "WORTH_COMPILING", left.numel() * 37 + 1)
-    assert compiled_outer.outer_squares(left, right, scale) is None
+    assert norms_c.outer_squares(left.double(), right.double(), scale.double()) is None
+    assert norms_c.outer_squares(left.bfloat16(), right.bfloat16(), scale) is None
+    monkeypatch.setattr(norms_c, "WORTH_COMPILING", left.numel() * 37 + 1)
+    assert norms_c.outer_squares(left, right, scale) is None
 
 
 @pytest.mark.parametrize("looked_up", [False, True])
@@ -113,24 +112,24 @@ def test_of_a_tied_table(looked_up, monkeypatch):
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
     own = ParameterGradients(torch.Size([50, 21]))
-    own.add(Outer(left, right))
+    own.add(OuterProduct(left, right))
     tables = left.double().mT @ right.double()
     if looked_up:
-        own.add(Rows(ids, values))
+        own.add(RowUpdates(ids, values))
         for j in range(3):
             tables[j].index_add_(0, ids[j], values[j].double())
     expected = (tables * scale).square().sum((1, 2))
     asked = []
-    loop = compiled_outer.outer_squares
+    loop = norms_c.outer_squares
 
     def counted(*given):
         asked.append(1)
         return loop(*given)
 
-    monkeypatch.setattr(compiled_outer, "outer_squares", counted)
+    monkeypatch.setattr(norms_c, "outer_squares", counted)
     torch.testing.assert_close(own.squared_norms(scale), expected, rtol=1e-5, atol=0)
     assert asked
-    monkeypatch.setattr(compiled_outer, "outer_squares", lambda *given: None)
+    monkeypatch.setattr(norms_c, "outer_squares", lambda *given: None)
     torch.testing.assert_close(own.squared_norms(scale), expected, rtol=1e-5, atol=0)
 
 
@@ -147,33 +146,33 @@ def test_squares_of_many(threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        found = compiled_outer.many_squares(grads, scales)
+        found = norms_c.many_squares(grads, scales)
     finally:
         torch.set_num_threads(before)
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert torch.equal(kernels.many_squares(grads, scales), found)
+    assert torch.equal(norms.many_squares(grads, scales), found)
     grads[0][1] = torch.nan
-    again = kernels.many_squares(grads, scales)
+    again = norms.many_squares(grads, scales)
     assert again[1].isnan()
     assert torch.equal(again[[0, 2]], found[[0, 2]])
 
 
-@pytest.mark.parametrize("width", [3, kernels.DOT_ELEMENTS + 7])
+@pytest.mark.parametrize("width", [3, norms.DOT_ELEMENTS + 7])
 def test_quadratic_forms(width):
     generator = torch.Generator().manual_seed(width)
     matrices = torch.randn(3, 4, 4, generator=generator, dtype=torch.float64)
     factors = torch.randn(3, 4, width + 2, generator=generator, dtype=torch.float64)[..., :width]
     expected = ((matrices @ factors) * factors).sum((1, 2))
-    torch.testing.assert_close(kernels.quadratic_forms(matrices, factors), expected, rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(norms.quadratic_forms(matrices, factors), expected, rtol=1e-10, atol=1e-9)
 
 
 def test_sums_made_in_place():
     left, right, _ = drawn(3, 5, 10, 4)
     weights, total = torch.tensor([0.5, 0.0, 2.0]), torch.full((10, 4), torch.nan)
-    kernels.outer_weighted_sum(left, right, weights, out=total)
-    assert torch.equal(total, kernels.outer_weighted_sum(left, right, weights))
+    norms.outer_weighted_sum(left, right, weights, out=total)
+    assert torch.equal(total, norms.outer_weighted_sum(left, right, weights))
     ids = torch.tensor([[1, 1], [2, 3], [9, 1]])
     values = torch.randn(3, 2, 4)
-    expected = total + kernels.row_weighted_sum(ids, values, weights, 10)
-    torch.testing.assert_close(kernels.row_weighted_sum(ids, values, weights, 10, into=total), expected)
+    expected = total + norms.row_weighted_sum(ids, values, weights, 10)
+    torch.testing.assert_close(norms.row_weighted_sum(ids, values, weights, 10, into=total), expected)

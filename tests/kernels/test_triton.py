@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dpoptim.kernels import normalization as normalisation
-from dpoptim.kernels import norms as kernels
+from dpoptim.kernels import normalization, norms
 from tests.interpreter import DEVICE, IS_INTERPRETED, needs_triton
 from tests.kernels.test_norms import check_first_left_out, check_square_sums, check_weighted_sums, close, made
 
@@ -27,7 +26,7 @@ if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both 
 
 def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
     """A layer that normalises, and its gradient, against themselves in double; what is rounded to 16 bits by less."""
-    norm, gradient = getattr(normalisation, kind), getattr(normalisation, f"{kind}_gradient")
+    norm, gradient = getattr(normalization, kind), getattr(normalization, f"{kind}_gradient")
     rounding = {torch.float32: bound, torch.bfloat16: 5e-3, torch.float16: 1e-3}[inputs.dtype]
     found = norm(inputs, weight, bias, *settings)
     exact = norm(inputs.double(), weight.double(), bias.double(), *settings)
@@ -56,15 +55,15 @@ class TestKernels:
         factor = 1.0 if scale is None else scale.double()
         total = torch.einsum("j,jrc->rc", weights.double(), exact)
         for _ in range(2):
-            close(kernels.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
-            close(kernels.outer_weighted_sum(left, right, weights), total, 3e-6)
-        again = kernels.outer_squares(left, right, scale)
-        assert torch.equal(again, kernels.outer_squares(left, right, scale))
+            close(norms.outer_squares(left, right, scale), (exact * factor).square().sum((1, 2)), 3e-6)
+            close(norms.outer_weighted_sum(left, right, weights), total, 3e-6)
+        again = norms.outer_squares(left, right, scale)
+        assert torch.equal(again, norms.outer_squares(left, right, scale))
         without_first = weights.clone()
         without_first[0] = 0
         left[0] = torch.nan
         total = torch.einsum("j,jrc->rc", weights[1:].double(), exact[1:])
-        close(kernels.outer_weighted_sum(left, right, without_first), total, 3e-6)
+        close(norms.outer_weighted_sum(left, right, without_first), total, 3e-6)
 
     def test_many(self, shape, scaled, dtype):
         examples, _, rows, cols = shape
@@ -78,9 +77,9 @@ class TestKernels:
             (g.double() * (s.double() if scaled else 1)).reshape(examples, -1).square().sum(1)
             for g, s in zip(grads, scales, strict=True)
         )
-        found = kernels.many_squares(grads, scales if scaled else None)
+        found = norms.many_squares(grads, scales if scaled else None)
         close(found, each, 1e-6)
-        assert torch.equal(found, kernels.many_squares(grads, scales if scaled else None))
+        assert torch.equal(found, norms.many_squares(grads, scales if scaled else None))
         check_weighted_sums(grads, made(examples, seed=4, dtype=torch.float32, device=DEVICE), 1e-6)
 
     def test_rows(self, shape, scaled, dtype):
@@ -89,17 +88,17 @@ class TestKernels:
         values = made(examples, positions, cols, dtype=dtype, device=DEVICE)
         scale = made(rows, cols, seed=2, dtype=torch.float32, device=DEVICE).abs() if scaled else None
         wide = None if scale is None else scale.double()
-        exact = kernels.row_squares(ids, values.double(), wide, rows)
-        for found, expected in zip(kernels.row_squares(ids, values, scale, rows), exact, strict=True):
+        exact = norms.row_squares(ids, values.double(), wide, rows)
+        for found, expected in zip(norms.row_squares(ids, values, scale, rows), exact, strict=True):
             close(found, expected, 1e-6)
         weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
-        total = kernels.row_weighted_sum(ids, values, weights, rows)
-        close(total, kernels.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
+        total = norms.row_weighted_sum(ids, values, weights, rows)
+        close(total, norms.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
         check_first_left_out(ids, values, weights, rows)
         by_position = made(examples, positions, seed=8, dtype=dtype, device=DEVICE)
         close(
-            kernels.position_sums(values, by_position),
-            kernels.position_sums(values.double(), by_position.double()),
+            norms.position_sums(values, by_position),
+            norms.position_sums(values.double(), by_position.double()),
             1e-6,
         )
         left = made(examples, positions + 1, rows, seed=5, dtype=dtype, device=DEVICE)
@@ -108,8 +107,8 @@ class TestKernels:
             check_square_sums(left, right, ids, values, weights, rows, 1e-5)
         else:  # one dtype is wider
             check_square_sums(left, right, ids, values.float() * 1.001, weights, rows, 1e-5)
-        found = kernels.outer_row_products(left, right, ids, values, scale)
-        close(found, kernels.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
+        found = norms.outer_row_products(left, right, ids, values, scale)
+        close(found, norms.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 
     def test_strides(self, shape, scaled, dtype):
         """The same numbers laid out otherwise: ids of time-major batches, say."""
@@ -125,15 +124,15 @@ class TestKernels:
             i, values, left, right, scale = (each.mT.contiguous().mT if turn else each for each in given)
             by = scale if scaled else None
             results.append([
-                *kernels.row_squares(i, values, by, rows),
-                kernels.row_weighted_sum(i, values, weights, rows),
-                kernels.row_square_sum(i, values, weights, rows),
-                kernels.outer_squares(left, right, by),
-                kernels.outer_weighted_sum(left, right, weights),
-                kernels.outer_square_sum(left, right, weights, i, values),
-                kernels.outer_row_products(left, right, i, values, by),
-                kernels.many_squares([values], [made(positions, cols, device=DEVICE).float()] if scaled else None),
-                kernels.position_sums(values, right[..., 0]),
+                *norms.row_squares(i, values, by, rows),
+                norms.row_weighted_sum(i, values, weights, rows),
+                norms.row_square_sum(i, values, weights, rows),
+                norms.outer_squares(left, right, by),
+                norms.outer_weighted_sum(left, right, weights),
+                norms.outer_square_sum(left, right, weights, i, values),
+                norms.outer_row_products(left, right, i, values, by),
+                norms.many_squares([values], [made(positions, cols, device=DEVICE).float()] if scaled else None),
+                norms.position_sums(values, right[..., 0]),
             ])  # fmt: skip
         for straight, turned in zip(*results, strict=True):
             assert torch.equal(straight, turned)
@@ -148,20 +147,20 @@ class TestKernels:
             scale = made(rows, cols, dtype=torch.float32, device=DEVICE) if scaled else None
             weights = torch.ones(examples, device=DEVICE)
             for found, size in (
-                *((found, (examples,)) for found in kernels.row_squares(ids, values, scale, rows)),
-                (kernels.outer_squares(left, right, scale), (examples,)),
-                (kernels.outer_row_products(left, right, ids, values, scale), (examples,)),
-                (kernels.row_weighted_sum(ids, values, weights, rows), (rows, cols)),
-                (kernels.outer_weighted_sum(left, right, weights), (rows, cols)),
-                (kernels.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
-                (kernels.position_sums(values, values[..., 0]), (examples, cols)),
+                *((found, (examples,)) for found in norms.row_squares(ids, values, scale, rows)),
+                (norms.outer_squares(left, right, scale), (examples,)),
+                (norms.outer_row_products(left, right, ids, values, scale), (examples,)),
+                (norms.row_weighted_sum(ids, values, weights, rows), (rows, cols)),
+                (norms.outer_weighted_sum(left, right, weights), (rows, cols)),
+                (norms.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
+                (norms.position_sums(values, values[..., 0]), (examples, cols)),
             ):
                 assert found.shape == size
                 assert not found.any()
         none, into = torch.zeros(0, 2, dtype=dtype, device=DEVICE), torch.full((2,), torch.nan, device=DEVICE)
-        kernels.many_weighted_sums([none], torch.zeros(0, device=DEVICE), [into], add=False)
+        norms.many_weighted_sums([none], torch.zeros(0, device=DEVICE), [into], add=False)
         assert into.tolist() == [0.0, 0.0]
-        assert kernels.many_squares([none], None).shape == (0,)
+        assert norms.many_squares([none], None).shape == (0,)
 
     def test_layer_norm(self, shape, scaled, dtype):
         examples, positions, width = shape[0], shape[1], shape[3] + 3  # of one channel alone only rounding is left
@@ -186,7 +185,7 @@ class TestKernels:
         logits = made(rows, classes + padding, dtype=dtype, device=DEVICE)
         labels = torch.randint(-1, classes, (rows,), generator=torch.Generator().manual_seed(4)).to(DEVICE)
         exact = logits.double()
-        found, expected = (kernels.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+        found, expected = (norms.softmax_gradient_(x, labels, classes) for x in (logits, exact))
         close(found[0], expected[0], 1e-6)
         close(found[1], expected[1], 1e-5)
         close(logits, exact, {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype])
@@ -205,7 +204,7 @@ def test_sums_over_many_examples(dtype):
 @pytest.mark.gpu
 def test_a_label_that_is_no_class_leaves_its_example_out():
     logits = made(3, 20, dtype=torch.float32, device=DEVICE)
-    losses, lengths = kernels.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
+    losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
     assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]
     assert logits[:, :17].isnan().all(1).tolist() == [False, True, False]
 
@@ -216,9 +215,9 @@ def test_a_label_that_is_no_class_leaves_its_example_out():
 @pytest.mark.parametrize("kind", ["padding", "one", "aligned", "tail", "few"])
 def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch):
     """Runs of equal ids that are longer than what a program sums at once, or end just where it ends."""
-    from dpoptim.kernels import rows_triton as triton_rows
+    from dpoptim.kernels import rows_triton
 
-    monkeypatch.setattr(triton_rows, "_TOGETHER", 4)
+    monkeypatch.setattr(rows_triton, "_TOGETHER", 4)
     generator = torch.Generator(DEVICE).manual_seed(1)
     ids = torch.randint(0, 500, (EXAMPLES, LOOK_UPS), device=DEVICE, generator=generator)
     if kind == "padding":
@@ -236,9 +235,9 @@ def test_sums_over_rows_whose_look_ups_fill_many_chunks(kind, width, monkeypatch
     weights = torch.rand(len(ids), device=DEVICE, generator=generator)
     weights[0], values[0] = 0, torch.nan  # the first: the last look-ups must count
     begun = torch.randn(500, width, device=DEVICE, generator=generator)
-    exact = kernels.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
-    again = kernels.row_weighted_sum(ids, values, weights, 500, into=begun.clone())
-    found = kernels.row_weighted_sum(ids, values, weights, 500, into=begun)
+    exact = norms.row_weighted_sum(ids, values.double(), weights.double(), 500, into=begun.double())
+    again = norms.row_weighted_sum(ids, values, weights, 500, into=begun.clone())
+    found = norms.row_weighted_sum(ids, values, weights, 500, into=begun)
     assert found is begun
     assert torch.equal(found, again)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-3)

@@ -1,11 +1,10 @@
-"""Per-example gradients: kept by layer rules, clipped, summed, noised, released."""
+"""Per-example gradients: recorded by layer rules, clipped, summed, noised and released."""
 
 from dpoptim.clipping.captured import Captured
+from dpoptim.clipping.cross_entropy import linear_cross_entropy
 from dpoptim.clipping.engine import public_data
-from dpoptim.clipping.functional import check_example_independence, clipped_sum
-from dpoptim.clipping.losses import linear_cross_entropy
+from dpoptim.clipping.functional import PublicGradients, check_example_independence, clipped_sum
 from dpoptim.clipping.mechanism import PrivateMechanism, Released
-from dpoptim.clipping.public import PublicGradients
 
 __all__ = [
     "Captured",

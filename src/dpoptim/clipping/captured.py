@@ -1,12 +1,12 @@
-"""The private part of a step as one CUDA graph: forward, backward, norms and clipped sums, launched at once.
+"""Run the private part of a step as one CUDA graph: forward, backward, norms and clipped sums.
 
-A private step has several hundred small operations, and where a physical batch is small the GPU waits for the host to
-launch them. A graph holds them all for one shape of the batch. A shape runs in the ordinary way when it is met first,
-with every check; when it comes again it is captured, and from then on replayed.
+A private step has several hundred small operations. If a physical batch is small, the GPU waits for the host to launch
+them. A graph launches them all at once, for one batch shape. The first batch of a shape runs without a graph, with
+every check. The second is captured, and later ones are replayed.
 
-A replay runs no Python: what the engine and the model decide in Python was decided when the graph was made. So a graph
-is used only where the same would be decided again: with parameters and buffers in their places, modules in the same
-modes, the same clip norm, and a scale or none.
+A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
+parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
+scale is set or not as before.
 """
 
 from __future__ import annotations
@@ -15,54 +15,56 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from dpoptim.clipping.captured_batch import Batch, batch_of
 from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.clipping.mechanism import PrivateMechanism
-from dpoptim.clipping.physical_batch import PhysicalBatch
-from dpoptim.kernels import choose as gpu
+from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
 
-MOST_GRAPHS = 64
-"""Shapes beyond so many are not captured: a graph takes a fraction of a second to make, and memory."""
+MAX_GRAPHS = 64
+"""More shapes are not captured: each graph takes memory and a fraction of a second."""
 
 
 class Captured:
-    """Differentiates batches of examples, each by one replay of a graph where it can; made by `optimizer.captured`.
+    """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
-    Guarantee: every batch adds the same clipped sum as `losses(...).sum().backward()` would, to rounding, provided that
-    the loss of an example depends on the example alone, and that modes and whatever `losses` reads besides stay as they
-    are until the next batch or step: an example that must be looked at by itself runs again then. Rows that fill a
-    batch up to a captured shape are copies of its first one, whose losses do not count.
-    Edge cases: on a CPU, without Triton, where sums of squares are released too, with numbers, texts or objects among
-    the arguments, under an autocast that was begun outside of `losses`, and for what a graph cannot hold (a wait for
-    the device, in the model or in `losses`), batches run in the ordinary way.
+    Batches run without a graph on a CPU, without Triton, if sums of squares are released too, if the arguments hold
+    numbers, strings or objects, under an autocast that began outside `losses`, and if the model or `losses` waits for
+    the device.
+
+    Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
+    depends on its example alone, and if modes and everything else that `losses` reads stay the same until the next
+    batch or step, when examples that need a separate look run again. Padding rows copy the first row, and their losses
+    do not count.
     """
 
     def __init__(
-        self, release: PrivateMechanism, losses: Callable[..., Tensor], *, together: int | None = None
+        self, mechanism: PrivateMechanism, losses: Callable[..., Tensor], *, pad_to_multiple: int | None = None
     ) -> None:
         if not callable(losses):
             raise ValueError(f"losses must be a function of a batch's tensors, got {type(losses).__name__}")
-        if together is not None and (isinstance(together, bool) or not isinstance(together, int) or together < 1):
-            raise ValueError(f"together={together!r} must be a whole number, 1 or more, or None")
-        self._losses, self._together = losses, together
-        self._sums: ClippedSums = release._sums
+        multiple = pad_to_multiple
+        if multiple is not None and (isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1):
+            raise ValueError(f"pad_to_multiple={multiple!r} must be a whole number, 1 or more, or None")
+        self._losses, self._pad_to_multiple = losses, pad_to_multiple
+        self._sums: ClippedSums = mechanism._sums
         self._engine = self._sums.engine
-        self._room: _Room  # made where places are looked at
-        self._places: tuple[Hashable, ...] | None = None
-        self._met: set[Hashable] = set()
+        self._workspace: _GraphWorkspace  # set by `_check_addresses`
+        self._addresses: tuple[Hashable, ...] | None = None
+        self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._has_warned = False
-        self._stream: object = None  # that was used last
+        self._last_stream: object = None
 
     @property
     def graphs(self) -> int:
@@ -70,150 +72,147 @@ class Captured:
         return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The losses of a batch, [examples], which has been differentiated; `optimizer.step()` comes next.
+        """Differentiate a batch and return its losses, [examples]; call `optimizer.step()` next.
 
-        Tensors among the arguments have the examples as their first axis and are moved to the model's device.
+        Tensors among the arguments have the examples on their first axis and are moved to the model's device.
         """
         if not self._engine.attached:
-            raise ValueError("another optimizer was made for this model since, or this one was detached; capture anew")
+            raise ValueError(
+                "the optimizer was detached or another was created for this model; call optimizer.captured again"
+            )
         if not self._engine.capturing:
             raise ValueError(
                 "a captured function differentiates private batches; inside no_grad() or public_data() call the model"
             )
         self._follow_stream()
-        self._engine.flush()  # what was replayed last, before it is overwritten
+        self._engine.flush()  # adds the last replay before it is overwritten
         devices = {parameter.device: None for parameter in self._sums.parameters.values()}
-        batch = batch_of(self._losses, args, kwargs, next(iter(devices)))
+        batch = _read_batch(self._losses, args, kwargs, next(iter(devices)))
         if batch.examples == 0 or self._sums.with_squares or not _can_capture(list(devices)):
             return self._run(batch)
         if not batch.is_plain:
-            self._warn("batches run without graphs: pass tensors, True, False and None alone", stacklevel=3)
+            self._warn_once("batches run without graphs: pass tensors, True, False and None only", stacklevel=3)
             return self._run(batch)
-        self._look_at_places()
-        rows = _filled_up(batch.examples, self._together)
+        self._check_addresses()
+        rows = _padded_rows(batch.examples, self._pad_to_multiple)
         key = (rows, batch.key, self._conditions())
-        if key not in self._met:
-            if len(self._met) < MOST_GRAPHS:
-                self._met.add(key)
+        if key not in self._seen:
+            if len(self._seen) < MAX_GRAPHS:
+                self._seen.add(key)
             else:
-                self._warn(
-                    f"batches came in more than {MOST_GRAPHS} shapes, and later ones run without graphs; pad them to "
-                    "fewer (dpoptim.pad_to_bucket), or give captured(together=...)",
+                self._warn_once(
+                    f"batches have more than {MAX_GRAPHS} shapes, and later shapes run without graphs. Pad them to "
+                    "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)",
                     stacklevel=3,
                 )
             return self._run(batch)
         if key not in self._graphs:
-            self._graphs[key] = self._made(batch, rows)
+            self._graphs[key] = self._try_capture(batch, rows)
         graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
-    def _run(self, batch: Batch, counts: Tensor | None = None) -> Tensor:
-        """The ordinary way; `counts`, bool [examples], says whose losses count, if not all do."""
+    def _run(self, batch: _Batch, counts: Tensor | None = None) -> Tensor:
+        """Run without a graph; `counts`, bool [examples], marks whose losses count (all by default)."""
         losses = batch.losses()
         counted = losses if counts is None else torch.where(counts, losses, 0.0)
         (counted.mean() if self._sums.mean_loss else counted.sum()).backward()
         return losses.detach()
 
     def _follow_stream(self) -> None:
-        """A loop that goes on in another stream waits for the last one: nothing here is ordered between two."""
+        """Wait for the previous stream if the loop changed streams, since nothing orders the two."""
         if not torch.cuda.is_initialized():
             return
         stream = torch.cuda.current_stream()
-        if self._stream not in (None, stream):
+        if self._last_stream not in (None, stream):
             torch.cuda.synchronize()
-        self._stream = stream
+        self._last_stream = stream
 
-    def _look_at_places(self) -> None:
-        """Forget all graphs once a parameter or buffer lies elsewhere, or has another dtype."""
+    def _check_addresses(self) -> None:
+        """Drop all graphs if a parameter or buffer has moved in memory or changed its dtype."""
         model = self._engine.model
-        places = (
+        addresses = (
             tuple((parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in model.parameters()),
             tuple((buffer.data_ptr(), buffer.dtype) for buffer in model.buffers()),
         )
-        if places == self._places:
+        if addresses == self._addresses:
             return
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # one of them may still run
-        self._places, self._room = places, _Room(self._sums)
-        self._met.clear()
+            torch.cuda.synchronize()  # a graph may still run
+        self._addresses, self._workspace = addresses, _GraphWorkspace(self._sums)
+        self._seen.clear()
         self._graphs.clear()
 
     def _conditions(self) -> Hashable:
-        """What else decides which way a batch takes, besides its shape."""
+        """Return what decides how a batch runs, besides its shape."""
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
         return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
-    def _made(self, batch: Batch, rows: int) -> _Graph | None:
-        """The graph of a shape; None where it cannot be captured."""
+    def _try_capture(self, batch: _Batch, rows: int) -> _Graph | None:
         try:
-            return _capture(self._sums, batch.padded(rows), self._room)
-        except Exception as error:  # of any kind: nothing of it has counted, and the ordinary way says what is wrong
-            self._warn(
-                f"a batch could not be captured as a graph ({type(error).__name__}) and runs as it is: model and "
-                "losses must not wait for the device (.item(), .tolist(), print) and must run the model once, on all "
-                "rows; keep no earlier loss without detach()",
+            return _capture(self._sums, batch.padded(rows), self._workspace)
+        except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
+            self._warn_once(
+                f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and losses "
+                "must not wait for the device (.item(), .tolist(), print) and must run the model once, on all rows; "
+                "detach() losses that you keep",
                 stacklevel=4,
             )
             return None
 
-    def _warn(self, line: str, *, stacklevel: int) -> None:
+    def _warn_once(self, line: str, *, stacklevel: int) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
 
-    def _replay(self, graph: _Graph, batch: Batch) -> Tensor:
-        """Run a batch; its sums are taken in when the engine closes it, as those of other batches are, and examples
-        apart run again after that.
-        """
+    def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
+        """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
-        self._room.copy_scale()
+        self._workspace.copy_scale()
         graph.fill(batch)
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
         add = partial(self._add, graph, batch, bounds, scale)
-        self._engine.buffers.begin(anew=True)
-        self._engine.batch.add_ready = add  # last: a call that fails must not count
+        self._engine.buffers.begin(restart=True)
+        self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
-    def _add(self, graph: _Graph, batch: Batch, bounds: Hashable, held_scale: object) -> None:
-        """Take in what a replay has summed. Examples that must be looked at by themselves run again, and all of them
-        where clip norm or scale have changed since; the scale is held until then, as another in its place would look
-        the same.
+    def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
+        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between.
+
+        `held_scale` keeps the scale's tensors alive, since a new scale at the same address would look unchanged.
         """
-        self._check_place()
+        self._check_context()
         self._follow_stream()
         if bounds != self._sums.bounds():
-            self._again(batch)
+            self._run_again(batch)
         else:
-            again = partial(self._again_alone, batch)
-            self._sums.add_sums(self._room.sums, graph.found, batch.examples, graph.explanation, again)
+            again = partial(self._run_rows_again, batch)
+            self._sums.add_sums(self._workspace.sums, graph.found, batch.examples, graph.explanation, again)
 
-    def _again_alone(self, batch: Batch, rows: list[int]) -> None:
-        """Some rows, in a batch of the same size: nothing tells how many they are, and random numbers go on as if it
-        had not been.
-        """
-        self._check_place()
+    def _run_rows_again(self, batch: _Batch, rows: list[int]) -> None:
+        """Run some rows in a batch of the same size, which hides their number, and restore random generators."""
+        self._check_context()
         counts = torch.arange(batch.examples, device=batch.device) < len(rows)
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-            self._again(batch.chosen(rows + rows[:1] * (batch.examples - len(rows))), counts)
+            self._run_again(batch.select(rows + rows[:1] * (batch.examples - len(rows))), counts)
 
-    def _again(self, batch: Batch, counts: Tensor | None = None) -> None:
+    def _run_again(self, batch: _Batch, counts: Tensor | None = None) -> None:
         with torch.enable_grad():
             self._run(batch, counts)
         self._engine.flush()
 
-    def _check_place(self) -> None:
-        with torch.enable_grad():  # they are off while the engine closes a batch; so this asks for public_data() alone
+    def _check_context(self) -> None:
+        with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
             is_private = self._engine.attached and self._engine.capturing
         if not is_private or torch._C._current_graph_task_id() != -1:
             raise ValueError(
-                "a captured batch is taken in by optimizer.step() or by the next batch, and not inside of "
-                "public_data() or of another batch's backward"
+                "a captured batch is still open inside public_data() or another batch's backward. Call "
+                "optimizer.step() or the next batch first"
             )
 
 
-class _Room:
-    """What all graphs share: they run one after the other, and what one has made is taken in before the next."""
+class _GraphWorkspace:
+    """Memory that all graphs share: they run one at a time, and each result is added before the next replay."""
 
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
@@ -223,7 +222,7 @@ class _Room:
         self.stream: Any = None
 
     def copy_scale(self) -> FlatTensors | None:
-        """The scale as it is now, in a place of its own."""
+        """Copy the current scale to the address that graphs read."""
         scale = self._clipped.scale
         if scale is None:
             return None
@@ -236,45 +235,45 @@ class _Room:
 
 @dataclass
 class _Graph:
-    """One shape's graph, with what it reads and what it leaves."""
+    """The graph of one shape, its inputs and its results."""
 
     replay: Callable[[], None]
-    batch: Batch  # whose tensors are read
+    batch: _Batch  # its inputs
     real: Tensor  # bool [rows]: whose losses count
     losses: Tensor
     found: ClipResult
     explanation: Explanation
-    tables: Any  # that kernels read
+    tables: Any  # read by kernels
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: _Batch) -> None:
         self.batch.fill(batch)
         self.real[: batch.examples], self.real[batch.examples :] = True, False
 
 
-def _capture(sums: ClippedSums, batch: Batch, room: _Room) -> _Graph:
+def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _Graph:
     engine = sums.engine
     real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)
-    scale, into = room.copy_scale(), room.sums
+    scale, into = workspace.copy_scale(), workspace.sums
     found: list[ClipResult] = []
     losses: list[Tensor] = []
 
-    def on_batch(kept: PhysicalBatch) -> None:
-        if found or kept.examples != batch.examples:
-            raise ValueError("a captured function must run the model once, on all of the examples")
-        found.append(sums.clip_and_sum_into(into, kept, scale))
+    def on_batch(recorded: PhysicalBatch) -> None:
+        if found or recorded.examples != batch.examples:
+            raise ValueError("a captured function must run the model once, on all examples")
+        found.append(sums.clip_and_sum_into(into, recorded, scale))
 
     def run() -> None:
         found.clear()
         each = batch.losses()
-        losses[:] = [each.detach()]  # alone: autograd's nodes must end with the run, as they belong to its stream
+        losses[:] = [each.detach()]  # autograd's nodes belong to this run's stream and must not outlive it
         torch.where(real, each, 0.0).sum().backward()
         engine.flush()
 
     ordinary, engine.on_batch = engine.on_batch, on_batch
     try:
-        with gpu.held_tables() as tables:
-            replay = _graph_of(run, room)
-    except BaseException:  # an interrupt too: rows that fill the batch up must never be released
+        with choose.held_tables() as tables:
+            replay = _graph_of(run, workspace)
+    except BaseException:  # interrupts too, since padding rows must never be released
         engine.discard()
         engine.end_step()
         raise
@@ -283,52 +282,54 @@ def _capture(sums: ClippedSums, batch: Batch, room: _Room) -> _Graph:
     return _Graph(replay, batch, real, losses[0], found[0], sums.explain(), tables)
 
 
-def _filled_up(examples: int, together: int | None) -> int:
-    """How many rows a graph for so many examples has.
+def _padded_rows(examples: int, multiple: int | None) -> int:
+    """Return the number of rows of a graph for this many examples.
 
-    >>> [_filled_up(examples, None) for examples in (1, 8, 100, 2048)], _filled_up(100, 64)
+    >>> [_padded_rows(examples, None) for examples in (1, 8, 100, 2048)], _padded_rows(100, 64)
     ([1, 8, 104, 2048], 128)
     """
-    together = together or 1 << max(examples.bit_length() - 4, 0)
-    return -(-examples // together) * together
+    multiple = multiple or 1 << max(examples.bit_length() - 4, 0)
+    return -(-examples // multiple) * multiple
 
 
 def _can_capture(devices: Sequence[torch.device]) -> bool:
-    """On one device with Triton's kernels, as the plain functions wait for it, and under no autocast that was begun
-    outside: a graph would go on reading weights that it had cast before.
+    """Return whether there is one device with Triton kernels and no outer autocast.
+
+    Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
     """
-    return len(devices) == 1 and gpu.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
+    return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
 
 
-def _graph_of(run: Callable[[], None], room: _Room) -> Callable[[], None]:
-    """What `run` launches, as one launch. It runs once before: kernels are compiled, and the engine's trials made."""
+def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[], None]:
+    """Capture what `run` launches. It first runs once to compile kernels and let the engine check the call."""
     graph = torch.cuda.CUDAGraph()
-    if room.stream is None:
-        room.stream, room.memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    if workspace.stream is None:
+        workspace.stream, workspace.memory = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         run()
     torch.cuda.synchronize()
     if torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
-        torch.cuda.empty_cache()  # a graph's memory is its own, and none is given back while it is captured
-    with torch.cuda.stream(room.stream):
+        torch.cuda.empty_cache()  # a graph has its own memory, and torch frees none during a capture
+    with torch.cuda.stream(workspace.stream):
         try:
-            # Relaxed: tables are written to pinned memory that is allocated on the way.
-            graph.capture_begin(pool=room.memory, capture_error_mode="relaxed")
+            # Relaxed, because tables are written to pinned memory that is allocated during the capture.
+            graph.capture_begin(pool=workspace.memory, capture_error_mode="relaxed")
             try:
                 with _no_mask_for_none():
                     run()
             finally:
                 graph.capture_end()
         except BaseException:
-            _give_up(room)
+            _clean_up_failed_capture(workspace)
             raise
     return graph.replay
 
 
 @contextlib.contextmanager
 def _no_mask_for_none() -> Iterator[None]:
-    """Within a capture Transformers does not look whether an attention mask can be left out, and some releases (5.17
-    among them) then build one where none was given, which makes attention several times slower.
+    """Keep Transformers from building an attention mask where none was given.
+
+    Some releases (5.17 among them) do so during a capture, which makes attention several times slower.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
@@ -342,14 +343,96 @@ def _no_mask_for_none() -> Iterator[None]:
         masking.is_tracing = is_tracing
 
 
-def _give_up(room: _Room) -> None:
-    """Clean up where torch's own end of a failed capture stops half-way: memory would go on coming from the graph's
-    pool, and dropout would wait for the graph.
+def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
+    """Finish what torch's `capture_end` leaves undone after a failed capture.
+
+    Otherwise memory would still come from the graph's pool, and dropout would wait for the graph.
     """
     device: int = torch.cuda.current_device()
     with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device, room.memory)
+        torch._C._cuda_endAllocateToPool(device, workspace.memory)
     with contextlib.suppress(Exception):
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
-    room.stream = None
+    workspace.stream = None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arguments of one call, by position, and the function of them."""
+
+    function: Callable[..., Tensor]
+    tensors: dict[int, Tensor]
+    others: dict[int, Any]
+    structure: Any
+
+    @property
+    def examples(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `key` has few values; numbers and strings may differ in every batch."""
+        return all(other is None or isinstance(other, bool) for other in self.others.values())
+
+    @property
+    def key(self) -> Hashable:
+        """What batches of one graph have in common."""
+        shapes = tuple((i, tensor.shape[1:], tensor.dtype) for i, tensor in self.tensors.items())
+        return shapes, tuple(self.others.items()), self.structure
+
+    def losses(self) -> Tensor:
+        given = self.tensors | self.others
+        args, kwargs = pytree.tree_unflatten([given[i] for i in range(len(given))], self.structure)
+        losses = self.function(*args, **kwargs)
+        if not isinstance(losses, Tensor) or losses.shape != (self.examples,):
+            found = f"a tensor of {losses.ndim} axes" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(  # without sizes, because the size of a Poisson sample is secret
+                f"losses must return a vector with one loss per example, got {found}. Use reduction='none' and average "
+                "over the tokens of each example"
+            )
+        return losses
+
+    def padded(self, rows: int) -> _Batch:
+        """Return a copy that is padded to this many rows."""
+        own = {i: tensor.new_empty(rows, *tensor.shape[1:]) for i, tensor in self.tensors.items()}
+        filled = replace(self, tensors=own)
+        filled.fill(self)
+        return filled
+
+    def select(self, rows: list[int]) -> _Batch:
+        return replace(self, tensors={i: tensor[rows] for i, tensor in self.tensors.items()})
+
+    def fill(self, batch: _Batch) -> None:
+        """Overwrite the rows with those of a smaller batch, padded with its first row."""
+        for i, tensor in batch.tensors.items():
+            self.tensors[i][: len(tensor)].copy_(tensor, non_blocking=True)
+            self.tensors[i][len(tensor) :] = tensor[:1]
+
+
+def _read_batch(
+    function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> _Batch:
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    tensors = {i: _copy_to(device, tensor.detach()) for i, tensor in given.items()}
+    if not tensors:
+        raise ValueError("a captured function got no tensor. Pass the batch's tensors, or **batch")
+    first_axes = {tensor.shape[:1] for tensor in tensors.values()}
+    if len(first_axes) != 1 or first_axes == {torch.Size([])}:
+        raise ValueError(
+            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Do not pass what "
+            "all examples share (class weights, position ids): read it inside the function, and update it in place"
+        )
+    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a tensor, also a pinned one, so that the loop may overwrite its own at once; rows may run again later."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True, copy=True)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpoptim.clipping.engine import Engine
+from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.clipping.physical_batch import PhysicalBatch
-from dpoptim.kernels import norms as kernels
+from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 
@@ -141,13 +140,13 @@ class ClippedSums:
         indices = list if min_trusted_norm is None else recompute_rows_later(found)
         _sum(batch.gradients, found.weights, self._sums, self._square_sums)
         self._examples += batch.examples
-        self._remember_ways(batch)
+        self._remember_norm_methods(batch)
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
         for j in indices():
             self._clip_and_sum_one(batch, j, factor)
 
-    def _remember_ways(self, batch: PhysicalBatch) -> None:
+    def _remember_norm_methods(self, batch: PhysicalBatch) -> None:
         """Record the norm methods for `explain`; they are slow to describe, so once per set of shapes."""
         kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
         if kind not in self._explained:
@@ -176,7 +175,7 @@ class ClippedSums:
         sums = _Accumulator(self.parameters, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
-        self._remember_ways(batch)
+        self._remember_norm_methods(batch)
         return found
 
     def add_sums(
@@ -189,7 +188,7 @@ class ClippedSums:
     ) -> None:
         """Add a copy of what `clip_and_sum_into` made of a batch whose first `examples` rows count.
 
-        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone in the ordinary way,
+        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone without a graph,
         since no example may change what the others add. The host asks for them only when the next such batch is added
         or the sums are taken, so it can prepare one batch while the device is busy with another.
         """
@@ -200,9 +199,8 @@ class ClippedSums:
         self._examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
-        counts[1] -= ((found.weights == 0) & ~found.needs_recompute)[
-            examples:
-        ].sum()  # padding rows that copy a non-finite row
+        padding_is_nonfinite = ((found.weights == 0) & ~found.needs_recompute)[examples:]
+        counts[1] -= padding_is_nonfinite.sum()
         self._outcomes.append(counts)
         self.norms.append(found.norms[:examples].clone())
 
@@ -234,7 +232,7 @@ class ClippedSums:
         min_trusted_norm: Tensor | None = None
         if dense:
             scales = None if scale is None else [scale[name] for name in dense]
-            squared = kernels.many_squares(list(dense.values()), scales)
+            squared = norms.many_squares(list(dense.values()), scales)
         for name, own in gradients.items():
             if name in dense:
                 continue
@@ -339,7 +337,7 @@ class _Accumulator:
             kinds.setdefault((name in self._begun, target.dtype, target.device), []).append(name)
         for (begun, dtype, _), names in kinds.items():
             grads, totals = [gradients[name] for name in names], [self._target(name) for name in names]
-            kernels.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
+            norms.many_weighted_sums(grads, weights.to(dtype), totals, add=begun, squared=squared)
             self._begun.update(names)
 
     def add_all(self, sums: FlatTensors) -> None:

@@ -1,64 +1,61 @@
-"""The engine: an ordinary forward and ONE ordinary backward of an unmodified model, with per-example gradients kept.
+"""The engine records per-example gradients in one ordinary forward and backward of an unmodified model.
 
-`Engine.attach` gives every module that owns a trainable parameter a forward that runs through its layer rule. The
-rule's autograd function returns the input gradient and keeps what the per-example weight gradient is made of; autograd
-computes no weight gradient at all. Kept uses are collected into a physical batch; when the batch is over (at the
-next forward or at `flush`) it is handed to `on_batch` and forgotten.
+`Engine.attach` routes the forward of every module with a trainable parameter through its layer rule. The rule's
+autograd function returns the input gradient and records the factors of the per-example weight gradient; autograd
+computes no weight gradient. The next forward or `flush` closes the physical batch and hands it to `on_batch`.
 
-Which uses belong to the same examples is decided by the backward they arrive in: everything of one backward is one
-batch, and so is everything of one call of the model. Two calls with two separate backwards are two micro-batches.
+Everything in one backward, or from one call of the model, is one batch. Two calls with two separate backwards are two
+micro-batches.
 
 The first real batch of each call signature is checked by value: examples must not mix. The check also shows which
-layers get examples on their first axis, and which get one row that all examples share. A layer that runs in a
-different way later, or outside of any checked call, is refused. A batch of one example has nothing to mix with, and
-all its gradients belong to that example: it is not checked, and its layers must have one row. The same holds for a
-call of a part of the model (`self.bert(...)` in a loop's own step).
+layers get examples on their first axis, and which get one row that all examples share. A layer that later runs
+differently, or outside a checked call, is refused. A batch of one example is not checked: it has nothing to mix with,
+and its layers must have one row. A call of a part of the model (`self.bert(...)` in a Lightning step) is checked like a
+call of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from dpoptim.clipping.calls import (
-    BatchAxisError,
-    LayerCall,
-    RecentCalls,
-    SeenLayers,
-    keep_compilers_out,
-    watch_calls,
-)
-from dpoptim.clipping.gradient_factors import Form, choose_factors
+from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
-from dpoptim.clipping.layers.rule import Layer, Use
+from dpoptim.clipping.layers.rule import Layer, LayerCall
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.clipping.physical_batch import PhysicalBatch
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.kernels.precision import full_precision
 from dpoptim.validation.changed_state import StateChangeGuard
-from dpoptim.validation.example_independence import Arguments, ExampleMixingError, Gradients, check_independence
+from dpoptim.validation.example_independence import Arguments, ExampleMixingError
+from dpoptim.validation.layer_inputs import BatchAxisError, LayerAxes, ModelCheck
 from dpoptim.validation.model_checks import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
+_WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on every small module would cost time
+_REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
-_losses_checked: weakref.WeakKeyDictionary[nn.Module, SeenLayers] = weakref.WeakKeyDictionary()
-"""Models whose loss has passed `check_example_independence`, with what it showed."""
-_NOTHING = SeenLayers()
+_losses_checked: weakref.WeakKeyDictionary[nn.Module, LayerAxes] = weakref.WeakKeyDictionary()
+"""Models whose loss has passed `check_example_independence`, and what their layers got."""
+_NOTHING = LayerAxes()
 
 
 @contextlib.contextmanager
 def public_data() -> Iterator[None]:
-    """Inside this context the model runs and differentiates as if no private engine were attached.
+    """Run the model on PUBLIC data, as if no private engine were attached.
 
-    For PUBLIC data only: gradients taken here are neither clipped nor noised, and no guarantee covers them.
+    Gradients taken in this context are neither clipped nor noised, and no guarantee covers them.
     """
     token = _public.set(True)
     try:
@@ -71,8 +68,42 @@ class UncheckedLossError(ExampleMixingError):
     """Only a check of the whole loss can show that examples do not mix."""
 
 
+@dataclass
+class PhysicalBatch:
+    """The gradients of the examples that went through the model at the same time, by parameter."""
+
+    gradients: dict[str, ParameterGradients] = field(default_factory=dict)
+    examples: int = 0
+    extra_memory: int = 0  # bytes left for gradients that are larger than their factors
+    calls: set[int] = field(default_factory=set)
+    backwards: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)  # backwards that still run, or failed
+    last: tuple[LayerCall, int] | None = None  # what was recorded last, and in which backward
+    add_ready: Callable[[], None] | None = None  # adds what a graph has clipped and summed, in place of gradients
+
+    @property
+    def is_open(self) -> bool:
+        """Whether examples have been differentiated."""
+        return bool(self.gradients) or self.add_ready is not None
+
+    def enter(self, call: LayerCall, backward: int) -> None:
+        """Record that a layer call arrived in a backward; torch reports when the backward ends."""
+        if backward not in self.backwards:
+            self.unfinished.add(backward)
+            Variable._execution_engine.queue_callback(partial(self.unfinished.discard, backward))
+        self.backwards |= {backward} if call.recomputed_in is None else {backward, call.recomputed_in}
+        self.last = (call, backward)
+
+    def has_failed(self) -> bool:
+        """Return whether its backward failed; raise if a second backward continued on what was left."""
+        failed = self.unfinished if torch._C._current_graph_task_id() == -1 else set()
+        if failed and failed != self.backwards:
+            raise ValueError("a backward failed and another went through the same call; run the model again instead")
+        return bool(failed)
+
+
 class Engine:
-    """Keeps the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
+    """Records the per-example gradients of `model`'s trainable parameters; `on_batch` receives each physical batch."""
 
     def __init__(
         self,
@@ -85,25 +116,25 @@ class Engine:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
         if not self.names:
-            raise ValueError("model has no parameter with requires_grad=True; unfreeze what is to be trained")
+            raise ValueError("model has no parameter with requires_grad=True; unfreeze what you want to train")
         self.on_batch = on_batch
         self.model = model
         self.extra_memory = extra_memory
         self.allow_mixing = allow_mixing
         self.batch = self._new_batch()
-        self.examples: int | None = None  # of the running forward
-        self.call: int | None = None  # which call of the model, or of a part, is running; None outside of it
+        self.examples: int | None = None  # in the running forward
+        self.call: int | None = None  # number of the running call of the model or of a part
         self._called: nn.Module | None = None
         self._calls = 0
-        self._closed_calls = RecentCalls()
-        self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that have passed the check
-        self._seen = SeenLayers()
+        self._closed_calls: dict[int, None] = {}
+        self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that passed the check
+        self._seen = LayerAxes()
         self.inside_generic = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
 
-    # Copies and pickles of the model (an average of weights, a checkpoint) run without an engine.
+    # Copies and pickles of the model (averaged weights, a checkpoint) have no engine.
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
@@ -113,14 +144,14 @@ class Engine:
     # -- attaching -------------------------------------------------------------------------------------------------
 
     def attach(self) -> Engine | None:
-        """Route the model's layers through this engine; returns the engine that was attached before, now detached."""
+        """Route the model's layers through this engine; return the engine that this one replaces."""
         previous = self.model.__dict__.get(_ENGINE)
         if previous is not None:
             previous.flush()
             previous._leave_forwards()
         try:
             handles, layers = refuse_mixing(self.model), choose_rules(self.model)
-        except ValueError:  # the engine that watches goes on watching
+        except ValueError:  # the previous engine stays attached
             if previous is not None:
                 previous._take_forwards()
             raise
@@ -132,11 +163,11 @@ class Engine:
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
                 self._handles.append(parameter.register_hook(_UnseenGradientGuard(self, self.names[id(parameter)])))
-        self._handles += watch_calls(self.model, self.layers, self)
+        self._handles += self._watch_calls()
         return previous
 
     def detach(self) -> None:
-        """Give the model back its own forward, unless another engine watches it; what was kept is forgotten."""
+        """Restore the model's own forward, unless another engine is attached, and drop the open batch."""
         if self.attached:
             del self.model.__dict__[_ENGINE]
         self._leave_forwards()
@@ -147,7 +178,7 @@ class Engine:
         self.discard()
 
     def _take_forwards(self) -> None:
-        keep_compilers_out(_PrivateForward, "__call__")  # a compiled backward would not call `keep`
+        _keep_compilers_out(_PrivateForward, "__call__")  # a compiled backward would not call `record`
         for module, layer in self.layers.items():
             module.__dict__["forward"] = _PrivateForward(self, module, layer)
 
@@ -156,6 +187,24 @@ class Engine:
             forward = module.__dict__.get("forward")
             if isinstance(forward, _PrivateForward) and forward.engine is self:
                 del module.__dict__["forward"]
+
+    def _watch_calls(self) -> Iterator[RemovableHandle]:
+        """Watch calls of the model and of its larger parts that hold layers; the outermost call counts.
+
+        Members of a list are not watched, because the module that holds them calls them.
+        """
+        _keep_compilers_out(_Hooks, "begin", "end")
+        hooks = _Hooks(self)
+        lists = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList))
+        for name, module in self.model.named_modules():
+            is_near = name.count(".") < _WATCHED_DEPTH and not name.startswith(lists)
+            is_part = is_near and module not in self.layers and any(m in self.layers for m in module.modules())
+            if module is self.model or is_part:
+                yield module.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+                yield module.register_forward_hook(hooks.end, always_call=True)
+
+    def _model_check(self) -> ModelCheck:
+        return ModelCheck(self, self.buffers, allow_mixing=self.allow_mixing)
 
     @property
     def attached(self) -> bool:
@@ -169,8 +218,8 @@ class Engine:
 
     @property
     def checking(self) -> bool:
-        """Whether a check runs, of this model or of another; nothing that arrives belongs to a real batch."""
-        return _watch is not None
+        """Whether a check runs, of this model or another; nothing that arrives belongs to a real batch."""
+        return ModelCheck.running is not None
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
@@ -178,17 +227,17 @@ class Engine:
         if nested or not self.capturing or self.checking:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
-            return  # an activation checkpoint runs a part again
+            return  # an activation checkpoint recomputes a part
         if self.batch.is_open and (not is_whole or self.batch.add_ready is not None):
-            self.flush()  # before the call begins: what is ready may run the model
+            self.flush()  # before the call begins, because it may run the model
         self._called = module
-        self.buffers.begin(anew=is_whole and not self.batch.is_open)
+        self.buffers.begin(restart=is_whole and not self.batch.is_open)
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
-                raise ValueError(f"parameter '{name}' was {change} after the optimizer was made; make it last")
+                raise ValueError(f"parameter '{name}' was {change} after the optimizer was created; create it last")
         if self._calls % 32 == 0 and list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]:
-            raise ValueError("a layer of the model was replaced after the optimizer was made; make the optimizer last")
+            raise ValueError("a layer was replaced after the optimizer was created; create the optimizer last")
         self._calls += 1
         self.call = self._calls
         arguments = Arguments.of((args, kwargs), type(module).__name__)
@@ -208,7 +257,7 @@ class Engine:
         _refuse_scalars(module, output)
 
     def _check_call(self, module: nn.Module, arguments: Arguments) -> None:
-        """Check that examples do not mix, once for each signature of a call."""
+        """Check that examples do not mix, once per call signature."""
         if (arguments.examples or 0) < 2:
             return
         modes = [part.training for part in self.model.modules()]
@@ -216,7 +265,7 @@ class Engine:
         if signature in checked:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise ValueError("a call that has not been checked cannot be captured; run it once as it is")
+            raise ValueError("an unchecked call cannot be captured; run it once without a graph")
         name = type(module).__name__
         call: Callable[..., Any] = module._call_impl  # with hooks, but never compiled
 
@@ -225,18 +274,18 @@ class Engine:
             _refuse_scalars(module, output)
             return output
 
-        watch = _Watch(self)
-        is_conclusive = watch.check(name, run, arguments)
-        self._seen.update(watch.seen)
-        if is_conclusive and not watch.has_gradients:
+        check = self._model_check()
+        is_conclusive = check.check(name, run, arguments)
+        self._seen.update(check.seen)
+        if is_conclusive and not check.has_gradients:
             self._need_checked_loss(f"nothing that {name} returns depends on a trained parameter")
         if is_conclusive:
             checked.append(signature)
 
     def check_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> bool:
-        """Check that examples do not mix in the model and its loss, a function of the batch.
+        """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
 
-        All engines of the model rely on it from now on. False if the batch shows nothing.
+        From then on, all engines of the model rely on the result.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
@@ -251,20 +300,20 @@ class Engine:
             return found
 
         before = _losses_checked.pop(self.model, None)
-        watch = _Watch(self)
-        self.buffers.begin(anew=True)
-        is_conclusive = watch.check("loss_fn", run, arguments)
+        check = self._model_check()
+        self.buffers.begin(restart=True)
+        is_conclusive = check.check("loss_fn", run, arguments)
         self.buffers.look()
         self.buffers.check(waiting=False)
         if is_conclusive:
             if before is not None:
-                watch.seen.update(before)
-            _losses_checked[self.model] = watch.seen
+                check.seen.update(before)
+            _losses_checked[self.model] = check.seen
         return is_conclusive
 
     @contextlib.contextmanager
     def checked_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> Iterator[None]:
-        """Inside, and nowhere else, the model counts as checked together with this loss."""
+        """Treat the model as checked with this loss, in this context only."""
         before = _losses_checked.get(self.model)
         try:
             self.check_losses(losses, batch)
@@ -275,15 +324,18 @@ class Engine:
                 _losses_checked[self.model] = before
 
     def expand_to_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
-        """The tensor with the batch as its first axis: shared rows are expanded. `is_tied`: to labels, by two axes."""
+        """Return the tensor with the batch as first axis; shared rows are expanded.
+
+        `is_tied` marks an input whose first two axes are checked against labels.
+        """
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
-        if _watch is not None:
-            return _watch.expand_to_batch(self, tensor, layer)
+        if ModelCheck.running is not None:
+            return ModelCheck.running.expand_to_batch(self, tensor, layer)
         is_recomputed = torch._C._current_graph_task_id() != -1
         if self.batch.is_open and not is_recomputed:
             self.flush()
-        self.buffers.begin(anew=False)  # where layers are called by themselves
+        self.buffers.begin(restart=False)  # a loop may call single layers
         seen, by_losses = self._seen, _losses_checked.get(self.model, _NOTHING)
         is_bare = self.call is None and not is_recomputed
         if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
@@ -305,7 +357,7 @@ class Engine:
         raise BatchAxisError(layer, tensor.shape, self.examples)
 
     def _need_checked_loss(self, what: str) -> None:
-        """Refuse what the check of calls cannot see, unless the loss was checked as a whole."""
+        """Refuse what the check of calls cannot see, unless the whole loss was checked."""
         if self.model not in _losses_checked and not self.allow_mixing:
             self.discard()
             raise UncheckedLossError(
@@ -314,66 +366,66 @@ class Engine:
             )
 
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None:
-        """Where the arguments of a layer had the examples when it was checked; None if such a call was not seen."""
+        """Return the axes of the examples in a layer's arguments, from the check; None if no such call was seen."""
         key = layer, tuple(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves)
         return self._seen.axes.get(key) or _losses_checked.get(self.model, _NOTHING).axes.get(key) or None
 
-    def use(self) -> Use:
-        """Where a layer call stands, to be handed to `keep` when its gradient arrives."""
+    def layer_call(self) -> LayerCall:
+        """Return the identity of the running layer call, which `record` needs."""
         inside = torch._C._current_graph_task_id()
-        return Use(call=self.call, recomputed_in=None if inside == -1 else inside)
+        return LayerCall(model_call=self.call, recomputed_in=None if inside == -1 else inside)
 
     # -- the backward ----------------------------------------------------------------------------------------------
 
-    def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None:
-        """Called by the layer functions during backward, once for each use of a parameter."""
+    def record(self, parameter: nn.Parameter, factors: GradientFactors, call: LayerCall) -> None:
+        """Record a parameter's gradient; layer functions call it during backward, once per use of the parameter."""
         if id(parameter) not in self.names:
             self.discard()
-            raise ValueError("a parameter was replaced after the optimizer was made; make the optimizer last")
+            raise ValueError("a parameter was replaced after the optimizer was created; create the optimizer last")
         name = self.names[id(parameter)]
-        if _watch is not None:
-            _watch.keep(self, name, form)
+        if ModelCheck.running is not None:
+            ModelCheck.running.record(self, name, factors.sketch)
             return
-        batch = self._batch_of(use, torch._C._current_graph_task_id())
+        batch = self._batch_of(call, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)
         if gradients is None:
             gradients = batch.gradients[name] = ParameterGradients(parameter.shape, wide_dtype(parameter.dtype))
-        form, spent = choose_factors(form, parameter.shape, batch.extra_memory)
+        factors, spent = choose_factors(factors, parameter.shape, batch.extra_memory)
         batch.extra_memory -= spent
-        if batch.examples and form.examples != batch.examples:
+        if batch.examples and factors.examples != batch.examples:
             examples = batch.examples
             self.discard()
             raise ValueError(
-                f"the gradient of '{name}' has {form.examples} examples where other uses have {examples} in the "
-                "same backward; run one backward for each call of the model"
+                f"the gradient of '{name}' has {factors.examples} examples where other layers have {examples} in the "
+                "same backward; run one backward per call of the model"
             )
-        batch.examples = form.examples
-        gradients.add(form)
+        batch.examples = factors.examples
+        gradients.add(factors)
 
-    def _batch_of(self, use: Use, backward: int) -> PhysicalBatch:
-        """The physical batch that a use belongs to: the open one, or a new one after that is closed."""
+    def _batch_of(self, call: LayerCall, backward: int) -> PhysicalBatch:
+        """Return the physical batch of a layer call: the open one, or a new one after closing it."""
         batch = self.batch
-        if batch.last == (use, backward):
+        if batch.last == (call, backward):
             return batch
-        if use.call in self._closed_calls:
+        if call.model_call in self._closed_calls:
             self.discard()
             raise ValueError(
                 "a backward came through a call of the model whose batch was closed by a later forward or step: its "
                 "examples would count twice; add up the losses of one call and run one backward"
             )
-        if batch.is_open and not (use.call in batch.calls or {backward, use.recomputed_in} & batch.backwards):
-            if use.recomputed_in is not None:
+        if batch.is_open and not (call.model_call in batch.calls or {backward, call.recomputed_in} & batch.backwards):
+            if call.recomputed_in is not None:
                 self.discard()
                 raise ValueError(
-                    "reentrant activation checkpoints were met in an order that hides which examples they belong to; "
+                    "the order of reentrant activation checkpoints hides which examples they belong to; "
                     "use checkpoint(..., use_reentrant=False)"
                 )
             self.flush()
-            self.buffers.begin(anew=True)
+            self.buffers.begin(restart=True)
             batch = self.batch
-        batch.enter(use, backward)
-        if use.call is not None:
-            batch.calls.add(use.call)
+        batch.enter(call, backward)
+        if call.model_call is not None:
+            batch.calls.add(call.model_call)
             if len(batch.calls) > 1:
                 self._need_checked_loss(f"two calls of {type(self.model).__name__} meet in one backward")
         return batch
@@ -382,15 +434,17 @@ class Engine:
         return PhysicalBatch(extra_memory=self.extra_memory)
 
     def flush(self) -> None:
-        """Close the physical batch: what was kept goes to `on_batch`."""
+        """Close the physical batch and hand it to `on_batch`."""
         batch, self.batch = self.batch, self._new_batch()
-        self._closed_calls.add(*batch.calls)
+        self._closed_calls.update(dict.fromkeys(batch.calls))
+        while len(self._closed_calls) > _REMEMBERED_CALLS:
+            del self._closed_calls[next(iter(self._closed_calls))]
         self.buffers.check(waiting=batch.is_open)
         if batch.is_open and not batch.has_failed():
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(
-                        f"an input that the gradient of '{name}' is made of was changed in place after backward (a "
+                        f"an input that the gradient of '{name}' needs was changed in place after backward (a "
                         "reused buffer?); call optimizer.step() before the next batch is written, or copy the batch"
                     )
             with torch.no_grad(), full_precision(next(self.model.parameters()).device.type):
@@ -399,12 +453,12 @@ class Engine:
             self.examples = None
 
     def end_step(self) -> None:
-        """Between steps nothing runs: a forward that was interrupted is over."""
+        """Close the batch; a forward that was interrupted is over."""
         self._called = self.call = None
         self.flush()
 
     def discard(self) -> None:
-        """Forget what was kept of the open physical batch."""
+        """Drop the open physical batch."""
         self.batch = self._new_batch()
         self.examples = None
 
@@ -413,9 +467,9 @@ def _refuse_scalars(module: nn.Module, output: Any) -> None:
     for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
             raise ValueError(
-                f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model does when "
-                "it is given `labels`: that loss is an average over the batch and mixes examples. Call the model "
-                "without labels and compute one loss per example (shape [examples]) from its logits."
+                f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model does for "
+                "`labels`: that loss is an average over the batch and mixes examples. Call the model without labels "
+                "and compute one loss per example (shape [examples]) from its logits."
             )
 
 
@@ -436,91 +490,43 @@ class _UnseenGradientGuard:
         )
 
 
-class _Watch:
-    """One check of a model: what its runs record in place of a real batch.
+@functools.cache
+def _keep_compilers_out(cls: type, *methods: str) -> None:
+    """Make torch.compile leave these methods alone, with all that they call.
 
-    The open batch, calls and gradients are left as they were. A buffer that the runs change is refused afterwards, as
-    it would be without a check.
-
-    There is one for all engines and threads, because a backward may pass through layers of another engine.
+    This is not a decorator, because the decorator imports the compiler, which takes seconds.
     """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.seen, self.has_gradients = engine, SeenLayers(), False
-        self._gradients: Gradients = []
-        self._runs: list[tuple[int, list[LayerCall]]] = []  # how many examples, and what the layers got
-
-    def check(self, name: str, run: Callable[[Any], Any], arguments: Arguments) -> bool:
-        """Run the check; False if nothing could be seen. Differences are not raised where mixing is allowed."""
-        global _watch
-        engine = self.engine
-
-        def run_on(given: Any) -> Any:
-            self._runs.append((Arguments.of(given, name).examples or 0, []))
-            return run(given)
-
-        def compare_sizes() -> None:
-            (other_count, others), (count, calls) = self._runs
-            self.seen.add(calls, others, count, other_count)
-
-        def check(given: Arguments) -> bool:
-            self._runs.clear()
-            return check_independence(name, run_on, self._take, given, after_two_sizes=compare_sizes)
-
-        _watch = self
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                try:
-                    return check(arguments)
-                except (RuntimeError, IndexError):  # an argument that all share may be as long as the batch by chance
-                    return check(arguments._replace(only_first=True))
-        except ExampleMixingError:
-            engine.buffers.look()
-            engine.buffers.check(waiting=False)  # a tensor of the model that changed is named first
-            if not engine.allow_mixing:
-                raise
-            return True
-        finally:
-            _watch = None
-
-    def _take(self) -> Gradients:
-        taken, self._gradients = self._gradients, []
-        return taken
-
-    def see(self, engine: Engine, layer: str, module: nn.Module, args: Any) -> None:
-        """A layer is called."""
-        if engine is self.engine and not engine.inside_generic:
-            self._runs[-1][1].append(LayerCall.of(layer, module, args))
-
-    def expand_to_batch(self, engine: Engine, tensor: Tensor, layer: str) -> Tensor:
-        examples = self._runs[-1][0]
-        if engine is not self.engine or tensor.shape[0] == examples:
-            return tensor
-        if tensor.shape[0] == 1:
-            return tensor.expand(examples, *tensor.shape[1:])
-        raise BatchAxisError(layer, tensor.shape, examples)
-
-    def keep(self, engine: Engine, parameter: str, form: Form) -> None:
-        if engine is self.engine:
-            self.has_gradients = True
-            self._gradients.append((parameter, form.sketch()))
+    for name in methods:
+        setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
 
 
-_watch: _Watch | None = None
+@dataclass
+class _Hooks:
+    """Reports calls to an engine. A copied model has no engine, because copies of engines are None."""
+
+    engine: Engine | None
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.engine is not None:
+            self.engine.begin_call(module, args, kwargs)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.engine is not None:
+            self.engine.end_call(module, output)
 
 
 class _PrivateForward:
-    """The forward of a module that runs through an engine. Copies and pickles of it are the module's own forward."""
+    """Runs a module's forward through an engine. Copies and pickles of it are the module's own forward."""
 
     def __init__(self, engine: Engine, module: nn.Module, layer: Layer) -> None:
         self.engine, self.module, self.layer = engine, module, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _watch is not None:
-            _watch.see(self.engine, self.layer.name, self.module, (args, kwargs))
+        if ModelCheck.running is not None and not self.engine.inside_generic:
+            ModelCheck.running.see(self.engine, self.layer.name, self.module, (args, kwargs))
         if self.engine.capturing:
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
-        # First in a reentrant checkpoint:
+        # A reentrant checkpoint first runs without gradients.
         in_call = self.engine.call is not None or self.engine.checking
         if self.layer.rewrites and in_call and not torch.is_grad_enabled():
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
@@ -531,10 +537,10 @@ class _PrivateForward:
 
 
 def sink_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
-    """The engine that a module's gradients go to now, and the module's name there; None where they are ordinary."""
+    """Return the engine that a module's gradients go to, and the module's name there; None if they are ordinary."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, _PrivateForward) or not forward.engine.capturing:
         return None, ""
-    if _watch is not None:
-        _watch.see(forward.engine, forward.layer.name, module, (inputs,))
+    if ModelCheck.running is not None:
+        ModelCheck.running.see(forward.engine, forward.layer.name, module, (inputs,))
     return forward.engine, forward.layer.name

@@ -1,9 +1,10 @@
-"""Clipped sums without an optimizer, and the check that examples do not mix in a model and its loss."""
+"""Functions that need no optimizer: clipped sums, the check that examples do not mix, gradients of public data."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.engine import Engine, UncheckedLossError
+from dpoptim.clipping.engine import Engine, UncheckedLossError, public_data
 from dpoptim.kernels.norms import wide
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -24,9 +25,9 @@ def clipped_sum(
     clip_norm: float = 1.0,
     scale: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Σ_j min(1, clip_norm/‖s ⊙ g_j‖)·g_j by parameter name, and the norms ‖s ⊙ g_j‖ [examples].
+    """Return Σ_j min(1, clip_norm/‖s ⊙ g_j‖)·g_j by parameter name, and the norms ‖s ⊙ g_j‖ [examples].
 
-    `loss_fn(model, batch)` returns one loss an example. NOT private by itself: nothing is noised here.
+    `loss_fn(model, batch)` returns one loss per example. The result is NOT private: it has no noise.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
@@ -55,8 +56,7 @@ def clipped_sum(
         norms = torch.cat(sums.norms)
         if len(norms) != len(losses):
             raise ValueError(
-                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples; return one loss an "
-                "example"
+                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples. Return one per example"
             )
         return dict(sums.take()[0]), norms
 
@@ -100,7 +100,7 @@ def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"loss_fn returned {shape} where a vector with one loss per example is needed; use reduction='none' and "
+            f"loss_fn returned {shape} where a vector with one loss per example is needed. Use reduction='none' and "
             "average over the positions of each example, never over the batch"
         )
     return losses
@@ -109,7 +109,7 @@ def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
 def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     missing = sorted(set(parameters) - set(scale))
     if missing:
-        raise ValueError(f"scale lacks parameter '{missing[0]}'; give one tensor for each trainable parameter")
+        raise ValueError(f"scale lacks parameter '{missing[0]}'; pass one tensor for each trainable parameter")
     for name, parameter in parameters.items():
         if scale[name].shape != parameter.shape:
             raise ValueError(
@@ -119,7 +119,7 @@ def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) 
 
 @contextlib.contextmanager
 def _attached(engine: Engine) -> Iterator[None]:
-    """The engine attached for a while; an optimizer's engine that was there comes back afterwards."""
+    """Attach an engine in this context; afterwards an optimizer's engine that it replaced comes back."""
     previous = engine.attach()
     try:
         yield
@@ -127,3 +127,34 @@ def _attached(engine: Engine) -> Iterator[None]:
         engine.detach()
         if previous is not None:
             previous.attach()
+
+
+class PublicGradients:
+    """Mean gradients of PUBLIC batches, for variants that take their preconditioner from them.
+
+    Each call takes the next batch, starting again after the last, and returns {parameter name: gradient of the mean
+    loss}. Nothing is clipped or noised, and no guarantee covers the batches.
+
+    Args:
+        model: The model.
+        loss_fn: `loss_fn(model, batch)` returns one loss per example.
+        batches: The public batches.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any]) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self._batches = itertools.cycle(batches)
+
+    def __call__(self) -> dict[str, Tensor]:
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise ValueError("batches is empty; pass at least one public batch") from None
+        with public_data(), torch.enable_grad():
+            loss = self.loss_fn(self.model, batch).mean()
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(p) if gradient is None else gradient
+            for (name, p), gradient in zip(named.items(), gradients, strict=True)
+        }

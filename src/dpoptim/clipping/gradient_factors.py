@@ -1,10 +1,10 @@
-"""What a layer rule says of a parameter's per-example gradients: what they are made of, not what they are.
+"""The factors of a parameter's per-example gradients, as layer rules record them.
 
-* `Outer`: g_j = Σ_t left_jt ⊗ right_jt, a linear map used at T positions of example j;
-* `Rows`: g_j has value_jt added to row id_jt, a table looked up at T positions;
-* `Dense`: g_j itself.
+* `OuterProduct`: g_j = Σ_t left_jt ⊗ right_jt, a linear map used at T positions of example j;
+* `RowUpdates`: g_j has value_jt added to row id_jt, a table looked up at T positions;
+* `Materialized`: g_j itself.
 
-Everything here is un-noised: nothing outside `dpoptim.clipping` may import this file.
+Nothing here has noise: nothing outside `dpoptim.clipping` may import this file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from dpoptim.kernels.norms import wide_dtype, with_padding
 
-_FEW_ROWS = 16  # a table this small is formed whatever is looked up in it
+_FEW_ROWS = 16  # gradients of a table this small are always formed
 
 
 @dataclass(frozen=True)
-class Outer:
-    """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements a row."""
+class OuterProduct:
+    """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements per row."""
 
     left: Tensor  # [examples, positions, rows]
     right: Tensor  # [examples, positions, cols]
-    left_lengths: Tensor | None = None  # ‖left[j, t]‖, where they are known
+    left_lengths: Tensor | None = None  # ‖left[j, t]‖, if known
 
     @property
     def examples(self) -> int:
@@ -39,33 +39,33 @@ class Outer:
             [((self.left @ by_row).mT @ self.right).flatten(1), ((self.right @ by_col).mT @ self.left).flatten(1)], 1
         )
 
-    def select(self, keep: Tensor) -> Outer:
+    def select(self, keep: Tensor) -> OuterProduct:
         lengths = None if self.left_lengths is None else self.left_lengths[keep]
-        return Outer(self.left[keep], self.right[keep], lengths)
+        return OuterProduct(self.left[keep], self.right[keep], lengths)
 
     @property
     def extra_bytes(self) -> int:
-        """How much more memory g_j itself takes than its factors; less than nothing where it takes less."""
+        """How much more memory g_j takes than its factors; negative if it takes less."""
         (examples, positions, rows), cols = self.left.shape, self.right.shape[2]
         return examples * (rows * cols - positions * (rows + cols)) * self.left.element_size()
 
     @property
     def can_be_formed(self) -> bool:
-        """On a CPU in full precision only: products of narrow numbers are slow there."""
+        """On a CPU only in full precision, since 16-bit products are slow there."""
         return self.left.is_cuda or self.left.dtype == wide_dtype(self.left.dtype)
 
-    def formed(self) -> Dense:
-        """g_j itself, in the dtype of the factors: rounded once, and from then on what is both measured and summed.
+    def formed(self) -> Materialized:
+        """Return g_j in the dtype of the factors, rounded once; norms and sums see the same numbers.
 
         It costs no more than the weight gradient that it replaces.
         """
         left = with_padding(self.left) if self.left.is_cuda else self.left
         grads = torch.bmm(left.mT, self.right)
-        return Dense(grads if left is self.left else grads[:, : self.left.shape[2]])
+        return Materialized(grads if left is self.left else grads[:, : self.left.shape[2]])
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowUpdates:
     """Row ids[j, t] of g_j receives values[j, t], for a parameter of shape [rows, cols]."""
 
     ids: Tensor  # [examples, positions], integers
@@ -80,28 +80,28 @@ class Rows:
         angles = self.ids[..., None].double() * torch.tensor([2.399963, 1.618034], device=self.ids.device).double()
         return (angles.cos().to(self.values.dtype).mT @ self.values).flatten(1)
 
-    def select(self, keep: Tensor) -> Rows:
-        return Rows(self.ids[keep], self.values[keep])
+    def select(self, keep: Tensor) -> RowUpdates:
+        return RowUpdates(self.ids[keep], self.values[keep])
 
     @property
     def _shared(self) -> bool:
-        """Whether all examples look up the same rows, as they do positions: one row of ids, expanded."""
+        """Whether all examples look up the same rows, such as positions: one row of ids, expanded."""
         return len(self.ids) > 1 and self.ids.stride(0) == 0
 
     def is_small_formed(self, num_rows: int) -> bool:
-        """Whether the table itself takes hardly more memory than the values and is quickly made."""
+        """Whether g_j takes little more memory than the values and is cheap to form."""
         shared = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
         return num_rows <= _FEW_ROWS or shared
 
-    def formed(self, num_rows: int) -> Dense:
-        """g_j itself, in the dtype of the values."""
+    def formed(self, num_rows: int) -> Materialized:
+        """Return g_j in the dtype of the values."""
         ids = self.ids[0] if self._shared else self.ids
         chosen = F.one_hot(ids.long(), num_rows).to(self.values.dtype)
-        return Dense(chosen.mT @ self.values)
+        return Materialized(chosen.mT @ self.values)
 
 
 @dataclass(frozen=True)
-class Dense:
+class Materialized:
     """g_j = grads[j]."""
 
     grads: Tensor  # [examples, *parameter shape]
@@ -114,11 +114,11 @@ class Dense:
         """[examples, numbers]: g_j itself."""
         return self.grads.reshape(len(self.grads), self.grads.shape[1:].numel())
 
-    def select(self, keep: Tensor) -> Dense:
-        return Dense(self.grads[keep])
+    def select(self, keep: Tensor) -> Materialized:
+        return Materialized(self.grads[keep])
 
 
-Form = Outer | Rows | Dense
+GradientFactors = OuterProduct | RowUpdates | Materialized
 
 
 def _directions(factor: Tensor) -> Tensor:
@@ -127,11 +127,11 @@ def _directions(factor: Tensor) -> Tensor:
     return (torch.randn(width, 2, generator=generator) / width**0.5).to(factor)
 
 
-def choose_factors(form: Form, shape: torch.Size, extra_memory: int) -> tuple[Form, int]:
-    """(the form to keep, how many of the spare bytes it takes): g_j itself where memory allows, else its factors."""
-    if isinstance(form, Rows) and form.is_small_formed(shape[0]):
-        return form.formed(shape[0]), 0
-    if isinstance(form, Outer) and form.can_be_formed and (extra := form.extra_bytes) <= extra_memory:
-        formed = form.formed()
-        return formed if formed.grads.shape[1:] == shape else Dense(formed.grads.view(-1, *shape)), max(0, extra)
-    return form, 0
+def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:
+    """Return g_j itself if memory allows, else its factors, and how many of the extra bytes it takes."""
+    if isinstance(factors, RowUpdates) and factors.is_small_formed(shape[0]):
+        return factors.formed(shape[0]), 0
+    if isinstance(factors, OuterProduct) and factors.can_be_formed and (extra := factors.extra_bytes) <= extra_memory:
+        formed = factors.formed()
+        return formed if formed.grads.shape[1:] == shape else Materialized(formed.grads.view(-1, *shape)), max(0, extra)
+    return factors, 0

@@ -1,11 +1,11 @@
-"""The release: the only place where clipped sums meet noise, and the only door out of this package.
+"""The private mechanism: the only place that adds noise to clipped sums, and the only way out of this package.
 
-Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t), where std comes from the plan, C⁻¹z from the plan's
-strategy and the key, s_t from values released before. Plans that also release a second moment get a second, separate
-stream of noise, by a strategy of its own where the plan says so.
+Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t). The plan gives std, the plan's strategy and the key give C⁻¹z,
+and s_t depends on earlier releases. A second moment has a separate noise stream, with its own strategy if the plan has
+one.
 
-Formal guarantee: the whole sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`,
-provided the batches are drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
+Guarantee: The sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`, if batches are
+drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
-from dpoptim.data import batch_handshake as tickets
+from dpoptim.data import batch_handshake
 from dpoptim.kernels.flat import FlatTensors, flatten, group_by_dtype_device
 from dpoptim.noise import (
     NoiseKey,
@@ -38,16 +38,16 @@ from dpoptim.privacy.step_ledger import checksums, strategy_digest
 
 @dataclass(frozen=True)
 class Released:
-    """What one step made public, by parameter name."""
+    """What one step releases, by parameter name."""
 
     step: int
     gradient: Mapping[str, Tensor]  # the noisy average gradient
-    square: Mapping[str, Tensor] | None  # the second release: noisy, except under NoiselessSquare, which is not private
-    noise_variance: float  # of the noise on one coordinate of `gradient`, at scale 1; a public number
+    square: Mapping[str, Tensor] | None  # noisy, except under NoiselessSquare, which is not private
+    noise_variance: float  # on one coordinate of `gradient`, at scale 1; public
 
 
 class PrivateMechanism:
-    """Turns the backwards of one logical batch into one release."""
+    """Turns the backwards of a logical batch into one release."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class PrivateMechanism:
     ) -> None:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
-                f"plan releases {plan.release} and the optimizer {release}: un-noised squares are not private, so plan "
-                "and optimizer must both say so (plan.with_release(dpoptim.NoiselessSquare())), or neither"
+                f"the plan has {plan.release} and the optimizer {release}. Squares without noise are not private, so "
+                "both must ask for them (plan.with_release(dpoptim.NoiselessSquare())), or neither"
             )
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
@@ -74,14 +74,14 @@ class PrivateMechanism:
             raise ValueError(f"clipping_memory={clipping_memory!r} must be a whole number of bytes, 0 or more")
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise ValueError("private training runs in one process for now; start it without torch.distributed")
+            raise ValueError("private training runs in one process; start it without torch.distributed")
         self._drawn_for = plan  # the object that a private_loader may be bound to
         self.plan = plan if plan.release == release else plan.with_release(release)
         if allow_mixing is not None:
             self.plan = self.plan.replace(allow_mixing=allow_mixing)
             warnings.warn(
-                "allow_mixing: examples may mix, and the guarantee does not cover that; publish "
-                "optimizer.plan.statement(), which prints the reason",
+                "allow_mixing: examples may mix, which the guarantee does not cover. Publish "
+                "optimizer.plan.statement(), which states the reason",
                 stacklevel=2,
             )
         self.key = NoiseKey.generate() if key is None else key
@@ -105,17 +105,17 @@ class PrivateMechanism:
         self._sums.engine.attach()
         self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self.before_step: Callable[[int, bytes], None] | None = None
-        """Called before a step's noise is made, with the step and `_content` of what is about to be noised."""
+        """Called before noise is added, with the step and the `_content` of the release."""
         self._nonfinite_reported = self._batch_is_open = False
         self._own_batches = external_batches
-        self.needs_loader = False  # True: a batch that no private_loader drew is refused
+        self.needs_loader = False  # refuse batches that no private_loader drew
         self.loader_key_fingerprint: str | None = None
         self._has_loader = self._warned = False
         self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
-        tickets.bind(plan, self)
+        batch_handshake.bind(plan, self)
 
     def _set_strategies(self, strategies: dict[str, Strategy]) -> None:
-        """One for each stream of noise; its level follows from the plan and the strategy's columns."""
+        """Set the strategy of each noise stream; plan and column norm give the noise level."""
         self._strategies = strategies
         stddevs = self.plan.noise_stddevs()
         self._stddevs = {"gradient": stddevs.gradient_sum, "square": stddevs.square or 0.0}
@@ -125,10 +125,10 @@ class PrivateMechanism:
         self._strategy_digest: str | None = None
 
     def _begin_run(self, run_id: str) -> None:
-        """Noise is a function of (key, run_id, step, parameter, element): another run never meets the same noise."""
+        """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
         self.run_id = run_id
         key = self.key.for_run(run_id)
-        # One stream for all parameters of a kind, end to end: what each gets is what it would get alone.
+        # One stream for all parameters of a dtype and device; each parameter gets the noise it would get alone.
         self._noise: dict[str, list[NoiseStream]] = {stream: [] for stream in self._strategies}
         for stream, strategy in self._strategies.items():
             for (dtype, device), names in group_by_dtype_device(self._sums.parameters).items():
@@ -140,18 +140,18 @@ class PrivateMechanism:
 
     @property
     def strategy_digest(self) -> str:
-        """A digest of the strategies of all noise streams, as the step ledger records it."""
+        """Digest of the strategies of all noise streams, for the step ledger."""
         if self._strategy_digest is None:
             self._strategy_digest = strategy_digest(self._strategies, self.noise_memory.bits)
         return self._strategy_digest
 
     @property
     def noise_memory_bytes(self) -> int:
-        """What the noise keeps between steps."""
+        """Memory that the noise streams use between steps."""
         return sum(rows.memory_bytes for streams in self._noise.values() for rows in streams)
 
     def state(self) -> dict[str, Any]:
-        """Where the run stands, as plain values without secrets; `resume` takes it."""
+        """Return the progress of the run, as plain values without secrets, for `resume`."""
         return {
             "run_id": self.run_id,
             "step": self.step,
@@ -161,9 +161,9 @@ class PrivateMechanism:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of a `state`; whatever had been accumulated is forgotten.
+        """Continue the run of a `state`, and drop what has been accumulated.
 
-        The strategy is taken from the state: a search may end in other last bits on another machine.
+        The strategy comes from the state, because a search may round differently on a different machine.
         """
         run_id, step = state["run_id"], state["step"]
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.plan.steps:
@@ -171,16 +171,18 @@ class PrivateMechanism:
         if self.step > 0 and (run_id != self.run_id or step < self.step):
             other = "belongs to another run" if run_id != self.run_id else f"lies behind step {self.step}"
             raise ValueError(
-                f"step={step} of the state {other}, and this optimizer has released {self.step} steps, which would be "
-                "forgotten; make a new model and optimizer to continue a run"
+                f"step={step} of the state {other}, but this optimizer has already released {self.step} steps. Create "
+                "a new model and optimizer to resume a run"
             )
         if state["noise_bits"] != self.noise_memory.bits:
             raise ValueError(
-                f"noise_memory has bits={self.noise_memory.bits} and the run was begun with {state['noise_bits']}: its "
-                "noise would change; pass noise_memory=NoiseMemory(bits=...) as the run did"
+                f"noise_memory has bits={self.noise_memory.bits}, but the run started with {state['noise_bits']}, so "
+                "its noise would change. Pass the run's noise_memory=NoiseMemory(bits=...)"
             )
         if state["strategies"].keys() != self._strategies.keys():
-            raise ValueError("the state has other streams of noise than this optimizer; make it by the run's own call")
+            raise ValueError(
+                "the state has different noise streams than this optimizer. Create it with the run's arguments"
+            )
         strategies = {
             stream: saved_strategy(saved, like=self._strategies[stream])
             for stream, saved in state["strategies"].items()
@@ -190,12 +192,10 @@ class PrivateMechanism:
                 continue
             accounted = self.plan.sensitivity_ratio(self._strategies[stream])
             if self.plan.sensitivity_ratio(strategy) > (1 + 1e-6) * accounted:
-                raise ValueError(
-                    f"the state's strategy of the {stream} has more sensitivity than the plan accounts for"
-                )
+                raise ValueError(f"the state's {stream} strategy has more sensitivity than the plan accounts for")
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
-        tickets.bind(self._drawn_for, self)
+        batch_handshake.bind(self._drawn_for, self)
         self.step = step
         self._set_strategies(strategies)
         self._begin_run(run_id)
@@ -203,7 +203,7 @@ class PrivateMechanism:
 
     @property
     def counts_not_private(self) -> ClippingCounts:
-        """Examples, clipped and non-finite ones since the start. NOT private: for debugging only."""
+        """Number of examples, clipped and non-finite, since the start. NOT private: for debugging only."""
         return self._sums.counts
 
     @property
@@ -213,22 +213,20 @@ class PrivateMechanism:
     @scale.setter
     def scale(self, scale: Mapping[str, Tensor] | None) -> None:
         if scale is not None and isinstance(self.plan.release, IndependentMoments | JointMoments):
-            raise ValueError(
-                f"scale: {self.plan.release} has no proof for scaled clipping; use the Flat() geometry with it"
-            )
+            raise ValueError(f"scale: {self.plan.release} has no proof for scaled clipping. Use the Flat() geometry")
         self._sums.scale = scale
 
     def explain(self) -> Explanation:
-        """How the norms of the last physical batch were taken, parameter by parameter; shapes only, no values."""
+        """Describe how the norms of the last physical batch were computed, from shapes alone."""
         return self._sums.explain()
 
     def detach(self) -> None:
         self._sums.engine.detach()
 
     def close_physical_batch(self) -> bool:
-        """Close the physical batch; False while the loader says that more of the same logical batch is to come."""
+        """Close the physical batch; return whether it completes a logical batch."""
         self._check_attached()
-        ticket = None if self._own_batches else tickets.take(self._drawn_for, self)
+        ticket = None if self._own_batches else batch_handshake.take(self._drawn_for, self)
         if ticket is None:
             self._check_without_ticket()
         else:
@@ -242,16 +240,15 @@ class PrivateMechanism:
             return True
         if ticket.step != self.step:
             self._refuse_batch(
-                f"the loader is at step {ticket.step} and the optimizer at step {self.step}; make the loader again "
-                "with private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, "
-                f"start_step={self.step}). (A batch that was only looked at counts as drawn; step() is called once for "
-                "each batch.)"
+                f"the loader is at step {ticket.step} and the optimizer at step {self.step}. Call step() once per "
+                "batch (a batch that was only looked at counts), or create the loader again with "
+                f"private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, start_step={self.step})"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
-                "another number of examples was differentiated than the batch has (it is secret): each batch of the "
-                "loader must go through exactly one call of the model, one backward and one optimizer.step(); for "
-                "smaller batches in memory use private_loader(micro_batch_size=...), not gradient accumulation"
+                "the number of differentiated examples is not the (secret) size of the batch. Run one call of the "
+                "model, one backward and one optimizer.step() per batch of the loader; to save memory use "
+                "private_loader(micro_batch_size=...), not gradient accumulation"
             )
         self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
@@ -259,27 +256,24 @@ class PrivateMechanism:
     def _check_attached(self) -> None:
         if not self._sums.engine.attached:
             raise ValueError(
-                "another optimizer was made for this model since, or this one was detached; make one optimizer a model"
+                "this optimizer was detached, or another was created for its model. Create only one optimizer per model"
             )
 
     def privatize(self) -> Released:
-        """Noise and hand out the batch's sums; the accumulators are empty afterwards."""
+        """Add noise to the sums of the batch, release them, and empty the accumulators."""
         self._check_attached()
         if self.step >= self.plan.steps:
             raise ValueError(
-                f"the plan covers steps={self.plan.steps} releases and all are spent; make and calibrate a plan "
-                "with more steps"
+                f"all steps={self.plan.steps} releases of the plan are spent. Calibrate a plan with more steps"
             )
         self._sums.engine.flush()
-        examples, most = (
-            self._sums.examples - self._at_last_release,
-            self.plan.sampling.largest_batch(batch_size=self.plan.batch_size),
-        )
+        examples = self._sums.examples - self._at_last_release
+        most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
         if examples > most:
             self._refuse_batch(f"a batch of {examples} examples arrived where the plan's sampling draws at most {most}")
         try:
             sums, square_sums = self._sums.take()
-        finally:  # what could not be taken is forgotten
+        finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
         self._report_nonfinite()
         squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
@@ -295,9 +289,9 @@ class PrivateMechanism:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
-        """Describe the release before its noise: run, strategies, noise levels, bound of the squares, sums and scale.
+        """Describe a release before its noise, so that equal contents mean equal releases of a step.
 
-        Two releases of one step are equal if their contents are. The content is NOT private: keep only a keyed digest.
+        It is NOT private: store only a keyed digest.
         """
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
         if (scale := self.scale) is not None:
@@ -307,9 +301,9 @@ class PrivateMechanism:
         return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
-        """Warn once, where nothing is private anyhow: that such an example exists is itself private.
+        """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private.
 
-        On an accelerator, where counting makes the host wait, look only now and then.
+        Counting waits for an accelerator, so this happens only every 64 steps there.
         """
         waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
         if self.plan.is_private or (waits and self.step % 64 and self.step < self.plan.steps - 1):
@@ -319,60 +313,57 @@ class PrivateMechanism:
         self._nonfinite_reported = True
         warnings.warn(
             "an example's gradient was not finite and was left out; optimizer.mechanism.counts_not_private counts such "
-            "examples (under a plan with noise nothing is said, since that would tell of the data)",
+            "examples (a plan with noise never warns, since that would reveal something about the data)",
             RuntimeWarning,
             stacklevel=6,
         )
 
-    def _check_loader(self, ticket: tickets.Ticket) -> None:
-        """All batches of a run come from one sampling key: another one would draw examples more often than planned."""
+    def _check_loader(self, ticket: batch_handshake.Ticket) -> None:
+        """Refuse a second sampling key, which would draw examples more often than planned."""
         self._has_loader = True
         if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
             self._refuse_batch(
-                "the batches are drawn with another key or run_id than the run's; load the state_dict of the run's "
-                "loader, or pass private_loader(key=..., run_id=...) what it had (its key is not the optimizer's "
-                "unless you gave both the same)"
+                "the batches are drawn with a different key or run_id than the run's. Load the state_dict of the run's "
+                "loader, or pass its private_loader(key=..., run_id=...)"
             )
         self.loader_key_fingerprint = ticket.key_fingerprint
 
     def _check_without_ticket(self) -> None:
-        """No batch of a private_loader stands behind this step: is that meant?"""
+        """Refuse or warn about a step without a batch of a private_loader, unless batches are external."""
         if self._own_batches:
             return
         if self._has_loader and self.step >= self.plan.steps:
-            self._refuse_batch(f"all {self.plan.steps} steps of the plan are done; end the loop with the loader")
+            self._refuse_batch(f"all {self.plan.steps} steps of the plan are done. End the loop with the loader")
         if self._has_loader:
-            self._refuse_batch("step() was called twice for one batch of the loader; call it once for each")
-        if tickets.pending_elsewhere(self._drawn_for):
+            self._refuse_batch("step() was called twice for one batch of the loader. Call it once per batch")
+        if batch_handshake.pending_elsewhere(self._drawn_for):
             self._refuse_batch(
-                "the batches come from a private_loader that was made with another plan object; give the loader and "
-                "the optimizer the same (calibrated) plan"
+                "the batches come from a private_loader with a different plan object. Pass loader and optimizer the "
+                "same (calibrated) plan"
             )
         if self.needs_loader:
             self._refuse_batch(
-                "the batch was not drawn by the private loader that belongs to this optimizer, so nothing is known of "
-                "how it was sampled; loop over that loader"
+                "the batch was not drawn by this optimizer's private loader, so its sampling is unknown. Loop over "
+                "that loader"
             )
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "no private_loader made with this plan feeds this optimizer, so nothing checks that batches are drawn "
-                f"as the plan says ({self.plan.sampling}); pass external_batches=True if they are",
+                "no private_loader with this plan feeds this optimizer, so nothing checks that batches are drawn as "
+                f"the plan says ({self.plan.sampling}). Pass external_batches=True if they are",
                 stacklevel=6,
             )
 
-    def _was_abandoned(self, ticket: tickets.Ticket) -> bool:
-        """Whether what has been summed so far belongs to a logical batch that the loop broke off."""
+    def _was_abandoned(self, ticket: batch_handshake.Ticket) -> bool:
+        """Return whether the sums so far belong to a logical batch that the loop abandoned."""
         if not (ticket.opens_batch and self._batch_is_open):
             return False
         if self._sums.examples > self._at_last_ticket:
-            self._refuse_batch(
-                "a batch was broken off and another one begun; call step() once for each batch of the loader"
-            )
+            self._refuse_batch("a batch was abandoned for another one. Call step() once per batch of the loader")
         return True
 
     def _drop(self, *, everything: bool) -> None:
-        """Forget the sums, and the physical batch that is still open if `everything`."""
+        """Drop the sums, and with `everything` the open physical batch too."""
         if everything:
             self._sums.engine.discard()
         self._sums.clear_sums()
@@ -391,7 +382,7 @@ class PrivateMechanism:
             case IndependentMoments() | JointMoments() if square_sums is not None:
                 squares = square_sums.mapped(lambda total: total / batch_size)
             case IndependentMoments():
-                assert bound is not None  # the sums are squared, so it was taken of them
+                assert bound is not None  # `privatize` computes it for squared sums
                 averaged = bound / batch_size
                 squares = sums.mapped(lambda total: (total * averaged).square())
             case NoiselessSquare():
@@ -402,13 +393,13 @@ class PrivateMechanism:
         return squares
 
     def _bounding_factor(self, sums: FlatTensors) -> float:
-        """What brings the averaged gradient to norm ≤ clip_norm: a batch larger than expected would pass the bound."""
+        """Return the factor that bounds the averaged gradient by clip_norm; a large batch may exceed it."""
         norms = [torch.linalg.vector_norm(vector, dtype=torch.float64) for vector in sums.vectors]
         norm = float(torch.stack([norm.cpu() for norm in norms]).norm()) / self.plan.batch_size
         return min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
 
     def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None) -> None:
-        """Add stddev·(row of this step) / scale to every tensor of `to`, in place."""
+        """Add stddev·(this step's noise) / scale to `to`, in place."""
         stddev = self._stddevs[stream]
         if stddev == 0:
             return

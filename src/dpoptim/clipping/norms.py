@@ -1,9 +1,8 @@
-"""The gradients of one parameter, one for each example, with their norms and weighted sums.
+"""The per-example gradients of one parameter, their norms and weighted sums.
 
-A parameter used more than once (tied weights, a layer called twice) has the SUM of its uses as gradient;
-`ParameterGradients` keeps all uses of one parameter and takes norms of that sum, cross terms included. Its `way` of
-measuring follows from what it holds, so that it can be told beforehand and explained.
-Everything here is un-noised: nothing outside `dpoptim.clipping` may import this file.
+The gradient of a parameter that is used more than once (tied weights, a layer called twice) is the SUM of its uses.
+`ParameterGradients` holds all uses and takes norms of that sum, with cross terms. Nothing here has noise: nothing
+outside `dpoptim.clipping` may import this file.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import Dense, Form, Outer, Rows
-from dpoptim.kernels import norms as kernels
-from dpoptim.kernels import norms_c as compiled_outer
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates
+from dpoptim.kernels import norms, norms_c
+from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
-"""By how much the parts of a gradient may exceed it before their rounding shows, where it is linear in them; where
-squares of the parts are added up and cancel, that is by how much these may exceed the square.
+"""How much larger than a gradient its parts may be before their rounding matters; for squares that cancel, how much
+larger than the square.
 """
 
 FAINT = 1e-14
-"""Of what is less than this part of the largest, squares may vanish in float32."""
+"""Squares of numbers below this fraction of the largest may vanish in float32."""
 
 POSITIONS = 256
-"""Sums over more positions drift further: rounding that always goes one way is worse in proportion."""
+"""Sums over more positions are trusted less, in proportion: their rounding errors may all have the same sign."""
 
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
 """A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
 
 class NormMethod(enum.Enum):
-    """How the norms of a parameter's per-example gradients are taken."""
+    """How the norms of a parameter's per-example gradients are computed."""
 
     FORMED = "gradients formed once, measured and summed"
     TILES = "tiles of the products, measured in registers and never stored"
-    ONE_POSITION = "one position an example: squares of the factors"
+    ONE_POSITION = "one position per example: squares of the factors"
     GRAM = "products of the positions among themselves"
     ROWS = "looked-up rows, summed by id"
     PARTS = "each use, and their cross terms"
@@ -54,36 +53,36 @@ class ParameterGradients:
     """All uses of one parameter in one backward: g_j is the sum of the uses.
 
     >>> g = ParameterGradients(shape=torch.Size([2, 3]))
-    >>> g.add(Outer(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
-    >>> g.add(Rows(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
-    >>> g.way(scaled=True).name
+    >>> g.add(OuterProduct(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
+    >>> g.add(RowUpdates(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
+    >>> g.norm_method(scaled=True).name
     'PARTS'
     >>> g.squared_norms()        # three entries of 2 and three of 1
     tensor([15., 15., 15., 15.], dtype=torch.float64)
     """
 
     shape: torch.Size
-    precision: torch.dtype = torch.float32  # of norms and sums: float64 for float64 parameters
-    outers: list[Outer] = field(default_factory=list)
-    rows: list[Rows] = field(default_factory=list)
+    precision: torch.dtype = torch.float32  # of norms and sums; float64 for float64 parameters
+    outers: list[OuterProduct] = field(default_factory=list)
+    rows: list[RowUpdates] = field(default_factory=list)
     dense: Tensor | None = None
-    kept: list[tuple[Tensor, int]] = field(default_factory=list)  # what is held, and the version it had
+    kept: list[tuple[Tensor, int]] = field(default_factory=list)  # each tensor with its version
 
-    def add(self, form: Form) -> None:
-        if isinstance(form, Dense) and self.dense is not None:
-            self.dense = wide(self.dense) + wide(form.grads)  # a new tensor: the parts need not be held
+    def add(self, factors: GradientFactors) -> None:
+        if isinstance(factors, Materialized) and self.dense is not None:
+            self.dense = wide(self.dense) + wide(factors.grads)  # a new tensor, so the parts can be freed
             return
-        self.kept += [(part, part._version) for part in vars(form).values() if part is not None]
-        if isinstance(form, Outer):
-            self.outers.append(form)
-        elif isinstance(form, Rows):
-            self.rows.append(form)
+        self.kept += [(part, part._version) for part in vars(factors).values() if part is not None]
+        if isinstance(factors, OuterProduct):
+            self.outers.append(factors)
+        elif isinstance(factors, RowUpdates):
+            self.rows.append(factors)
         else:
-            self.dense = form.grads
+            self.dense = factors.grads
 
     @property
     def was_overwritten(self) -> bool:
-        """Whether something that is held has been changed in place since: a reused input buffer, say."""
+        """Whether a tensor was changed in place since it was added, such as a reused input buffer."""
         return any(part._version != version for part, version in self.kept)
 
     @property
@@ -93,34 +92,34 @@ class ParameterGradients:
 
     @property
     def positions(self) -> int:
-        """Of all uses; 0 where only gradients themselves are held."""
+        """Number of positions of all uses; 0 if only gradients themselves are held."""
         if self.is_dense:
             return 0
         return sum(use.left.shape[1] for use in self.outers) + sum(use.ids.shape[1] for use in self.rows)
 
     @property
     def is_dense(self) -> bool:
-        """Whether the gradients themselves are held and nothing else."""
+        """Whether only the gradients themselves are held."""
         return not self.outers and not self.rows
 
     def held_bytes(self) -> int:
-        forms = [*self.outers, *self.rows, *([] if self.dense is None else [Dense(self.dense)])]
-        tensors = [tensor for form in forms for tensor in vars(form).values() if tensor is not None]
+        held = [*self.outers, *self.rows, *([] if self.dense is None else [Materialized(self.dense)])]
+        tensors = [tensor for factors in held for tensor in vars(factors).values() if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def select(self, keep: Tensor) -> ParameterGradients:
-        """The same for the examples where `keep` is true."""
+        """Return the gradients of the examples where `keep` is true."""
         return replace(
             self,
-            outers=[form.select(keep) for form in self.outers],
-            rows=[form.select(keep) for form in self.rows],
+            outers=[factors.select(keep) for factors in self.outers],
+            rows=[factors.select(keep) for factors in self.rows],
             dense=None if self.dense is None else self.dense[keep],
             kept=[],
         )
 
     # -- norms -----------------------------------------------------------------------------------------------------
 
-    def way(self, *, scaled: bool) -> NormMethod:
+    def norm_method(self, *, scaled: bool) -> NormMethod:
         if self.is_dense:
             return NormMethod.FORMED
         if self.rows:
@@ -135,7 +134,7 @@ class ParameterGradients:
         if self.dense is not None:
             return NormMethod.BLOCKS
         factors = [part for use in self.outers for part in (use.left, use.right)]
-        if self.precision == torch.float32 and kernels.outer_on_gpu(*factors) is not None:
+        if self.precision == torch.float32 and outer_on_gpu(*factors):
             return NormMethod.TILES
         if self.positions == 1:
             return NormMethod.ONE_POSITION
@@ -143,14 +142,14 @@ class ParameterGradients:
         return NormMethod.GRAM if not scaled and 0 < self.positions * (rows + cols) < rows * cols else NormMethod.BLOCKS
 
     def measured(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """‖scale ⊙ g_j‖² for each example j, in float64 (made of fp32 products where the model is fp32), and the least
-        norm that can be trusted: below it so much in g_j cancels that rounding is no longer small beside the norm.
+        """Return ‖scale ⊙ g_j‖² for each example j, in float64, and the smallest norm that can be trusted.
 
-        None says that the very vector that is measured is the one that is summed.
+        Below that norm so much of g_j cancels that rounding is no longer small. None means that every norm can be
+        trusted, because the measured vector is the one that is summed.
         """
-        match self.way(scaled=scale is not None):
+        match self.norm_method(scaled=scale is not None):
             case NormMethod.ROWS:
-                squares, uncancelled = kernels.row_squares(*self._lookups(), scale, self.shape[0])
+                squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
                 return squares, uncancelled / CANCELLATION[self.precision]
             case NormMethod.PARTS:
                 return self._by_parts(scale)
@@ -161,20 +160,20 @@ class ParameterGradients:
 
     @property
     def _matrix(self) -> tuple[int, int]:
-        """The parameter's shape as the linear map that it is: a kernel of a convolution is one of patches."""
+        """The parameter's shape as a linear map; a convolution maps patches."""
         return self.shape[0], self.shape[1:].numel()
 
     def _as_matrix(self, scale: Tensor | None) -> Tensor | None:
         return scale if scale is None or scale.ndim == 2 else scale.reshape(self._matrix)
 
     def squared_norms(self, scale: Tensor | None = None) -> Tensor:
-        """The first of what `measured` gives, alone."""
-        match self.way(scaled=scale is not None):
+        """Return the first result of `measured`."""
+        match self.norm_method(scaled=scale is not None):
             case NormMethod.FORMED:
                 assert self.dense is not None
-                return kernels.squares(self.dense, scale)
+                return norms.squares(self.dense, scale)
             case NormMethod.TILES:
-                return kernels.outer_squares(*self._factors(), self._as_matrix(scale))
+                return norms.outer_squares(*self._factors(), self._as_matrix(scale))
             case NormMethod.ONE_POSITION:
                 return self._one_position(self._as_matrix(scale))
             case NormMethod.GRAM:
@@ -184,34 +183,34 @@ class ParameterGradients:
         return self.measured(scale)[0]
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """left and right of all linear uses, one behind the other."""
+        """left and right of all linear uses, concatenated."""
         if len(self.outers) == 1:
             return self.outers[0].left, self.outers[0].right
         return torch.cat([use.left for use in self.outers], 1), torch.cat([use.right for use in self.outers], 1)
 
     def _lookups(self) -> tuple[Tensor, Tensor]:
-        """ids and values of all look-ups, one behind the other."""
+        """ids and values of all look-ups, concatenated."""
         if len(self.rows) == 1:
             return self.rows[0].ids, self.rows[0].values
         return torch.cat([use.ids for use in self.rows], 1), torch.cat([use.values for use in self.rows], 1)
 
     def _by_parts(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A table that is looked up and projected by, ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖²; D + E is never formed."""
+        """A table with look-ups E and projections D: ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖², without forming D + E."""
         alone = replace(self, rows=[], kept=[])
         projected = alone.squared_norms(scale)
         ids, values = self._lookups()
-        looked_up, bound = kernels.row_squares(ids, values, scale, self.shape[0])
+        looked_up, bound = norms.row_squares(ids, values, scale, self.shape[0])
         if self.dense is not None:
-            cross = kernels.row_products(self.dense, ids, values, scale)
+            cross = norms.row_products(self.dense, ids, values, scale)
         else:
-            cross = kernels.outer_row_products(*self._factors(), ids, values, scale)
-        is_gram = alone.way(scaled=scale is not None) is NormMethod.GRAM
+            cross = norms.outer_row_products(*self._factors(), ids, values, scale)
+        is_gram = alone.norm_method(scaled=scale is not None) is NormMethod.GRAM
         trust = CANCELLATION[self.precision]
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)
 
     def _projected_parts(self, scale: Tensor | None) -> Tensor:
-        """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses: no less than their norm, whatever cancels."""
+        """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, a bound on their norm."""
         if not self.outers:
             return torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         largest = None if scale is None else scale.amax()
@@ -221,23 +220,26 @@ class ParameterGradients:
         return sum(others, first)
 
     def _one_position(self, scale: Tensor | None) -> Tensor:
-        """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are brought to size 1 first, or squares could underflow."""
+        """‖scale ⊙ l ⊗ r‖² = Σ scale²·l²·r²; factors are scaled to size 1 first, so that no square underflows."""
         (left, left_size), (right, right_size) = (
             _to_size_one(wide(factor), always=scale is not None) for factor in self._factors()
         )
         if scale is None:
-            norms = kernels.squares(left, None) * kernels.squares(right, None)
+            squared = norms.squares(left, None) * norms.squares(right, None)
         else:
-            left, right, scale = left[:, 0].double(), right[:, 0].double(), scale.double()  # whose squares could vanish
-            norms = ((left.square() @ scale.square()) * right.square()).sum(1)
-        return norms * (left_size * right_size).square()
+            left, right, scale = (
+                left[:, 0].double(),
+                right[:, 0].double(),
+                scale.double(),
+            )  # their squares could vanish in float32
+            squared = ((left.square() @ scale.square()) * right.square()).sum(1)
+        return squared * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), and by blocks where positions cancel, or have factors so faint
-        beside those of other positions (which may count for nothing) that their products vanish.
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish.
 
-        With M the products r_t·r_u of the narrower factor and L the broader one this is Σ (M L) ⊙ L, which a cache can
-        hold a part of, where L Lᵀ has few and very long dot products; the lengths of L's rows may be known.
+        With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
+        caches better than L Lᵀ. The lengths of L's rows may be known.
         """
         known = self.outers[0].left_lengths if len(self.outers) == 1 else None
         left, right = (wide(factor) for factor in self._factors())
@@ -245,7 +247,7 @@ class ParameterGradients:
         narrow, narrow_size = _to_size_one(narrow)
         broad, broad_size = _to_size_one(broad, lengths=lengths)
         gram = narrow @ narrow.mT
-        norms = kernels.quadratic_forms(gram, broad)
+        squared = norms.quadratic_forms(gram, broad)
         if lengths is None:
             lengths = row_lengths(broad)
         elif broad is not left:
@@ -254,20 +256,20 @@ class ParameterGradients:
         parts = of_narrow * of_broad
         faint = (of_narrow < FAINT * of_narrow.amax(1, True)) | (of_broad < FAINT * of_broad.amax(1, True))
         trust = GRAM_TRUST[gram.dtype]
-        doubtful = (norms <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * norms.sqrt())
-        norms *= (narrow_size * broad_size).square()
+        doubtful = (squared <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * squared.sqrt())
+        squared *= (narrow_size * broad_size).square()
         if doubtful.any():
-            norms[doubtful] = self.select(doubtful)._by_blocks(None)
-        return norms
+            squared[doubtful] = self.select(doubtful)._by_blocks(None)
+        return squared
 
     def _by_blocks(self, scale: Tensor | None) -> Tensor:
         if scale is not None and self.outers and self.dense is None and not self.rows:
-            found = compiled_outer.outer_squares(*self._factors(), scale.reshape(self._matrix))
+            found = norms_c.outer_squares(*self._factors(), scale.reshape(self._matrix))
             if found is not None:
                 return found
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         squared_scale = None if scale is None else scale.square()
-        for rows, block in self._blocks():  # which are ours to overwrite
+        for rows, block in self._blocks():  # each block is a new tensor
             squares = block.square_().flatten(1)
             if squared_scale is None:
                 total += squares.sum(1)
@@ -278,7 +280,7 @@ class ParameterGradients:
         return total
 
     def _uncancelled(self, scale: Tensor | None) -> Tensor:
-        """Σ_t ‖scale ⊙ (part of g_j at position t)‖ or more, in float64."""
+        """An upper bound on Σ_t ‖scale ⊙ (part of g_j at position t)‖, in float64."""
         total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
@@ -291,41 +293,41 @@ class ParameterGradients:
     # -- sums ------------------------------------------------------------------------------------------------------
 
     def example(self, j: int) -> Tensor:
-        """g_j itself, of the parameter's shape."""
+        """Return g_j itself."""
         if self.dense is not None and self.is_dense:
             return wide(self.dense[j])
         own = self.select(torch.tensor([j], device=self._device()))
         return torch.cat([block[0] for _, block in own._blocks()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ_j weights[j]·g_j, of the parameter's shape. An example of weight 0 adds nothing, whatever it holds."""
+        """Return Σ_j weights[j]·g_j. An example of weight 0 adds nothing, even if it is not finite."""
         total = torch.empty(self.shape, dtype=weights.dtype, device=weights.device)
         self.weighted_sum_into(total, weights)
         return total
 
     @torch.no_grad()
     def weighted_sum_into(self, total: Tensor, weights: Tensor) -> None:
-        """The same, written over `total`, which is contiguous and of the dtype of `weights`."""
+        """Write Σ_j weights[j]·g_j to `total`, which is contiguous and has the dtype of `weights`."""
         if self.outers:
-            kernels.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
+            norms.outer_weighted_sum(*self._factors(), weights, out=total.view(self._matrix))
         else:
             total.zero_()
         if self.rows:
-            kernels.row_weighted_sum(*self._lookups(), weights, self.shape[0], into=total)
+            norms.row_weighted_sum(*self._lookups(), weights, self.shape[0], into=total)
         if self.dense is not None:
-            kernels.many_weighted_sums([self.dense], weights, [total], add=True)
+            norms.many_weighted_sums([self.dense], weights, [total], add=True)
 
     def weighted_square_sum(self, weights: Tensor) -> Tensor:
-        """Σ_j (weights[j]·g_j)², elementwise, of the parameter's shape; weights of 0 as in `weighted_sum`."""
+        """Return Σ_j (weights[j]·g_j)², elementwise; examples of weight 0 add nothing."""
         if self.dense is None and not self.outers:
-            return kernels.row_square_sum(*self._lookups(), weights, self.shape[0])
+            return norms.row_square_sum(*self._lookups(), weights, self.shape[0])
         ids, values = self._lookups() if self.rows else (None, None)
-        if self.dense is None and kernels.outer_on_gpu(*self._factors(), values, weights) is not None:
-            return kernels.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
+        if self.dense is None and outer_on_gpu(*self._factors(), values, weights):
+            return norms.outer_square_sum(*self._factors(), weights, ids, values).view(self.shape)
         if not bool((weights != 0).all()):
             return self.select(weights != 0).weighted_square_sum(weights[weights != 0])
         total = torch.zeros(self.shape, dtype=weights.dtype, device=weights.device)
-        for rows, block in self._blocks():  # weighted before squared: g² may overflow where (c·g)² does not
+        for rows, block in self._blocks():  # weighted first, since g² may overflow
             total[rows] = block.mul_(weights.view(-1, *[1] * (block.ndim - 1))).square_().sum(0)
         return total
 
@@ -335,7 +337,7 @@ class ParameterGradients:
         return (self.outers[0].left if self.outers else self.rows[0].ids).device
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """g_j itself, a range of the parameter's rows at a time: (rows, [examples, rows, ...])."""
+        """Yield g_j for a range of the parameter's rows at a time: (rows, [examples, rows, ...])."""
         row_elements = max(1, self.examples * self.shape[1:].numel())
         step = max(1, BLOCK_ELEMENTS // row_elements)
         for start in range(0, self.shape[0], step):
@@ -361,8 +363,9 @@ class ParameterGradients:
 
 
 def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(factors over their largest entry, that entry), example by example; as they are, unless `always`, where no
-    square can overflow or vanish. Where the `lengths` of the rows are known, the largest of them serves as well.
+    """Divide each example's factors by their largest entry, or by the largest of known `lengths`; return both.
+
+    Unless `always`, factors stay unchanged if no square can overflow or vanish.
     """
     size = torch.linalg.vector_norm(factors, ord=math.inf, dim=(1, 2)) if lengths is None else lengths.amax(1)
     size = torch.where(size > 0, size, 1.0)

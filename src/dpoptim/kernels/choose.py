@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
@@ -22,6 +23,31 @@ def available(device: str | torch.device) -> bool:
     if device.type != "cuda" or not _has_triton():
         return False
     return device.index is None or device.index == torch.cuda.current_device()
+
+
+def _on_current_device(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether kernels can be launched for these tensors, which only the current device allows."""
+    if not torch.cuda.is_initialized() or not _has_triton():
+        return False
+    here = torch.cuda.current_device()
+    return all(tensor is None or tensor.get_device() == here for tensor in tensors)
+
+
+@functools.cache
+def _has_tensor_descriptors() -> bool:
+    """Kernels of outer products load through tensor descriptors, which devices have since Hopper."""
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def on_gpu(*tensors: Tensor | None) -> bool:
+    """Return whether kernels run for these tensors; float64 stays with the plain functions."""
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return not is_double and _on_current_device(tensors)
+
+
+def outer_on_gpu(*tensors: Tensor | None) -> bool:
+    """Return whether kernels of outer products run for these tensors; they store no product."""
+    return on_gpu(*tensors) and _has_tensor_descriptors()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Triton kernels for the inner loops of clipping; `kernels` says what each computes, and holds the plain functions."""
+"""Triton kernels of `linear_cross_entropy`; `norms` has the plain functions."""
 
 from __future__ import annotations
 
@@ -7,25 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.group_norm_triton import group_norm, group_norm_gradient
-from dpoptim.kernels.many_triton import many_squares, many_weighted_sums
-from dpoptim.kernels.normalization_triton import WIDEST, layer_norm, layer_norm_gradient
-from dpoptim.kernels.rows_triton import row_squares, row_weighted_sum
 from dpoptim.kernels.tables_triton import cdiv
-
-__all__ = [
-    "WIDEST",
-    "group_norm",
-    "group_norm_gradient",
-    "layer_norm",
-    "layer_norm_gradient",
-    "many_squares",
-    "many_weighted_sums",
-    "position_sums",
-    "row_squares",
-    "row_weighted_sum",
-    "softmax_gradient_",
-]
 
 
 @triton.jit(do_not_specialize=["positions"])

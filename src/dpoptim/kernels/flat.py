@@ -1,4 +1,4 @@
-"""Tensors of all parameters end to end: one vector for each precision and device, and a view for each parameter."""
+"""Flat storage: one vector per dtype and device, with a view for each parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpoptim.kernels.norms import wide_dtype
 
 
 def group_by_dtype_device(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.dtype, torch.device], list[str]]:
-    """The names of the parameters of each (precision, device), in their order."""
+    """Return the names of the parameters of each (dtype, device), in order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, parameter in parameters.items():
         kinds.setdefault((wide_dtype(parameter.dtype), parameter.device), []).append(name)
@@ -20,7 +20,7 @@ def group_by_dtype_device(parameters: Mapping[str, Tensor]) -> dict[tuple[torch.
 
 
 class FlatTensors(Mapping[str, Tensor]):
-    """One tensor for each parameter, fp32 at least, all of a kind in one vector: one operation serves them all.
+    """One tensor per parameter, in at least float32, as views of one vector per dtype and device.
 
     >>> ones = FlatTensors({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, lambda *kind: torch.ones(*kind))
     >>> [len(vector) for vector in ones.vectors]
@@ -30,7 +30,7 @@ class FlatTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], make: Callable[..., Tensor] | None = None) -> None:
-        """Of the parameters' shapes and order; `make(numel)` gives each vector, which is undefined without it."""
+        """Use the shapes and order of `parameters`; `make(numel)` creates each vector, uninitialized by default."""
         self._parameters = parameters
         self.vectors: list[Tensor] = []
         self.names: list[list[str]] = []  # of the parameters in each vector
@@ -44,7 +44,7 @@ class FlatTensors(Mapping[str, Tensor]):
             self._views.update(zip(names, unflatten(vector, own), strict=True))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> FlatTensors:
-        """The same with `function` of each vector."""
+        """Return new tensors with `function` applied to each vector."""
         vectors = map(function, self.vectors)
         return FlatTensors(self._parameters, lambda numel: next(vectors))
 
@@ -59,17 +59,17 @@ class FlatTensors(Mapping[str, Tensor]):
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views into a vector, of the shapes of `like`, one behind the other.
+    """Split a vector into views with the shapes of `like`.
 
     >>> [tuple(view.shape) for view in unflatten(torch.zeros(7), [torch.ones(2, 3), torch.ones(0, 3), torch.ones(())])]
     [(2, 3), (0, 3), ()]
     """
-    views = _unflatten_dense_tensors(vector, like)  # older ones forget the shape of an empty tensor
+    views = _unflatten_dense_tensors(vector, like)  # older versions of torch lose the shape of an empty tensor
     return [view if tensor.numel() else view.view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The tensors as one vector of `dtype`: a view where they lie end to end already, else a copy.
+    """Return the tensors as one vector of `dtype`: a view if they are adjacent in memory, else a copy.
 
     >>> both = torch.arange(5.0)
     >>> flatten([both[:2], both[2:]], torch.float32).data_ptr() == both.data_ptr()
@@ -81,5 +81,5 @@ def flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
             return torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
         expected += tensor.numel() * tensor.element_size()
     if expected > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])  # two storages that happen to be neighbours
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])  # two storages that happen to be adjacent
     return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

@@ -1,6 +1,4 @@
-"""Triton kernels for group normalisation: a program normalises one group of one example; `normalisation` says what each
-computes.
-"""
+"""Triton kernels of group norm, one program per group and example; `normalization` has the plain functions."""
 
 from __future__ import annotations
 

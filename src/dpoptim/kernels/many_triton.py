@@ -1,4 +1,4 @@
-"""Triton kernels that take many tensors in one launch; `kernels` says what each computes."""
+"""Triton kernels for many tensors in one launch; `norms` has the plain functions."""
 
 from __future__ import annotations
 

@@ -1,20 +1,21 @@
-"""Layers that normalise, forward and backward, each as a plain function; on a CUDA device with Triton a kernel of the
-same signature.
-"""
+"""Layer norm and group norm, forward and backward. On a CUDA device with Triton they call a kernel of the same name."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dpoptim.kernels.norms import on_gpu, wide
+from dpoptim.kernels.choose import on_gpu
+from dpoptim.kernels.norms import wide
 
 
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x̂·weight + bias, mean, rstd) of inputs [..., width], x̂ = (inputs − mean)·rstd; statistics are wide, [...]."""
-    kernels = on_gpu(inputs, weight, bias)
-    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
-        return kernels.layer_norm(inputs, weight, bias, eps)
+    if on_gpu(inputs, weight, bias):
+        from dpoptim.kernels import normalization_triton
+
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            return normalization_triton.layer_norm(inputs, weight, bias, eps)
     output, mean, rstd = torch.native_layer_norm(inputs, inputs.shape[-1:], weight, bias, eps)
     return output, wide(mean[..., 0]), wide(rstd[..., 0])
 
@@ -26,9 +27,11 @@ def layer_norm_gradient(
 
     `grad` and `inputs` are [examples, positions, width], `mean` and `rstd` [examples, positions].
     """
-    kernels = on_gpu(grad, inputs, weight, mean, rstd)
-    if kernels is not None and inputs.shape[-1] <= kernels.WIDEST:
-        return kernels.layer_norm_gradient(grad, inputs, weight, mean, rstd)
+    if on_gpu(grad, inputs, weight, mean, rstd):
+        from dpoptim.kernels import normalization_triton
+
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            return normalization_triton.layer_norm_gradient(grad, inputs, weight, mean, rstd)
     width, mean, rstd = inputs.shape[-1:], mean[..., None], rstd[..., None]
     back = torch.ops.aten.native_layer_norm_backward
     to_inputs = back(grad, inputs, width, mean, rstd, weight, None, [True, False, False])[0]
@@ -39,9 +42,10 @@ def group_norm(inputs: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: f
     """(x̂·weight + bias, mean, rstd) of inputs [examples, channels, places], x̂ = (inputs − mean)·rstd; statistics are
     those of one of `groups` groups of neighbouring channels, [examples, groups].
     """
-    kernels = on_gpu(inputs, weight, bias)
-    if kernels is not None:
-        return kernels.group_norm(inputs, weight, bias, groups, eps)
+    if on_gpu(inputs, weight, bias):
+        from dpoptim.kernels import group_norm_triton
+
+        return group_norm_triton.group_norm(inputs, weight, bias, groups, eps)
     examples, channels, places = inputs.shape
     return torch.native_group_norm(inputs.contiguous(), weight, bias, examples, channels, places, groups, eps)
 
@@ -50,9 +54,10 @@ def group_norm_gradient(
     grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the inputs; Σ_s grad·x̂ and Σ_s grad for each example, [examples, channels]) behind `group_norm`."""
-    kernels = on_gpu(grad, inputs, weight, mean, rstd)
-    if kernels is not None:
-        return kernels.group_norm_gradient(grad, inputs, weight, mean, rstd)
+    if on_gpu(grad, inputs, weight, mean, rstd):
+        from dpoptim.kernels import group_norm_triton
+
+        return group_norm_triton.group_norm_gradient(grad, inputs, weight, mean, rstd)
     back = torch.ops.aten.native_group_norm_backward
     grad, inputs, groups = grad.contiguous(), inputs.contiguous(), mean.shape[1]
     to_inputs = back(grad, inputs, mean, rstd, weight, *inputs.shape, groups, [True, False, False])[0]

@@ -1,4 +1,4 @@
-"""Triton kernels for layer normalisation, a pass over memory each way; `kernels` says what each computes."""
+"""Triton kernels of layer norm, with one pass over memory each; `normalization` has the plain functions."""
 
 from __future__ import annotations
 

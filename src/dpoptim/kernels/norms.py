@@ -1,67 +1,22 @@
-"""The inner loops of clipping, each as a plain function; on a CUDA device with Triton a kernel of the same signature.
+"""The inner loops of clipping as plain functions. On a CUDA device with Triton they call a kernel of the same name.
 
-All take per-example gradients or their factors in any floating dtype and reduce them in float32 at least: a product
-is formed once, and what a norm measures is what a sum adds, to the rounding of float32. In weighted sums an example of
-weight 0 adds nothing, whatever it holds. No kernel uses atomics, so results do not change from run to run.
+All take per-example gradients or their factors in any floating dtype and reduce them in at least float32. A product is
+formed once, so a norm and a sum see the same numbers, up to the rounding of float32. In weighted sums an example of
+weight 0 adds nothing, even if it is not finite. No kernel uses atomics, so results are the same in every run.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from dpoptim.kernels import choose as gpu
-from dpoptim.kernels import norms_c as compiled_outer
+from dpoptim.kernels import norms_c
+from dpoptim.kernels.choose import on_gpu, outer_on_gpu
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
-
-
-@functools.cache
-def _kernels() -> ModuleType | None:
-    if not gpu.available("cuda"):
-        return None
-    from dpoptim.kernels import cross_entropy_triton as triton_kernels
-
-    return triton_kernels
-
-
-@functools.cache
-def _outer_kernels() -> ModuleType | None:
-    """Those of outer products load through tensor descriptors, which devices have since Hopper."""
-    if not gpu.available("cuda") or torch.cuda.get_device_capability() < (9, 0):
-        return None
-    from dpoptim.kernels import outer_triton as triton_outer
-
-    return triton_outer
-
-
-def _on_current_device(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all of these tensors are on the current CUDA device, the only one that kernels are launched on."""
-    if not torch.cuda.is_initialized():
-        return False
-    here = torch.cuda.current_device()
-    return all(tensor is None or tensor.get_device() == here for tensor in tensors)
-
-
-def _run_on_gpu(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether kernels take all of these tensors; float64 stays with the plain functions."""
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return not is_double and _on_current_device(tensors)
-
-
-def on_gpu(*tensors: Tensor | None) -> ModuleType | None:
-    """The kernels, where they run for all of these tensors."""
-    return _kernels() if _run_on_gpu(tensors) else None
-
-
-def outer_on_gpu(*tensors: Tensor | None) -> ModuleType | None:
-    """The kernels of outer products, where they run for all of these tensors: nothing is stored then."""
-    return _outer_kernels() if _run_on_gpu(tensors) else None
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -81,10 +36,11 @@ def squares(grads: Tensor, scale: Tensor | None) -> Tensor:
 def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Tensor:
     """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, as float64 [examples]."""
     given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
-    kernels = on_gpu(*grads, *given)
-    if kernels is not None:
-        return kernels.many_squares(grads, scales)
-    found = None if scales is None else compiled_outer.many_squares(grads, scales)
+    if on_gpu(*grads, *given):
+        from dpoptim.kernels import many_triton
+
+        return many_triton.many_squares(grads, scales)
+    found = None if scales is None else norms_c.many_squares(grads, scales)
     if found is not None:
         return found
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
@@ -95,10 +51,10 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
 
 
 FAINT_WEIGHT = 1e-12
-"""Below it a gradient is so long that its factors may hold numbers near the ends of float32."""
+"""Below this weight a gradient is so long that its factors may come close to the limits of float32."""
 
 DOT_ELEMENTS = 1 << 16
-"""Products that are summed in float32 before their sum goes on in float64."""
+"""How many products are summed in float32 before the sum continues in float64."""
 
 
 def self_products(vectors: Tensor) -> Tensor:
@@ -112,13 +68,14 @@ def self_products(vectors: Tensor) -> Tensor:
 def many_weighted_sums(
     grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool = False
 ) -> None:
-    """into[i] becomes Σ_j weights[j]·grads[i][j], or that is added to it; `into` is contiguous, of weights' dtype.
+    """Write Σ_j weights[j]·grads[i][j] to into[i], or add it; `into` is contiguous and has the dtype of weights.
 
-    `squared` takes Σ_j (weights[j]·grads[i][j])², element by element.
+    With `squared`, take Σ_j (weights[j]·grads[i][j])², element by element.
     """
-    kernels = on_gpu(*grads, weights)
-    if kernels is not None:
-        kernels.many_weighted_sums(grads, weights, into, add=add, squared=squared)
+    if on_gpu(*grads, weights):
+        from dpoptim.kernels import many_triton
+
+        many_triton.many_weighted_sums(grads, weights, into, add=add, squared=squared)
         return
     keep = weights != 0
     if not bool(keep.all()):
@@ -142,9 +99,10 @@ def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, as float64 [examples]; the product is never stored."""
-    kernels = outer_on_gpu(left, right, scale)
-    if kernels is not None:
-        return kernels.outer_squares(left, right, scale)
+    if outer_on_gpu(left, right, scale):
+        from dpoptim.kernels import outer_triton
+
+        return outer_triton.outer_squares(left, right, scale)
     return squares(wide(left).mT @ wide(right), scale)
 
 
@@ -153,7 +111,7 @@ def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
     examples, positions, _ = factors.shape
     total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
-    # On a CPU one example after another: what is made of it is still in the cache when it is reduced.
+    # On a CPU, take one example at a time, whose products are still in the cache when they are summed.
     together, columns = (1, DOT_ELEMENTS) if factors.device.type == "cpu" else (max(examples, 1), 1 << 13)
     for part in factors.split(columns, 2):
         products = part.new_empty(together, positions, part.shape[2])
@@ -165,20 +123,21 @@ def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
 
 
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`; written to `out` where it is given."""
-    kernels = outer_on_gpu(left, right, weights)
-    if kernels is not None:
-        total: Tensor = kernels.outer_weighted_sum(left, right, weights)
+    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`, written to `out` if given."""
+    if outer_on_gpu(left, right, weights):
+        from dpoptim.kernels import outer_triton
+
+        total: Tensor = outer_triton.outer_weighted_sum(left, right, weights)
         return total if out is None else out.copy_(total)
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
     left, right = wide(left), wide(right)
-    if bool((weights.abs() < FAINT_WEIGHT).any()):  # times which small factors would be rounded to a few bits
+    if bool((weights.abs() < FAINT_WEIGHT).any()):  # products with small factors would keep only a few bits
         left, right = left.double() * weights.double()[:, None, None], right.double()
         total = (left.flatten(0, 1).T @ right.flatten(0, 1)).to(weights.dtype)
         return total if out is None else out.copy_(total)
-    if left.shape[2] < right.shape[2]:  # the smaller one is weighted
+    if left.shape[2] < right.shape[2]:  # weight the smaller one
         left = left * weights[:, None, None]
     else:
         right = right * weights[:, None, None]
@@ -191,9 +150,10 @@ def outer_square_sum(
     """Σ_j (weights[j]·(D_j + E_j))², element by element, in the dtype of `weights`: D_j = Σ_t left[j, t] ⊗ right[j, t],
     and E_j the table that receives values[j, u] at row ids[j, u], if they are given.
     """
-    kernels = outer_on_gpu(left, right, weights, values)
-    if kernels is not None:
-        total: Tensor = kernels.outer_square_sum(left, right, weights, ids, values)
+    if outer_on_gpu(left, right, weights, values):
+        from dpoptim.kernels import outer_triton
+
+        total: Tensor = outer_triton.outer_square_sum(left, right, weights, ids, values)
         return total
     keep = weights != 0
     grads = wide(left[keep]).mT @ wide(right[keep])
@@ -204,7 +164,7 @@ def outer_square_sum(
 
 
 def with_padding(values: Tensor) -> Tensor:
-    """[examples, positions, ≥ width]: with what lies between the rows, where that makes their width an aligned one."""
+    """Return a view [examples, positions, ≥ width] that includes the gap between rows, if that aligns them."""
     stride, rows = values.stride(1), values.shape[0] * values.shape[1]
     if stride == values.shape[2]:
         return values
@@ -221,9 +181,10 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     Values of equal ids of one example are summed before they are squared. The second result is a bound on the norms
     if nothing in those sums cancelled, √(positions·Σ_t ‖scale ⊙ values[j, t]‖²).
     """
-    kernels = on_gpu(values, scale)
-    if kernels is not None:
-        return kernels.row_squares(ids, values, scale)
+    if on_gpu(values, scale):
+        from dpoptim.kernels import rows_triton
+
+        return rows_triton.row_squares(ids, values, scale)
     examples = len(ids)
     distinct, where = _own_rows(ids, num_rows)
     sums = _row_sums(where.flatten(), values.flatten(0, 1), len(distinct)).to(wide_dtype(values.dtype))
@@ -240,16 +201,17 @@ def row_weighted_sum(
 ) -> Tensor:
     """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`.
 
-    It is added to `into` where that is given.
+    It is added to `into` if given.
     """
-    kernels = on_gpu(values, weights)
-    if kernels is not None and ids.stride(0) != 0:
+    if on_gpu(values, weights) and ids.stride(0) != 0:
+        from dpoptim.kernels import rows_triton
+
         total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
-        kernels.row_weighted_sum(ids, values, weights, total)
+        rows_triton.row_weighted_sum(ids, values, weights, total)
         return total
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
-    if ids.stride(0) == 0:  # the same for every example, as positions are
+    if ids.stride(0) == 0:  # all examples look up the same rows, such as positions
         ids, weighted = ids[:1], weighted.sum(0, keepdim=True)
     weighted = weighted.flatten(0, 1)
     if values.is_cuda:
@@ -262,15 +224,16 @@ def row_weighted_sum(
 
 
 def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(example · num_rows + row for every row that an example looks up, and which of them each look-up is of)."""
+    """Return example · num_rows + row for every row that an example looks up, and the index of each look-up there."""
     slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
     distinct, where = torch.unique(slots, return_inverse=True)
     return distinct, where
 
 
 def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
-    """Σ of the values at each place, [count, width], in float64: many that are added one by one drift apart otherwise
-    when they come in another order or with a weight.
+    """Σ of the values at each place, [count, width].
+
+    It is taken in float64, since long sums in float32 depend on the order and on weights.
     """
     sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
     together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
@@ -282,14 +245,14 @@ def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
 def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Σ_j (weights[j]·(the table that receives values[j, t] at row ids[j, t]))², element by element."""
     distinct, where = _own_rows(ids, num_rows)
-    of_examples = row_weighted_sum(where, values, weights, len(distinct))  # every row of every example by itself
+    of_examples = row_weighted_sum(where, values, weights, len(distinct))  # each row of each example separately
     return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
 
 
 def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
-    """The table that receives values[i] at row ids[i], on a GPU, in an order that is the same each time.
+    """The table that receives values[i] at row ids[i], on a GPU, summed in the same order every time.
 
-    torch's own sum over a table's rows adds by atomics, unless it is asked not to.
+    By default torch adds with atomics here.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
@@ -301,21 +264,23 @@ def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
 
 def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     """Σ_t weights[j, t]·values[j, t] for each j, in float32 or float64."""
-    kernels = on_gpu(values, weights)
-    if kernels is not None:
-        # With the padding their rows can be loaded 16 bytes at a time.
-        return kernels.position_sums(with_padding(values), weights)[:, : values.shape[2]]
+    if on_gpu(values, weights):
+        from dpoptim.kernels import cross_entropy_triton
+
+        # Padded rows can be loaded 16 bytes at a time.
+        return cross_entropy_triton.position_sums(with_padding(values), weights)[:, : values.shape[2]]
     return (wide(weights)[:, None] @ wide(values))[:, 0]
 
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t] and E_j the table of values.
 
-    D_j is looked at in the rows that `ids` name, and nowhere else.
+    Only the rows of D_j that `ids` names are computed.
     """
-    kernels = outer_on_gpu(left, right, values, scale)
-    if kernels is not None:
-        return kernels.outer_row_products(left, right, ids, values, scale)
+    if outer_on_gpu(left, right, values, scale):
+        from dpoptim.kernels import outer_triton
+
+        return outer_triton.outer_row_products(left, right, ids, values, scale)
     columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
     return _row_dots(wide(columns).mT @ wide(right), ids, values, scale)
 
@@ -336,17 +301,18 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Ten
     """(-ln softmax of each row at its label, norm of its gradient), float32; `logits` [rows, ≥ classes] become its
     gradient, softmax - one-hot.
 
-    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0; one that is no class
-    is an error, or where kernels run, which cannot raise, a loss and a gradient of NaN.
+    Columns from `classes` on are padding and become 0. A negative label has loss and gradient 0. A label that is not a
+    class raises; kernels cannot raise and return NaN.
     """
-    kernels = on_gpu(logits)
-    if kernels is not None:
-        return kernels.softmax_gradient_(logits, labels, classes)
+    if on_gpu(logits):
+        from dpoptim.kernels import cross_entropy_triton
+
+        return cross_entropy_triton.softmax_gradient_(logits, labels, classes)
     log_probs = wide(logits[:, :classes]).log_softmax(1)
     valid = labels >= 0
     picked = labels.clamp(min=0)[:, None]
     losses = -log_probs.gather(1, picked)[:, 0]
-    gradient = log_probs.exp_()  # which is ours: log_softmax makes a new tensor
+    gradient = log_probs.exp_()  # in place, since log_softmax returns a new tensor
     gradient.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
     torch.mul(gradient, valid[:, None], out=logits[:, :classes])
     logits[:, classes:] = 0

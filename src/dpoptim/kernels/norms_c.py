@@ -1,8 +1,8 @@
-"""Norms on a CPU, as loops in C: nothing is stored of a product that is squared and summed.
+"""Norms on a CPU as loops in C, which do not store the products that they square and sum.
 
-The functions of the same names in `kernels` say what is computed. Here they return None where a loop is not for what is
-given: it takes float32 on a CPU, where there is a compiler and enough to do. That depends on nothing that was done
-before, so a run that is resumed goes on with the same bits; nor do results depend on the number of threads.
+`norms` has plain functions of the same names. These return None unless the tensors are float32 on a CPU with a
+compiler, and large enough. The choice depends on the arguments alone, so a resumed run continues with the same bits.
+Results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dpoptim.kernels.c_compiler import library
 from dpoptim.kernels.threads import in_chunks, in_threads
 
 WORTH_COMPILING = 1 << 28
-"""Products of two factors from which on a second of compiling is soon made up for."""
+"""From this many products on, a second of compiling pays off."""
 
 WORTH_COMPILING_SQUARES = 1 << 22
-"""The same for elements that are squared."""
+"""The same for squared elements."""
 
 _ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
 
@@ -208,7 +208,7 @@ def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
 
 
 def _by_rows(tensor: Tensor) -> Tensor:
-    """With the elements of its last axis side by side."""
+    """Return the tensor with a contiguous last axis."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -219,9 +219,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
     """
     (examples, positions, rows), cols = left.shape, right.shape[2]
     if right.shape[:2] != (examples, positions) or scale.shape != (rows, cols):
-        raise ValueError(
-            f"shapes {tuple(left.shape)}, {tuple(right.shape)} and {tuple(scale.shape)} do not belong together"
-        )
+        raise ValueError(f"shapes {tuple(left.shape)}, {tuple(right.shape)} and {tuple(scale.shape)} do not fit")
     much = examples * positions * rows * cols >= WORTH_COMPILING
     loops = _loops_for([left, right, scale]) if much else None
     if loops is None:

@@ -1,4 +1,4 @@
-"""Triton kernels for gradients that are sums of outer products; `kernels` says what each computes.
+"""Triton kernels for sums of outer products; `norms` has the plain functions.
 
 A tile of Σ_t left[j, t] ⊗ right[j, t] is made in registers for one example after another: loads of the next example
 run while the last one is reduced. Loads go through tensor descriptors, which fill with zeros beyond the last position.

@@ -1,4 +1,4 @@
-"""The precision in which norms and sums are taken."""
+"""The precision of norms and sums."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def full_precision(device: str) -> Iterator[None]:
-    """Norms and sums are not taken in a reduced precision that the loop has set for its forward.
+    """Turn off autocast and reduced matmul precision, which the loop may have set for its forward.
 
-    A gradient that is formed in the backward has the precision of the loop, as a weight gradient would; its norm and
-    its sum are both of what was formed.
+    Gradients that a backward formed keep the precision of the loop; norms and sums see the same numbers.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

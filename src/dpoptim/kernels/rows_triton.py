@@ -1,4 +1,4 @@
-"""Triton kernels for tables that are looked up; `kernels` says what each computes."""
+"""Triton kernels for look-up tables; `norms` has the plain functions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions,
 
 @triton.jit(do_not_specialize=["lookups"])
 def _sum_long_runs(ids, total, partial, lookups, width, CHUNK: tl.constexpr, TOGETHER: tl.constexpr, BW: tl.constexpr):
-    """The run that begins in a chunk and goes on behind it: the shares of its chunks, added to its row."""
+    """Sum the partial sums of a run that begins in this chunk and continues in later ones, and add it to its row."""
     chunk, col = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)
     inside = col < width
     first, after = chunk * CHUNK, (chunk + 1) * CHUNK

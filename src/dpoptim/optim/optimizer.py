@@ -126,15 +126,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Describe how the last physical batch was clipped: the method and the memory of each parameter."""
         return str(self.mechanism.explain())
 
-    def captured(self, losses: Callable[..., Tensor], *, together: int | None = None) -> Captured:
+    def captured(self, losses: Callable[..., Tensor], *, pad_to_multiple: int | None = None) -> Captured:
         """Capture the losses and their backward as CUDA graphs, so that small batches do not wait for the host.
 
         Args:
             losses: Returns one loss per example, from tensors with the examples on their first axis. It and the model
                 run as Python code only when a shape is new. So whatever else they read must keep its place in memory,
                 and they must not branch on values.
-            together: Batches are padded to a multiple of this many rows, to keep the number of shapes small. Padding
-                does not count. None pads by at most an eighth.
+            pad_to_multiple: Batches are padded to a multiple of this many rows, to keep the number of shapes small.
+                Padding does not count. None pads by at most an eighth.
 
         Returns:
             A function that does for a batch what `losses(*batch).sum().backward()` does and returns the losses. On a
@@ -151,7 +151,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         >>> shape
         torch.Size([4])
         """
-        return Captured(self.mechanism, losses, together=together)
+        return Captured(self.mechanism, losses, pad_to_multiple=pad_to_multiple)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

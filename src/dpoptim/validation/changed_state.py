@@ -1,7 +1,7 @@
-"""Buffers and parameters may not change while a model runs on private data: nothing clips or noises what is written.
+"""Refuse buffers and parameters that change while a model runs on private data.
 
-A running mean, an observer's minimum, a count of tokens, a codebook: such a tensor holds exact numbers of the private
-batch, is saved with the model where it is persistent, and is met by later examples either way.
+Nothing clips or noises what a running mean, an observer, a token count or a codebook takes in. It holds exact numbers
+of the private batch, may be saved with the model, and affects later examples.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Name = tuple[str, str, str]  # what it is, its module's name in the model, and its own in the module
+Name = tuple[str, str, str]  # buffer or parameter, the module's name, its name in the module
 
 
 class StateChangeGuard:
     """Refuses buffers and parameters of `model` that change while it runs on private data.
 
-        begin, before a call of the model    look, when the call ends    check, before anything of it is released
-
-    Another content, a write, a new tensor and one that is gone count as changes; writes that torch does not see
-    (`.data`, `.numpy()`) are looked for in buffers of the first batch, which are copied. What happens between calls
-    (`load_state_dict`, `to`, evaluation) is free, unless a backward waits for its step. Where a loop calls parts of the
-    model by themselves, what happens before the first layer with parameters is not seen. Once refused, always refused.
-    Cost: a glance at each tensor, three times a batch; after the first no copy, and no waiting but for tables that the
-    model makes anew each time.
+    Call `begin` before a call of the model, `look` when it ends, and `check` before anything is released. Different
+    content, a write, a new tensor and a missing tensor are changes. Writes that torch does not see (`.data`,
+    `.numpy()`) are found in the first batch, whose buffers are copied. Changes between calls (`load_state_dict`, `to`,
+    evaluation) are allowed, unless a backward waits for its step. If a loop calls parts of the model, changes before
+    the first layer with parameters are not seen. A refusal is final.
 
     >>> model = nn.BatchNorm1d(2)
     >>> watch = StateChangeGuard(model)
-    >>> watch.begin(anew=True)
+    >>> watch.begin(restart=True)
     >>> _ = model(torch.ones(3, 2))
     >>> watch.check(waiting=True)
     Traceback (most recent call last):
@@ -43,15 +40,15 @@ class StateChangeGuard:
             parameters: dict[str, Any] = module._parameters
             self._held += [("buffer", prefix, module._buffers), ("parameter", prefix, parameters)]
         self._marks: list[Tensor] | None = None
-        self._state: list[int] = []  # what the marks were, and how often each had been written to
+        self._state: list[int] = []  # identities and versions of the marks
         self._names: list[Name] = []
         self._copies: dict[Name, Tensor] = {}  # of the first batch's buffers
         self._is_first = True
         self._refused: Name | None = None
 
-    def begin(self, *, anew: bool) -> None:
-        """Note the tensors as they are, again where that was done before and `anew`."""
-        if not anew and self._marks is not None:
+    def begin(self, *, restart: bool) -> None:
+        """Remember the current tensors; with `restart`, also if some are remembered already."""
+        if not restart and self._marks is not None:
             return
         self._marks = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
         self._state = _state(self._marks)
@@ -62,7 +59,7 @@ class StateChangeGuard:
             self._copies = {n: t.detach().clone() for n, t in named if n[0] == "buffer" and t.layout == torch.strided}
 
     def look(self) -> None:
-        """Note whether one has changed since `begin`."""
+        """Record whether a tensor has changed since `begin`."""
         if self._marks is None or self._refused is not None:
             return
         now = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
@@ -80,7 +77,7 @@ class StateChangeGuard:
             self._refused = next(iter([*changed, *(before.keys() - after.keys())]), None)
 
     def check(self, *, waiting: bool) -> None:
-        """Close the batch; one ValueError line where a tensor has changed, in its backward too if one is `waiting`."""
+        """Close the batch and raise if a tensor has changed, also during a `waiting` backward."""
         if waiting:
             self.look()
             self._is_first, self._copies = False, {}
@@ -89,9 +86,9 @@ class StateChangeGuard:
             kind, *place = self._refused
             raise ValueError(
                 f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it takes in "
-                "(a running statistic, an observer, a count) is neither clipped nor noised, and nothing of this step "
-                "is released. Put its module in eval mode, or take the update out; a table that grows with the "
-                "longest input can be made before, by one run of that length without gradients"
+                "(a running statistic, an observer, a count) is neither clipped nor noised. Put its module in eval "
+                "mode, remove the update, or build a table that grows with the input before training, by a run of the "
+                "longest input without gradients"
             )
 
     def _tensors(self) -> Iterator[tuple[Name, Tensor]]:
@@ -102,15 +99,15 @@ class StateChangeGuard:
 
 
 def _state(tensors: list[Tensor]) -> list[int]:
-    """The identities of the tensors, then their versions."""
+    """Return the identities of the tensors, then their versions."""
     try:
         return [*map(id, tensors), *map(attrgetter("_version"), tensors)]
-    except RuntimeError:  # one of them was made in inference mode
+    except RuntimeError:  # a tensor was created in inference mode
         return [*map(id, tensors), *map(_version, tensors)]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or hold the same bits."""
+    """Return whether two tensors are the same object or hold the same bits."""
     if one is other:
         return True
     alike = one.device == other.device and one.layout == other.layout == torch.strided

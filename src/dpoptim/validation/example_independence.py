@@ -7,11 +7,10 @@ the same: outputs, input gradients and the per-example gradients of parameters.
 
 Not seen: mixing that needs more than `MAX_ROWS` rows (expert capacity), effects smaller than the rounding of the run's
 dtype, paths that only a later length, number or attribute opens, and whatever happens outside the function that is
-checked. A sound model is refused if it draws a data-dependent
-amount of random numbers.
+checked. A sound model is refused if it draws a data-dependent amount of random numbers.
 
 Arguments are tensors in tuples, lists and dicts, with the examples on the first axis. Tensors of a different length or
-without axes are shared by all examples and stay as they are, like everything that is not a tensor. Sparse and nested
+without axes are shared by all examples and stay unchanged, like everything that is not a tensor. Sparse and nested
 tensors are refused.
 """
 

@@ -1,4 +1,4 @@
-"""Modules that mix examples, or keep un-noised statistics of them, are refused by name."""
+"""Refuse modules that mix examples or store statistics of them without noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
-    """Raise for modules that mix examples; the handles belong to watches on modules that could begin to."""
+    """Raise for modules that mix examples; return the handles of hooks on modules that could start to."""
     watches = []
     for name, module in model.named_modules():
         label = f"layer '{name}' ({type(module).__name__})"
@@ -22,7 +22,7 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
             watch(module, ())
             watches.append(module.register_forward_pre_hook(watch))
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise ValueError(f"{label} keeps running statistics of private data; set track_running_stats=False")
+            raise ValueError(f"{label} stores running statistics of private data. Set track_running_stats=False")
         if isinstance(module, nn.Embedding) and module.weight.requires_grad:
             if module.max_norm is not None:
                 raise ValueError(
@@ -34,8 +34,8 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
             raise ValueError(f"{label} flattens examples into bags; use nn.Embedding and a mean over positions")
         if any(parameter.is_complex() and parameter.requires_grad for parameter in module.parameters(recurse=False)):
             raise ValueError(
-                f"{label} has complex parameters, whose gradients would lose their imaginary part; hold the two parts "
-                "as real parameters, and make them one in the forward by torch.view_as_complex"
+                f"{label} has complex parameters, whose gradients would lose their imaginary part. Use a real "
+                "parameter and torch.view_as_complex in the forward"
             )
         if parametrize.is_parametrized(module):
             raise ValueError(
@@ -46,9 +46,7 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
 
 
 class _BatchNormWatch:
-    """Raises when a BatchNorm is in training mode, now or at any later forward: it would mix examples and keep their
-    mean.
-    """
+    """Raises if a BatchNorm is in training mode, now or in a later forward: it would mix examples."""
 
     def __init__(self, label: str) -> None:
         self.label = label

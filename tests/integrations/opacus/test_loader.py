@@ -62,7 +62,7 @@ def test_a_batch_that_was_only_looked_at_is_not_lost():
 
 def test_a_batch_that_is_skipped_is_refused():
     private = of_linear()
-    with pytest.raises(ValueError, match="Call step\\(\\) once for each batch"):
+    with pytest.raises(ValueError, match=r"Call step\(\) once for each batch"):
         for _ in private.data_loader:
             pass
 
@@ -100,7 +100,7 @@ def test_batches_that_its_loader_did_not_draw_are_refused(other, began):
     taken = private.steps_taken
     before = model.weight.detach().clone()
     wrong = private.data_loader.original if other == "the loader that was given" else others.data_loader
-    with pytest.raises(ValueError, match="called twice for one batch" if began else "loop over that loader"):
+    with pytest.raises(ValueError, match="called twice for one batch" if began else "Loop over that loader"):
         one_epoch(model, private.optimizer, wrong)
     assert torch.equal(model.weight, before)
     assert private.steps_taken == taken

@@ -38,7 +38,7 @@ _RULES: dict[Any, RuleFunction] = {
     _InstanceNorm.forward: instance_norm,
     _BatchNorm.forward: batch_norm_in_eval,
 }
-"""A rule stands for a forward function, so a subclass with a forward of its own never takes its parent's rule."""
+"""The key is a forward function, so a subclass with a different forward never gets its parent's rule."""
 
 _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("pytorch_utils", "Conv1D"): conv1d_of_transformers,
@@ -53,19 +53,19 @@ _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
     ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_prediction_head,
 }
-"""Looked up where transformers has been imported, by whoever made the model."""
+"""Looked up only if transformers has been imported."""
 
 _REWRITE = {
     opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_prediction_head,
 }  # fmt: skip
-"""They change what the layers inside get, and run where anything inside is trained."""
+"""These change what the layers inside get, and run if anything inside is trained."""
 
 _OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_prediction_head}
-"""They meet parameters of other modules, the table of positions or of words, and run always."""
+"""These use parameters of other modules (tables of positions or words) and always run."""
 
 
 def own_rule(module: nn.Module) -> RuleFunction | None:
-    """The module's rule, or None where only the generic way is left."""
+    """Return the module's rule, or None if it needs the generic rule."""
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
@@ -79,18 +79,18 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
 
 
 def _is_scaled(forward: Any) -> bool:
-    """Whether it is one of transformers' embeddings times `embed_scale`, of which many models have a copy."""
+    """Return whether this is one of the copies of transformers' embedding times `embed_scale`."""
     return forward.__module__.startswith("transformers.") and forward.__qualname__.endswith(
         "ScaledWordEmbedding.forward"
     )
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
-    """The layer of every module that must run through the engine.
+    """Return the layer of every module that must run through the engine.
 
-    A module with bare parameters and no rule runs, with everything inside it, the generic way. A bare parameter that
-    is only another name of a ruled layer's parameter (the decoder bias of a masked-LM head) needs nothing: if the
-    module uses it by itself after all, the engine's tripwire raises.
+    A module that owns parameters and has no rule runs by the generic rule, with everything inside it, unless all its
+    parameters belong to a layer with a rule too (the decoder bias of a masked-LM head). If such a module uses the
+    parameter itself, the engine raises.
     """
     ruled = {
         id(parameter)
@@ -113,8 +113,7 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
             inside_generic.update(module.modules())
         if _forward_was_replaced(module):
             raise ValueError(
-                f"layer '{name}' has had its forward replaced on the instance; make the private optimizer before "
-                "whatever replaces it"
+                f"the forward of layer '{name}' was replaced on the instance. Create the private optimizer before that"
             )
         layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
     return layers

@@ -1,6 +1,4 @@
-"""`nn.MultiheadAttention`: its projections are linear maps and run through the linear rule; attention itself has no
-parameters.
-"""
+"""`nn.MultiheadAttention`: its projections run through the linear rule, and attention has no parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from dpoptim.clipping.layers.rule import GradientSink
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
-def attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `nn.MultiheadAttention`; learned extra keys, and keys of another width, go the generic way."""
+def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `nn.MultiheadAttention`; learned extra keys and different key widths use the generic rule."""
     if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
-        return generic(keeper, name, module, args, kwargs)
+        return generic(sink, name, module, args, kwargs)
     given = _SIGNATURE.bind(module, *args, **kwargs)
     given.apply_defaults()
     options = given.arguments
@@ -33,9 +31,9 @@ def attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...
         )
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    query, key, value = (keeper.expand_to_batch(tensor, name) for tensor in (query, key, value))
+    query, key, value = (sink.expand_to_batch(tensor, name) for tensor in (query, key, value))
     same = options["query"] is options["key"] is options["value"]
-    projected = _project(keeper, module, query, key, value, same)
+    projected = _project(sink, module, query, key, value, same)
     queries, keys, values = (_split_heads(part, module.num_heads) for part in projected)
     mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], queries, keys)
     dropout = module.dropout if module.training else 0.0
@@ -46,17 +44,17 @@ def attention(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...
     else:
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
         shown = None
-    output = apply_linear(keeper, attended.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    output = apply_linear(sink, attended.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return (output if module.batch_first else output.transpose(0, 1)), shown
 
 
-def _project(keeper: GradientSink, module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool) -> list[Tensor]:
+def _project(sink: GradientSink, module: Any, query: Tensor, key: Tensor, value: Tensor, same: bool) -> list[Tensor]:
     """Queries, keys and values, each [examples, positions, width]."""
     if same:
-        return list(apply_linear(keeper, query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))
-    # One parameter holds three matrices: each input goes through all three and its own third is kept.
+        return list(apply_linear(sink, query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1))
+    # One parameter holds three matrices. Each input goes through all three, and one third is used.
     return [
-        apply_linear(keeper, tensor, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)[part]
+        apply_linear(sink, tensor, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)[part]
         for part, tensor in enumerate((query, key, value))
     ]
 

@@ -1,5 +1,5 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches, where that is quick, or else one convolution with the
-examples as groups, whose weight gradient keeps them apart.
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches if that is fast, else one grouped convolution whose
+groups are the examples.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpoptim.clipping.gradient_factors import Dense, Form, Outer
-from dpoptim.clipping.layers.rule import GradientSink, Use, applied, differentiated_once, only_input, trainable
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct
+from dpoptim.clipping.layers.rule import GradientSink, LayerCall, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide
 
 Settings = tuple[list[int], list[int], list[int], int]
@@ -25,10 +25,10 @@ class _Convolution(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         settings: Settings,  # stride, padding, dilation, groups
-        keeper: GradientSink,
-        use: Use,
+        sink: GradientSink,
+        call: LayerCall,
     ) -> Tensor:
-        ctx.keeper, ctx.use, ctx.weight, ctx.bias, ctx.settings = keeper, use, weight, bias, settings
+        ctx.sink, ctx.call, ctx.weight, ctx.bias, ctx.settings = sink, call, weight, bias, settings
         ctx.dtype = inputs.dtype
         ctx.save_for_backward(inputs, weight)
         stride, padding, dilation, groups = settings
@@ -42,9 +42,9 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         if trainable(ctx.weight):
-            ctx.keeper.keep(ctx.weight, _weight_gradients(grad, inputs, weight, ctx.settings), ctx.use)
+            ctx.sink.record(ctx.weight, _weight_gradients(grad, inputs, weight, ctx.settings), ctx.call)
         if trainable(ctx.bias):
-            ctx.keeper.keep(ctx.bias, Dense(wide(grad).flatten(2).sum(2)), ctx.use)
+            ctx.sink.record(ctx.bias, Materialized(wide(grad).flatten(2).sum(2)), ctx.call)
         to_inputs = None
         if ctx.needs_input_grad[0]:
             stride, padding, dilation, groups = ctx.settings
@@ -55,27 +55,27 @@ class _Convolution(torch.autograd.Function):
         return to_inputs, None, None, None, None, None
 
 
-_PATCH_ELEMENTS = 1 << 27  # of patches that are held at a time
+_PATCH_ELEMENTS = 1 << 27  # of patches in memory at once
 
 
-def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Form:
+def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> GradientFactors:
     stride, padding, dilation, groups = settings
     if not len(inputs):
-        return Dense(inputs.new_zeros(0, *weight.shape))
+        return Materialized(inputs.new_zeros(0, *weight.shape))
     kernel = list(weight.shape[2:])
     apart = kernel == stride and not any(padding) and set(dilation) == {1}
     if groups == 1 and apart and weight.ndim == 4:
-        return Outer(grad.flatten(2).mT, _patches_apart(inputs, kernel))
+        return OuterProduct(grad.flatten(2).mT, _patches_apart(inputs, kernel))
     if groups == 1 and inputs.is_cuda and weight.ndim == 4:
         positions, rows, cols = grad.shape[2:].numel(), weight.shape[0], weight.shape[1:].numel()
         if positions * (rows + cols) < rows * cols:
-            return Outer(grad.to(inputs.dtype).flatten(2).mT, _patches(inputs, kernel, settings).mT)
-        return Dense(_by_patches(grad, inputs, weight, settings))
-    return Dense(_by_groups(wide(grad), wide(inputs), weight, settings))
+            return OuterProduct(grad.to(inputs.dtype).flatten(2).mT, _patches(inputs, kernel, settings).mT)
+        return Materialized(_by_patches(grad, inputs, weight, settings))
+    return Materialized(_by_groups(wide(grad), wide(inputs), weight, settings))
 
 
 def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
-    """[examples, patches, channels·kernel] of patches that do not overlap: the inputs in another order."""
+    """[examples, patches, channels·kernel] of patches that do not overlap: a reordering of the inputs."""
     (examples, channels, *space), (high, across) = inputs.shape, kernel
     rows, cols = space[0] // high, space[1] // across
     whole = inputs[..., : rows * high, : cols * across]
@@ -87,7 +87,7 @@ def _patches_apart(inputs: Tensor, kernel: list[int]) -> Tensor:
 
 
 def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> Tensor:
-    """[examples, *weight.shape] in the dtype of the inputs, as products with patches, some examples at a time."""
+    """[examples, *weight.shape] in the dtype of the inputs, as products with patches, a few examples at a time."""
     kernel = list(weight.shape[2:])
     outputs = grad.to(inputs.dtype).flatten(2)
     gradients = inputs.new_empty(len(inputs), weight.shape[0], weight[0].numel())
@@ -99,7 +99,7 @@ def _by_patches(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings
 
 
 def _patches(inputs: Tensor, kernel: list[int], settings: Settings) -> Tensor:
-    """[examples, channels·kernel, patches]: one copy of a view, where `F.unfold` takes each example by itself."""
+    """[examples, channels·kernel, patches]: one copy of a view; `F.unfold` would loop over examples."""
     stride, padding, dilation, _ = settings
     if any(padding):
         inputs = F.pad(inputs, (padding[1], padding[1], padding[0], padding[0]))
@@ -124,14 +124,14 @@ def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings)
     return gradients.view(examples, *weight.shape)
 
 
-def convolution(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
         )
-    inputs = keeper.expand_to_batch(inputs, name)
+    inputs = sink.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     padding = [0] * len(module.stride)
@@ -142,4 +142,4 @@ def convolution(keeper: GradientSink, name: str, module: Any, args: tuple[Any, .
     else:
         padding = list(module.padding)
     settings = (list(module.stride), padding, list(module.dilation), module.groups)
-    return applied(_Convolution, inputs, module.weight, module.bias, settings, keeper, keeper.use())
+    return apply_fast(_Convolution, inputs, module.weight, module.bias, settings, sink, sink.layer_call())

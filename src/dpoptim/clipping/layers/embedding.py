@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpoptim.clipping.gradient_factors import Rows
-from dpoptim.clipping.layers.rule import GradientSink, Use, applied, differentiated_once, only_input
+from dpoptim.clipping.gradient_factors import RowUpdates
+from dpoptim.clipping.layers.rule import GradientSink, LayerCall, apply_fast, differentiated_once, only_input
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, keeper: GradientSink, use: Use
+        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, sink: GradientSink, call: LayerCall
     ) -> Tensor:
-        ctx.keeper, ctx.use, ctx.weight, ctx.padding_idx = keeper, use, weight, padding_idx
+        ctx.sink, ctx.call, ctx.weight, ctx.padding_idx = sink, call, weight, padding_idx
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
@@ -29,21 +29,21 @@ class _Embedding(torch.autograd.Function):
         values = grad.reshape(*ids.shape, grad.shape[-1])
         if ctx.padding_idx is not None:  # the padding row has no gradient
             values = values.masked_fill((ids == ctx.padding_idx)[..., None], 0)
-        ctx.keeper.keep(ctx.weight, Rows(ids, values), ctx.use)
+        ctx.sink.record(ctx.weight, RowUpdates(ids, values), ctx.call)
         return None, None, None, None, None
 
 
-def embedding(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
-    ids = keeper.expand_to_batch(only_input(args, kwargs), name)
-    return applied(_Embedding, ids, module.weight, module.padding_idx, keeper, keeper.use())
+    ids = sink.expand_to_batch(only_input(args, kwargs), name)
+    return apply_fast(_Embedding, ids, module.weight, module.padding_idx, sink, sink.layer_call())
 
 
 def scaled_embedding(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The rule of transformers' tables whose rows are multiplied by a number, as Gemma's and BART's are."""
+    """The rule of embeddings times a number, as in Gemma and BART."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):
         scale = scale.to(module.weight.dtype)
-    return embedding(keeper, name, module, args, kwargs) * scale
+    return embedding(sink, name, module, args, kwargs) * scale

@@ -1,9 +1,8 @@
-"""Any other module, exactly but slowly: `torch.func.vmap` runs it on batches of one, each with its own copy of the
+"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with a copy of the
 parameters.
 
-The copies are expansions (no memory); their gradients are the per-example gradients. The first call of each module
-is compared with the module's own forward, so a module that cannot be run one example at a time is refused and never
-silently wrong.
+The copies are views, and their gradients are the per-example gradients. The first call of each module is compared with
+its own forward, so a module that cannot run one example at a time is refused.
 """
 
 from __future__ import annotations
@@ -17,48 +16,49 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
-from dpoptim.clipping.gradient_factors import Dense
-from dpoptim.clipping.layers.rule import GradientSink, Use, batch_axis, differentiated_once, plain
+from dpoptim.clipping.gradient_factors import Materialized
+from dpoptim.clipping.layers.rule import GradientSink, LayerCall, differentiated_once, plain
+from dpoptim.validation.layer_inputs import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""Which modules have been compared with their own forward, for which axes of which arguments."""
+"""The axes of the arguments for which each module has been compared with its own forward."""
 
 
 class PerExampleCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, examples: int, keeper: GradientSink, use: Use) -> Tensor:
-        ctx.keeper, ctx.use, ctx.parameter = keeper, use, parameter
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, sink: GradientSink, call: LayerCall) -> Tensor:
+        ctx.sink, ctx.call, ctx.parameter = sink, call, parameter
         return parameter.detach().expand(examples, *parameter.shape)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.keeper.keep(ctx.parameter, Dense(grad), ctx.use)
+        ctx.sink.record(ctx.parameter, Materialized(grad), ctx.call)
         return None, None, None, None
 
 
-def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of every module that has no rule of its own."""
+def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of every module without a specific rule."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if first is None:
-        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be told apart; pass it the batch")
-    examples = keeper.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
+        raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be found. Pass it the batch")
+    examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) cannot be run on an empty batch; for an empty sample leave out "
-            "forward and backward, and call optimizer.step() alone"
+            f"layer '{name}' ({type(module).__name__}) cannot run on an empty batch. For an empty sample skip forward "
+            "and backward, and call optimizer.step()"
         )
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
-    axes = guessed if examples == 1 or keeper.checking else _seen_axes(keeper, name, guessed, leaves, first)
+    axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
-    use = keeper.use()
+    call = sink.layer_call()
     copies = {
-        key: PerExampleCopy.apply(parameter, examples, keeper, use)
+        key: PerExampleCopy.apply(parameter, examples, sink, call)
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -85,18 +85,18 @@ def generic(keeper: GradientSink, name: str, module: nn.Module, args: tuple[Any,
         outputs = [next(tensors) if is_tensor else None for is_tensor in are_tensors]
         return pytree.tree_unflatten(outputs, spec)
 
-    with plain(keeper), torch.backends.cudnn.flags(enabled=False):
+    with plain(sink), torch.backends.cudnn.flags(enabled=False):
         checked = _checked.setdefault(module, set())
         kind = tuple((axis, leaf.ndim) for axis, leaf in zip(axes, leaves, strict=True) if isinstance(leaf, Tensor))
-        is_new = kind not in checked or axes != guessed  # what was shared may have become the examples' own
-        if is_new and not keeper.checking:  # the batch itself is compared, not the few rows of a check
+        is_new = kind not in checked or axes != guessed  # a shared argument may hold examples now
+        if is_new and not sink.checking:  # compare the whole batch, not a few rows of a check
             _check(run, module, name, examples, args, kwargs)
             checked.add(kind)
         return run(copies)
 
 
 def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int | None:
-    """Where the examples lie in one argument, or None for an argument that all examples share."""
+    """Return the axis of the examples in one argument, or None if all examples share it."""
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return None
     if is_first:
@@ -108,17 +108,17 @@ def _axis(leaf: Any, examples: int, examples_axis: int, is_first: bool) -> int |
 
 
 def _seen_axes(
-    keeper: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
+    sink: GradientSink, name: str, guessed: list[int | None], leaves: list[Any], first: Tensor
 ) -> list[int | None]:
-    """The axes that the check of the model has shown; a length alone can agree by chance."""
-    seen, found = keeper.axes_of(name, leaves), list(guessed)
+    """Return the axes that the check of the model found; a length alone can match by chance."""
+    seen, found = sink.axes_of(name, leaves), list(guessed)
     for i, leaf in enumerate(leaves):
         if leaf is first or not isinstance(leaf, Tensor) or (seen is None and guessed[i] is None):
             continue
         if seen is None or seen[i] not in (None, guessed[i]):
             raise ValueError(
-                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and whether that has the examples was "
-                "not seen when the model was checked. Give it the same kinds of arguments in every call, or freeze it"
+                f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and the check of the model did not "
+                "show whether that has the examples. Give it the same kinds of arguments in every call, or freeze it"
             )
         found[i] = seen[i]
     return found
@@ -132,7 +132,7 @@ def _check(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """Refuse a module whose result changes when its examples are run one at a time."""
+    """Refuse a module whose result changes when its examples run one at a time."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
@@ -141,8 +141,8 @@ def _check(
             got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) has no rule of its own and cannot be run one example at a time "
-            f"by torch.func.vmap ({str(error).splitlines()[0]}); freeze it, or build it from layers that have a rule"
+            f"layer '{name}' ({type(module).__name__}) has no specific rule and cannot run one example at a time by "
+            f"torch.func.vmap ({str(error).splitlines()[0]}). Freeze it, or build it from layers that have a rule"
         ) from error
     finally:
         for part, training in modes:
@@ -150,8 +150,8 @@ def _check(
     for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
-                f"layer '{name}' ({type(module).__name__}) gives another result when its examples are run one at a "
-                "time, so it mixes examples or takes an argument whose first axis only looks like the batch; freeze or "
+                f"layer '{name}' ({type(module).__name__}) gives a different result when its examples run one at a "
+                "time, so it mixes examples or takes an argument whose first axis only looks like the batch. Freeze or "
                 "replace it"
             )
 

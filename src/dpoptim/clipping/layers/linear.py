@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpoptim.clipping.gradient_factors import Dense, Outer
+from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
 from dpoptim.clipping.layers.rule import (
     GradientSink,
-    Use,
-    applied,
+    LayerCall,
+    apply_fast,
     by_position,
     differentiated_once,
     only_input,
@@ -33,10 +33,10 @@ class _Linear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         inputs_first: bool,
-        keeper: GradientSink,
-        use: Use,
+        sink: GradientSink,
+        call: LayerCall,
     ) -> Tensor:
-        ctx.keeper, ctx.use, ctx.inputs_first = keeper, use, inputs_first
+        ctx.sink, ctx.call, ctx.inputs_first = sink, call, inputs_first
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
         return F.linear(inputs, weight.T if inputs_first else weight, bias)
@@ -48,10 +48,10 @@ class _Linear(torch.autograd.Function):
         leaving = by_position(grad)
         if trainable(ctx.weight):
             entering = by_position(inputs).to(grad.dtype)
-            form = Outer(entering, leaving) if ctx.inputs_first else Outer(leaving, entering)
-            ctx.keeper.keep(ctx.weight, form, ctx.use)
+            factors = OuterProduct(entering, leaving) if ctx.inputs_first else OuterProduct(leaving, entering)
+            ctx.sink.record(ctx.weight, factors, ctx.call)
         if trainable(ctx.bias):
-            ctx.keeper.keep(ctx.bias, Dense(leaving.sum(1, dtype=wide_dtype(leaving.dtype))), ctx.use)
+            ctx.sink.record(ctx.bias, Materialized(leaving.sum(1, dtype=wide_dtype(leaving.dtype))), ctx.call)
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight
@@ -60,28 +60,28 @@ class _Linear(torch.autograd.Function):
         return to_inputs, None, None, None, None, None
 
 
-def apply_linear(keeper: GradientSink, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+def apply_linear(sink: GradientSink, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
     """inputs @ weight.T + bias, through the engine."""
-    return applied(_Linear, inputs, weight, bias, False, keeper, keeper.use())
+    return apply_fast(_Linear, inputs, weight, bias, False, sink, sink.layer_call())
 
 
-def linear(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Linear`."""
-    inputs = _with_batch(keeper, name, only_input(args, kwargs))
-    return apply_linear(keeper, inputs, module.weight, module.bias)
+    inputs = _with_batch(sink, name, only_input(args, kwargs))
+    return apply_linear(sink, inputs, module.weight, module.bias)
 
 
 def conv1d_of_transformers(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
-    inputs = _with_batch(keeper, name, only_input(args, kwargs))
-    return applied(_Linear, inputs, module.weight, module.bias, True, keeper, keeper.use())
+    inputs = _with_batch(sink, name, only_input(args, kwargs))
+    return apply_fast(_Linear, inputs, module.weight, module.bias, True, sink, sink.layer_call())
 
 
-def _with_batch(keeper: GradientSink, name: str, inputs: Tensor) -> Tensor:
+def _with_batch(sink: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
         )
-    return keeper.expand_to_batch(inputs, name)
+    return sink.expand_to_batch(inputs, name)

@@ -1,8 +1,4 @@
-"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence written out over the linear rule, one use of the recurrent weight a
-step.
-
-vmap has no rule for PyTorch's fused recurrences; as linear maps at T positions their gradients stay unmaterialised.
-"""
+"""`nn.LSTM`, `nn.GRU`, `nn.RNN`: the recurrence as linear layers, one use of the recurrent weight per position."""
 
 from __future__ import annotations
 
@@ -19,18 +15,16 @@ from dpoptim.clipping.layers.rule import GradientSink
 State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size]
 
 
-def recurrent(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of the three recurrent layers: any number of layers, both directions, projections, dropout between
-    layers.
-    """
+def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of recurrent layers, with several layers, both directions, projections and dropout."""
     inputs, states = _bind(*args, **kwargs)
     if isinstance(inputs, PackedSequence):
-        raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples; give it a padded tensor")
+        raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples. Pass a padded tensor")
     if inputs.ndim != 3:
         raise ValueError(
             f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them"
         )
-    inputs = keeper.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
+    inputs = sink.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)
     final: list[State] = []
@@ -38,9 +32,7 @@ def recurrent(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...
         outputs = []
         for direction in range(directions):
             suffix = f"_l{layer}" + ("_reverse" if direction else "")
-            output, last = _one_direction(
-                keeper, module, suffix, inputs, initial[len(final)], backwards=bool(direction)
-            )
+            output, last = _one_direction(sink, module, suffix, inputs, initial[len(final)], backwards=bool(direction))
             outputs.append(output)
             final.append(last)
         inputs = torch.cat(outputs, dim=-1)
@@ -66,21 +58,21 @@ def _initial_states(module: Any, inputs: Tensor, states: Any, directions: int) -
 
 
 def _one_direction(
-    keeper: GradientSink, module: Any, suffix: str, inputs: Tensor, state: State, *, backwards: bool
+    sink: GradientSink, module: Any, suffix: str, inputs: Tensor, state: State, *, backwards: bool
 ) -> tuple[Tensor, State]:
     def parameter(kind: str) -> nn.Parameter | None:
         return getattr(module, kind + suffix, None)
 
     weight_ih, weight_hh = getattr(module, "weight_ih" + suffix), getattr(module, "weight_hh" + suffix)
     projection = parameter("weight_hr")
-    from_inputs = apply_linear(keeper, inputs, weight_ih, parameter("bias_ih"))  # [examples, positions, gates]
+    from_inputs = apply_linear(sink, inputs, weight_ih, parameter("bias_ih"))  # [examples, positions, gates]
     positions = range(inputs.shape[1])
     outputs: list[Tensor] = []
     for position in reversed(positions) if backwards else positions:
-        from_state = apply_linear(keeper, state[0], weight_hh, parameter("bias_hh"))
+        from_state = apply_linear(sink, state[0], weight_hh, parameter("bias_hh"))
         state = _cell(module, from_inputs[:, position], from_state, state)
         if projection is not None:
-            state = (apply_linear(keeper, state[0], projection, None), *state[1:])
+            state = (apply_linear(sink, state[0], projection, None), *state[1:])
         outputs.append(state[0])
     if backwards:
         outputs.reverse()

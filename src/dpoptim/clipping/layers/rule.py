@@ -1,7 +1,7 @@
-"""What a layer rule is given and what it must do.
+"""What a layer rule gets and must do.
 
-A rule runs a module's forward through an autograd function whose backward returns the gradient of the input and hands
-the per-example gradient of each trainable parameter, as a form, to the keeper. One small file a kind of layer.
+A rule runs a module's forward through an autograd function. The backward returns the gradient of the input and records
+the factors of the per-example gradient of each trainable parameter in the sink. Each kind of layer has its own file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from dpoptim.clipping.gradient_factors import Form
+from dpoptim.clipping.gradient_factors import GradientFactors
 
 
-class Use(NamedTuple):
-    """One call of a layer: in which call of the model, and in which backward if an activation checkpoint re-ran it."""
+class LayerCall(NamedTuple):
+    """One call of a layer: the call of the model, and the backward in which an activation checkpoint recomputed it."""
 
-    call: int | None
+    model_call: int | None
     recomputed_in: int | None
 
 
@@ -37,8 +37,8 @@ class GradientSink(Protocol):
     def checking(self) -> bool: ...
     def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None: ...
-    def use(self) -> Use: ...
-    def keep(self, parameter: nn.Parameter, form: Form, use: Use) -> None: ...
+    def layer_call(self) -> LayerCall: ...
+    def record(self, parameter: nn.Parameter, factors: GradientFactors, call: LayerCall) -> None: ...
 
 
 RuleFunction = Callable[[GradientSink, str, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,17 +50,13 @@ class Layer:
 
     name: str
     rule: RuleFunction
-    rewrites: bool = False  # what layers inside the module get: in a call of the model, where no gradient is taken too
+    rewrites: bool = False  # changes what the layers inside get, so it also runs where no gradient is taken
 
 
-def batch_axis(module: nn.Module) -> int:
-    """Where torch's own layers have the examples in their first input."""
-    return 1 if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first else 0
+def apply_fast(function: type[Function], *args: Any) -> Any:
+    """Return function.apply(*args).
 
-
-def applied(function: type[Function], *args: Any) -> Any:
-    """function.apply(*args). Outside of torch.func's transforms it goes without the search for what they have left
-    behind, which takes longer than a layer rule itself.
+    Outside torch.func's transforms, skip torch's search for them, which takes longer than a layer rule.
     """
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -74,17 +70,17 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a function whose gradient has none itself.
+    """Refuse gradients of gradients.
 
-    torch's own decorator takes longer, and is silent about a gradient that is a constant to it, such as that of a sum.
+    torch's own decorator is slower, and does not notice a gradient that is a constant, such as that of a sum.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise ValueError(
-                "create_graph=True asks for gradients of gradients (a penalty on them, say), which no layer rule sees; "
-                "take the penalty out, or compute it on public data inside `with dpoptim.public_data():`"
+                "create_graph=True asks for gradients of gradients (a gradient penalty?), which no layer rule sees. "
+                "Remove the penalty, or compute it on public data inside `with dpoptim.public_data():`"
             )
         return backward(ctx, *grads)
 
@@ -92,23 +88,23 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def plain(keeper: GradientSink) -> Iterator[None]:
-    """Inside, layers run their own forward."""
-    before, keeper.inside_generic = keeper.inside_generic, True
+def plain(sink: GradientSink) -> Iterator[None]:
+    """Let layers run their own forward."""
+    before, sink.inside_generic = sink.inside_generic, True
     try:
         yield
     finally:
-        keeper.inside_generic = before
+        sink.inside_generic = before
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The one tensor that layers of one input take, by position or by keyword."""
+    """Return the only argument, given by position or by keyword."""
     (tensor,) = (*args, *kwargs.values())
     return tensor
 
 
 def by_position(tensor: Tensor) -> Tensor:
-    """A tensor [examples, ..., width] as [examples, positions, width], also one without examples."""
+    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
     return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 

@@ -1,11 +1,8 @@
-"""DeBERTa-v2 and v3 of transformers: one table of relative positions, which no layer looks up, goes through the query
-and key projections of every layer as a batch of one and meets the examples in their attention scores.
+"""DeBERTa-v2 and v3: every layer projects one shared table of relative positions, which enters all attention scores.
 
-Each example gets its own copy of the table (an expansion), so that norm, dropout and projections have the batch as
-their first axis. With R rows in the table (twice the position buckets, 512 in v3) the projections of an example see R
-positions more: [examples, R, width] is held once for the norm's output, once a layer behind the dropout, and twice a
-layer for the output gradients of the two projections. Where table and norm are frozen, as in LoRA, only layers with a
-trained query or key projection pay, and hold one copy of the rows for all examples until they are projected.
+Each example gets a copy of the table as a view, so that norm, dropout and projections have the batch as first axis.
+With R rows (twice the position buckets, 512 in v3), memory grows by [examples, R, width] once for the norm and three
+times per layer. If table and norm are frozen, as in LoRA, only layers with a trained query or key projection pay.
 """
 
 from __future__ import annotations
@@ -22,40 +19,38 @@ from dpoptim.clipping.layers.linear import apply_linear
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable, trainable
 
 
-def deberta_encoder(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DebertaV2Encoder`, which hands the table to its layers."""
     forward = partial(type(module).forward, module, *args, **kwargs)
     norm = module.LayerNorm if "layer_norm" in module.norm_rel_ebd else nn.Identity()
     if not module.relative_attention or not any_trainable(module.rel_embeddings, norm):
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
-    if keeper.capturing:
-        hidden = keeper.expand_to_batch(hidden, name)
+    if sink.capturing:
+        hidden = sink.expand_to_batch(hidden, name)
         shared = partial(type(module).get_rel_embedding, module)
-        check_same(keeper, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
+        check_same(sink, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
 
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
         if trainable(table):
-            return norm(PerExampleCopy.apply(table, len(hidden), keeper, keeper.use()))
+            return norm(PerExampleCopy.apply(table, len(hidden), sink, sink.layer_call()))
         return norm(table.expand(len(hidden), -1, -1))
 
     with replaced(module, get_rel_embedding=copies):
         return forward()
 
 
-def deberta_attention(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def deberta_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DisentangledSelfAttention`."""
-    if keeper.capturing:
-        keeper.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
-    with replaced(module, disentangled_attention_bias=partial(_position_scores, keeper, name, module)):
+    if sink.capturing:
+        sink.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
+    with replaced(module, disentangled_attention_bias=partial(_position_scores, sink, name, module)):
         return type(module).forward(module, *args, **kwargs)
 
 
 def _position_scores(
-    keeper: GradientSink,
+    sink: GradientSink,
     name: str,
     module: Any,
     query: Tensor,  # [examples · heads, positions, width of a head]
@@ -64,21 +59,21 @@ def _position_scores(
     rows: Tensor,  # [R, width] or, for each example, [examples, R, width]
     scale_factor: int,
 ) -> Any:
-    """What content and position have to say to each other, [examples · heads, positions, positions]."""
+    """Return the attention scores between content and position, [examples · heads, positions, positions]."""
     own = partial(type(module).disentangled_attention_bias, module)
     if rows.ndim == 2 and not any_trainable(*_projections(module)):
         return own(query, key, relative_pos, rows, scale_factor)
     if relative_pos is None or relative_pos.shape.numel() != query.shape[1] * key.shape[1] or query.shape != key.shape:
         raise ValueError(
-            f"layer '{name}' got relative positions or queries of its own, which its rule does not know; leave them "
+            f"layer '{name}' got custom relative positions or queries, which its rule does not support. Leave them "
             "to the model, or freeze the encoder"
         )
     if rows.ndim == 2:
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
-    if keeper.capturing and len(rows):
+    if sink.capturing and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
         check_same(
-            keeper,
+            sink,
             name,
             module,
             lambda: _scores(module, *few, rows[:1], scale_factor),
@@ -94,7 +89,7 @@ def _scores(module: Any, query: Tensor, key: Tensor, relative_pos: Tensor, rows:
     to_query, to_key = _projections(module)
 
     def gathered(content: Tensor, projection: nn.Module, distance: Tensor) -> Tensor:
-        # The heads of example j are rows j·heads … (j+1)·heads − 1 of what comes in and of what is made here.
+        # The heads of example j are rows j·heads … (j+1)·heads − 1 of inputs and outputs.
         positions = module.transpose_for_scores(projection(rows[:, : 2 * span]), module.num_attention_heads)
         index = (distance + span).clamp(0, 2 * span - 1).expand(len(content), -1, -1)
         return torch.bmm(content, positions.mT).gather(-1, index) / divisor
@@ -108,35 +103,35 @@ def _scores(module: Any, query: Tensor, key: Tensor, relative_pos: Tensor, rows:
 
 
 def _projections(module: Any) -> tuple[Any, Any]:
-    """Through which the rows become queries and keys; one that is not there is not used."""
+    """Return the projections of the rows to queries and keys; a missing one is not used."""
     if module.share_att_key:
         return module.query_proj, module.key_proj
     return getattr(module, "pos_query_proj", nn.Identity()), getattr(module, "pos_key_proj", nn.Identity())
 
 
 def deberta_prediction_head(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The rule of `DebertaV2LMPredictionHead`, which multiplies by the table of words, another layer's parameter."""
+    """The rule of `DebertaV2LMPredictionHead`, which multiplies by the word table of the embedding layer."""
     hidden, words = _bind(*args, **kwargs)
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
-    if keeper.capturing:
-        hidden = keeper.expand_to_batch(hidden, name)
+    if sink.capturing:
+        hidden = sink.expand_to_batch(hidden, name)
         one = hidden[:1]
         check_same(
-            keeper,
+            sink,
             name,
             module,
-            lambda: _predicted(keeper, module, one, words),
+            lambda: _predicted(sink, module, one, words),
             lambda: type(module).forward(module, one, words),
         )
-    return _predicted(keeper, module, hidden, words)
+    return _predicted(sink, module, hidden, words)
 
 
-def _predicted(keeper: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
+def _predicted(sink: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
     hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
-    return apply_linear(keeper, hidden, words.weight, module.bias)
+    return apply_linear(sink, hidden, words.weight, module.bias)
 
 
 def _bind(hidden_states: Tensor, word_embeddings: Any) -> tuple[Tensor, Any]:

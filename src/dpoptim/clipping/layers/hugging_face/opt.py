@@ -1,8 +1,6 @@
-"""OPT of transformers: its decoder layer folds [examples, positions, width] into [examples · positions, width] before
-the second layer norm and the two linear maps.
+"""OPT: its decoder layer folds examples and positions into one axis before the second layer norm and two linear maps.
 
-All three work on the last axis alone, so without the fold they give the same; it is left out. Its table of positions
-is looked up behind an offset.
+All three work on the last axis alone, so the rule leaves the fold out. Positions are looked up with an offset.
 """
 
 from __future__ import annotations
@@ -18,23 +16,21 @@ from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
-def opt_decoder_layer(
-    keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `OPTDecoderLayer`."""
     if not any_trainable(module.final_layer_norm, module.fc1, module.fc2):
         return type(module).forward(module, *args, **kwargs)
     hidden = args[0] if args else kwargs["hidden_states"]
-    if keeper.capturing:
-        one = keeper.expand_to_batch(hidden, name)[:1]
-        with replaced(module, self_attn=_no_attention):  # which has nothing to do with the fold, and fills a cache
-            check_same(keeper, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
+    if sink.capturing:
+        one = sink.expand_to_batch(hidden, name)[:1]
+        with replaced(module, self_attn=_no_attention):  # attention does not depend on the fold, and fills a cache
+            check_same(sink, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
 
 
 def _unfolded(
     module: Any,
-    hidden_states: Tensor,  # [examples, positions, width], to the end
+    hidden_states: Tensor,  # [examples, positions, width]
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     use_cache: bool | None = None,
@@ -66,14 +62,14 @@ def _no_attention(hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
     return hidden_states, None
 
 
-def opt_positions(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `OPTLearnedPositionalEmbedding` where it is given the positions, as OPT gives them."""
+def opt_positions(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule of `OPTLearnedPositionalEmbedding` with given positions, as OPT calls it."""
     positions = kwargs.get("position_ids")
     if positions is None:
-        return generic(keeper, name, module, args, kwargs)
+        return generic(sink, name, module, args, kwargs)
     if positions.ndim != 2:
         raise ValueError(
-            f"layer '{name}' got position_ids of shape {tuple(positions.shape)}; give them as [examples, positions] or "
-            "[1, positions], since one axis alone does not say whether it is that of the examples"
+            f"layer '{name}' got position_ids of shape {tuple(positions.shape)}. Pass [examples, positions] or "
+            "[1, positions], since one axis alone does not show whether it holds the examples"
         )
-    return embedding(keeper, name, module, (positions + module.offset,), {})
+    return embedding(sink, name, module, (positions + module.offset,), {})

@@ -1,9 +1,8 @@
-"""Modules whose forward is written anew, so that every layer inside has the examples as its first axis.
+"""Helpers for modules whose forward is rewritten so that every layer inside has the examples as first axis.
 
-Some models fold examples and positions into one axis, or put rows that all examples share through the layers of the
-batch. No shape shows which row belongs to whom, so nothing is guessed: the few modules of transformers that do so are
-known by their forward function and computed without the fold. Every layer inside then meets the same checks as in any
-other model. The first call of each module is compared with the module's own, so another version of it is refused.
+Some modules of transformers fold examples and positions into one axis, or run rows that all examples share through the
+layers of the batch. They are recognized by their forward function and computed without the fold, and all other checks
+apply. The first call of each module is compared with the original, so a different version is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from dpoptim.clipping.layers.rule import GradientSink, plain
 
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_TOLERANCE = 2e-2  # of the norm; another computation differs by far more, sixteen-bit rounding by less
+_TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-bit rounding by less
 
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Inside the context these stand in for methods or parts of that one module.
+    """Replace methods or parts of one module in this context.
 
     >>> layer = nn.Sequential(nn.ReLU())
     >>> with replaced(layer, extra_repr=lambda: "a stand-in"):
@@ -45,15 +44,15 @@ def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
 
 
 def check_same(
-    keeper: GradientSink, name: str, module: nn.Module, ours: Callable[[], Any], theirs: Callable[[], Any]
+    sink: GradientSink, name: str, module: nn.Module, ours: Callable[[], Any], theirs: Callable[[], Any]
 ) -> None:
-    """Once a module, without gradients or dropout: raise where our way to compute it gives another result."""
+    """Compare once per module, without gradients or dropout; raise if our result differs."""
     if module in _compared:
         return
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()
-        with torch.no_grad(), plain(keeper):
+        with torch.no_grad(), plain(sink):
             found, expected = torch.as_tensor(ours()), torch.as_tensor(theirs())
     finally:
         for part, training in modes:
@@ -61,8 +60,7 @@ def check_same(
     if not _same(found, expected):
         raise ValueError(
             f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than in "
-            "the one that its rule was written for, so its examples cannot be told apart; freeze what is in it, or "
-            "install transformers 5.22"
+            "the one that its rule was written for. Freeze its parameters, or install transformers 5.22"
         )
     if expected.numel():
         _compared.add(module)

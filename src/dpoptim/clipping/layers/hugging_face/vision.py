@@ -1,7 +1,7 @@
-"""`ViTEmbeddings` of transformers: patches with a class token in front and positions added, both bare parameters.
+"""`ViTEmbeddings`: a class token before the patches, plus positions; both are parameters of the module itself.
 
-Each example gets its own copy of the two (expansions, no memory), whose gradients are the per-example gradients; the
-patches go through the convolution's own rule.
+Each example gets a copy of both as a view, whose gradients are the per-example gradients. Patches use the convolution's
+rule.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dpoptim.clipping.layers.generic import PerExampleCopy, generic
 from dpoptim.clipping.layers.rule import GradientSink
 
 
-def vit_embeddings(keeper: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule where images have the size of the configuration and none is masked; else the generic way."""
+def vit_embeddings(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rule for unmasked images of the configured size; others use the generic rule."""
     pixels = args[0] if args else kwargs.get("pixel_values")
     options = [*args[1:], *(value for key, value in kwargs.items() if key != "pixel_values")]
     if not isinstance(pixels, Tensor) or any(option is not None and option is not False for option in options):
-        return generic(keeper, name, module, args, kwargs)
+        return generic(sink, name, module, args, kwargs)
     if tuple(pixels.shape[-2:]) != tuple(module.image_size):
-        return generic(keeper, name, module, args, kwargs)
-    pixels = keeper.expand_to_batch(pixels, name)
-    patches, use = module.patch_embeddings(pixels), keeper.use()
+        return generic(sink, name, module, args, kwargs)
+    pixels = sink.expand_to_batch(pixels, name)
+    patches, call = module.patch_embeddings(pixels), sink.layer_call()
 
     def copies(parameter: Tensor) -> Tensor:
         if not parameter.requires_grad:
             return parameter.expand(pixels.shape[0], -1, -1)
-        return PerExampleCopy.apply(parameter, pixels.shape[0], keeper, use).squeeze(1)
+        return PerExampleCopy.apply(parameter, pixels.shape[0], sink, call).squeeze(1)
 
     tokens = torch.cat([copies(module.cls_token), patches], dim=1)
     return module.dropout(tokens + copies(module.position_embeddings))
