@@ -228,7 +228,7 @@ bias-added: Bias correction adds the noise's share to the second moment instead 
     + (nu_hat + bias)
 
 decay-coupled: AdamW adds its weight decay to the gradient as well.
-    in optim/optimizer.py, found by optim/test_against_reference.py -k "post_processing and adamw"
+    in optim/optimizer.py, found by optim/test_against_reference.py -k adamw
     - if decay and not self.rule.decoupled:
     + if decay:
 
@@ -242,7 +242,7 @@ dropout-not-reseeded: Dropout draws from the public seed instead of the run's se
     +             if
 
 loss-over-the-batch: A masked language model's losses are divided by the targets of the whole batch.
-    in integrations/losses.py, found by integrations/test_losses.py -k beside_labels
+    in integrations/losses.py, found by integrations/test_token_losses.py
     - self.total / self.targets.clamp(min=1)
     + self.total / self.targets.sum().clamp(min=1)
 
