@@ -149,7 +149,7 @@ def test_accelerate_loop(run: Run, tmp_path: Path) -> None:
     flags = ["--model_name_or_path", model, "--train_file", train, "--validation_file", train, "--output_dir", "out"]
     sizes = ["--batch_size", "4", "--micro_batch_size", "2", "--max_train_steps", "3", "--cpu"]
     printed = run("accelerate_loop", *flags, "--labels", *LABELS, *sizes, *PRIVACY)
-    assert "on data outside the guarantee" in printed
+    assert "on data that the guarantee does not cover" in printed
     trained = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     before = transformers.AutoModelForSequenceClassification.from_pretrained(model)
     assert not torch.equal(trained.classifier.weight, before.classifier.weight)
@@ -225,7 +225,7 @@ def test_three_changes_make_a_stock_script_private(name: str) -> None:
     source = (EXAMPLES / f"{name}.py").read_text()
     stock = source
     for private, plain in (
-        (f"{IMPORT}  # <-- in place of transformers.Trainer\n", ""),
+        (f"{IMPORT}  # <-- replaces transformers.Trainer\n", ""),
         ("    # <-- PrivacyArguments are the flags of the guarantee\n    data, args, privacy =", "    data, args ="),
         ("TrainingArguments, PrivacyArguments)", "TrainingArguments)"),
         ("PrivateTrainer(  # <--", "Trainer("),

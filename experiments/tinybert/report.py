@@ -181,7 +181,8 @@ def compared(claim: Claim, found: Scores, column: str, paper: Mapping[str, float
     margin = mean_interval(margins)
     verdict = ""
     if margin.half_width is not None:
-        holds, fails = margin.low > claim.holds_above, margin.high < claim.fails_below
+        holds = margin.mean - margin.half_width > claim.holds_above
+        fails = margin.mean + margin.half_width < claim.fails_below
         verdict = ", holds" if holds else ", fails" if fails else ", undecided"
     of_paper = "–" if claim.ours else thousandths(claim.margin(paper))
     return f"{spread(margin)} ({of_paper}){verdict}"

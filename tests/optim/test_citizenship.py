@@ -139,7 +139,7 @@ class TestStrategyInTheCheckpoint:
             self.resumed(state, overlapping)
 
     def test_bits_cannot_change(self):
-        with pytest.raises(ValueError, match="bits=16 and the run was begun with 32"):
+        with pytest.raises(ValueError, match="bits=16, but the run started with 32"):
             self.resumed(self.state(), noise_memory=dpoptim.NoiseMemory(bits=16))
 
     def test_a_different_mechanism_is_a_different_plan(self):

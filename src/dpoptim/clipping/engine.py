@@ -115,6 +115,7 @@ class Engine:
     ) -> None:
         self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._all_parameters = list(model.named_parameters())
+        self._modules = list(model.modules())
         if not self.names:
             raise ValueError("model has no parameter with requires_grad=True; unfreeze what you want to train")
         self.on_batch = on_batch
@@ -260,7 +261,7 @@ class Engine:
         """Check that examples do not mix, once per call signature."""
         if (arguments.examples or 0) < 2:
             return
-        modes = [part.training for part in self.model.modules()]
+        modes = [part.training for part in self._modules]
         signature, checked = (modes, arguments.structure, arguments.signature()), self._checked.setdefault(module, [])
         if signature in checked:
             return

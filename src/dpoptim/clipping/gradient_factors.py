@@ -123,8 +123,8 @@ GradientFactors = OuterProduct | RowUpdates | Materialized
 
 def _directions(factor: Tensor) -> Tensor:
     """Two random vectors, the same every time; a leak that both miss has probability 0."""
-    width, generator = factor.shape[-1], torch.Generator().manual_seed(factor.shape[-1])
-    return (torch.randn(width, 2, generator=generator) / width**0.5).to(factor)
+    width, generator = factor.shape[-1], torch.Generator("cpu").manual_seed(factor.shape[-1])
+    return (torch.randn(width, 2, generator=generator, device="cpu") / width**0.5).to(factor)
 
 
 def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: int) -> tuple[GradientFactors, int]:

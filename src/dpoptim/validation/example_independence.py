@@ -151,7 +151,7 @@ def check_independence(
 
     try:
         with torch.enable_grad(), _own_graph():
-            everything = torch.ones(count, dtype=torch.bool)
+            everything = torch.ones(count, dtype=torch.bool, device="cpu")
             other_size = [leaf[others] if batch else leaf for leaf, batch in zip(own, batched, strict=True)]
             other_shapes = observe(other_size, everything, None).output_shapes
             first = observe(own, everything, other_shapes)
@@ -213,7 +213,7 @@ class _Observed:
             if one.numbers.shape != two.numbers.shape:
                 return name
             if not one.numbers.numel():
-                differs.append(torch.tensor(False))
+                differs.append(torch.tensor(False, device="cpu"))
                 continue
             change, size = (one.numbers - two.numbers).abs().amax(1), one.numbers.abs().amax(1)
             # A gradient far below the others is rounding alone, and adds nothing to the norm of all.
@@ -238,7 +238,8 @@ def _summarize(tensor: Tensor, is_parameter: bool) -> _Entry:
     not_finite = (~flat.isfinite()).sum(1)
     flat = flat.nan_to_num(0.0, 0.0, 0.0)
     if flat.shape[1] > 2 * _BLOCK:
-        projection = torch.randn(_BLOCK, 2, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        projection = torch.randn(_BLOCK, 2, generator=generator, dtype=wide, device="cpu").to(flat.device)
         blocks = torch.nn.functional.pad(flat, (0, -flat.shape[1] % _BLOCK)).view(len(flat), -1, _BLOCK)
         flat = (blocks @ projection).flatten(1)
     return _Entry(flat, not_finite, is_exact, is_parameter)
@@ -278,7 +279,7 @@ def _choose_rows(arguments: Arguments) -> tuple[list[int], list[Tensor | None] |
 
 def _masks(count: int) -> Iterator[Tensor]:
     """Which rows are kept: for any two rows there is a mask that keeps the first and replaces the second."""
-    rows = torch.arange(count)
+    rows = torch.arange(count, device="cpu")
     for bit in range((count - 1).bit_length()):
         for side in (0, 1):
             yield (rows >> bit & 1) == side

@@ -115,7 +115,8 @@ def test_json_is_the_advice(capsys, advise_once):
     assert chosen["epsilon_at_chosen_error"] == pytest.approx(chosen["epsilon"])
 
 
-def test_the_answer_comes_first_and_verbose_explains_it(capsys):
+def test_the_answer_comes_first_and_verbose_explains_it(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     lines = printed(capsys, SMALL).splitlines()
     assert lines[0].startswith("Use scale_then_privatize with ")
     assert len(lines) <= 25

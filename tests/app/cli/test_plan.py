@@ -46,7 +46,8 @@ def test_json_of_the_paper_setting(capsys):
     assert banded["noise_multiplier"] == plan.calibrate(epsilon=10.0, delta=1e-7).noise_multiplier
 
 
-def test_the_answer_comes_first(capsys):
+def test_the_answer_comes_first(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     lines = printed(capsys, PAPER).splitlines()
     assert lines[0].startswith("Use BufferedToeplitz(buffers=")
     assert len(lines) <= 25
