@@ -106,7 +106,7 @@ class TestWhatIsOneBatch:
     def test_layers_without_a_call_of_the_model(self, mlp, x):
         """A container whose parts are called one by one, as research code does."""
         expected, _ = clipped_sum(mlp, lambda m, x: m(x).square().sum(1), x, clip_norm=0.7)
-        check_example_independence(mlp, lambda m, x: m[2](m[1](m[0](x))).square().sum(1), x)
+        check_example_independence(mlp, lambda _, x: mlp[2](mlp[1](mlp[0](x))).square().sum(1), x)
         sums = attached(mlp)
         for part in x.split(6):
             mlp[2](mlp[1](mlp[0](part))).square().sum().backward()

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def test_unamplified_plan_counts_participations():
 
 
 def test_integers_of_numpy_are_whole_numbers():
-    sampling, noise = CyclicPoisson(bands=np.int32(4)), BandedToeplitz(bands=np.int64(4))
+    four: Any = np.int64(4)
+    sampling, noise = CyclicPoisson(bands=four), BandedToeplitz(bands=four)
     plan = make(steps=np.int64(30), batch_size=np.uint8(100), sampling=sampling, noise=noise)
     expected = make(sampling=CyclicPoisson(bands=4), noise=BandedToeplitz(bands=4))
     assert repr(plan) == repr(expected)

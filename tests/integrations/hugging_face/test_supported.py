@@ -74,7 +74,7 @@ def test_arguments_that_do_not_fit_together(tmp_path):
 
 def test_subclasses_with_their_own_loss_or_step_are_refused(tmp_path):
     class Averaging(PrivateTrainer):
-        def compute_loss(self, model: Any, inputs: Any, **rest: Any) -> Any:  # type: ignore[override]
+        def compute_loss(self, model: Any, inputs: Any, **rest: Any) -> Any:
             return model(**inputs).loss
 
     class Stepping(PrivateTrainer):
