@@ -226,10 +226,8 @@ def test_three_changes_make_a_stock_script_private(name: str) -> None:
     stock = source
     for private, plain in (
         (f"{IMPORT}  # <-- replaces transformers.Trainer\n", ""),
-        (
-            "    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options\n    data, args, privacy =",
-            "    data, args =",
-        ),
+        ("    # <-- PrivacyArguments adds --epsilon, --delta and the other privacy options\n", ""),
+        ("    data, args, privacy =", "    data, args ="),
         ("TrainingArguments, PrivacyArguments)", "TrainingArguments)"),
         ("PrivateTrainer(  # <--", "Trainer("),
         ("        privacy=privacy,  # <--\n", ""),
