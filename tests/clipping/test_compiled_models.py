@@ -62,9 +62,9 @@ def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_ours_is_compiled(way, monkeypatch):
-    """What is compiled is told so when it asks; the sums are those of the model as it is."""
+    """The engine runs outside the compiler, and the sums equal those of the uncompiled model."""
     asked: list[bool] = []
-    for name in ("expand_to_batch", "use", "keep", "flush", "capturing"):
+    for name in ("expand_to_batch", "layer_call", "record", "flush", "capturing"):
         own = vars(Engine)[name]
         function = own.fget if isinstance(own, property) else own
 
