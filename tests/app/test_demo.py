@@ -53,7 +53,7 @@ def test_table_fits_in_80_columns_and_comes_last(capsys, monkeypatch):
     assert max(map(len, table)) <= 80
     for name, _ in names:
         assert sum(line.startswith(f"│ {name} ") and "12.345" in line for line in table) == 1
-    assert guarantee.startswith("Each private run: ε = 8 at δ = 1e-05, zero_out adjacency, Poisson sampling")
+    assert guarantee.startswith("Each private run: ε = 8 at δ = 1e-05, zero-out adjacency, Poisson sampling")
     assert "runs/demo/report.html" in report
 
 

@@ -166,7 +166,8 @@ def show(answer: dict[str, Any]) -> None:
         table.add_row(row["name"], row["idea"], epsilon, f"{row['loss']:.3f}", style=style)
     console.print(table)
     console.print(
-        f"Each private run: ε = {answer['epsilon']:g} at δ = {answer['delta']:g}, {answer['adjacency'].replace('_', '-')} adjacency, "
+        f"Each private run: ε = {answer['epsilon']:g} at δ = {answer['delta']:g}, "
+        f"{answer['adjacency'].replace('_', '-')} adjacency, "
         f"{answer['sampling']} sampling of about {answer['batch_size']} of {answer['num_examples']:,} texts in "
         f"{answer['steps']} steps\nreport: {answer['report']} ({answer['seconds']:.0f} s)",
         highlight=False,
