@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpoptim.kernels import choose
+
 
 class ClipResult(NamedTuple):
     """The clip weight of each example of a physical batch."""
@@ -30,6 +32,12 @@ def clip_weights(
     float32 has no such weight at full precision (rounding could double it). The norm of an example cannot be trusted
     if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
+    if choose.on_current_device(squared, min_trusted_norm):
+        from dpoptim.kernels import clip_weights_triton as kernel
+
+        return ClipResult(
+            *kernel.clip_weights(squared, min_trusted_norm, clip_norm=clip_norm, factor=factor, dtype=dtype)
+        )
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
     weights = (limit / norms).clamp(max=1.0)
     is_kept = weights >= torch.finfo(torch.float32).tiny  # false for NaN
@@ -65,9 +73,10 @@ def sum_of_parts(
     """
     d, squares = d_squared.sqrt(), d_squared + e_squared
     parts = d_parts + e_parts
-    rounding = parts / 10 if is_gram else (d + e_squared.sqrt()) / 50
-    min_trusted_norm = (d + e_parts).add_(d_parts, alpha=1 / 5) / trust
-    min_trusted_norm += (torch.addcmul(squares, parts, rounding) / trust).sqrt_()
+    other, share = (parts, 1 / 10) if is_gram else (d + e_squared.sqrt(), 1 / 50)
+    summands = torch.addcmul(squares, parts, other, value=share)
+    uncancelled = (d + e_parts).add_(d_parts, alpha=1 / 5)
+    min_trusted_norm = summands.div_(trust).sqrt_().add_(uncancelled, alpha=1 / trust)
     squares = squares.add_(cross, alpha=2).clamp_(min=0)
     # Where `cross` is -inf, clamping would hide that the sum is not a number; 0·inf is NaN.
     return squares.add_(cross, alpha=0), min_trusted_norm
