@@ -98,7 +98,6 @@ def test_epsilon_grows_with_the_steps_taken():
         spent.append(engine.get_epsilon(DELTA))
     assert 0 < spent[0] < spent[1] == engine.accountant.get_epsilon(delta=DELTA)
     assert engine.accountant.history == [(1.0, 0.1, 20)]
-    assert engine.accountant.mechanism() == "rdp"
     statement = engine.statement(DELTA)
     assert statement.startswith(f"Differentially private: epsilon = {math.ceil(spent[1] * 1e4) / 1e4:.4f}")
     assert "add/remove" in statement
@@ -299,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "epochs": ({"epochs": 1.5}, "Expected epochs to be a whole number"),
     "variant of SGD": ({"variant": "scale_then_privatize"}, "optimizer is SGD"),
-    "unknown variant": ({"variant": "adadps", "optimizer": torch.optim.Adam}, "variant='adadps' must be one of"),
+    "unknown variant": ({"variant": "adadps", "optimizer": torch.optim.Adam}, "Expected variant to be one of .*'adadps'"),
     "length": (
         {"variant": "scale_then_privatize", "optimizer": torch.optim.Adagrad},
         "epochs=...",

@@ -28,7 +28,6 @@ class DPDataLoader:
     private_loader: PrivateLoader
     optimizer: DPOptimizer
     _: KW_ONLY
-    steps_per_epoch: int
     original: torch.utils.data.DataLoader[Any]  # that make_private was given
     is_open: bool  # without `epochs`
     max_physical_batch_size: int | None = None
@@ -47,6 +46,11 @@ class DPDataLoader:
     def sample_rate(self) -> float:
         """The probability that an example is in a batch; for shuffled batches, its share of the steps."""
         return self.private_loader.plan.sampling_prob
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in one iteration."""
+        return self.private_loader.plan.num_examples // self.batch_size
 
     @property
     def step_ends(self) -> bool:
@@ -76,10 +80,6 @@ class DPDataLoader:
             if last:
                 return
 
-    def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
-        """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
-        return replace(self, max_physical_batch_size=max_physical_batch_size)
-
 
 class BatchMemoryManager:
     """A context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
@@ -102,7 +102,7 @@ class BatchMemoryManager:
         if optimizer is not data_loader.optimizer:
             raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
         check_whole("max_physical_batch_size", max_physical_batch_size)
-        self._parts = data_loader.in_parts(max_physical_batch_size)
+        self._parts = replace(data_loader, max_physical_batch_size=max_physical_batch_size)
 
     def __enter__(self) -> DPDataLoader:
         return self._parts

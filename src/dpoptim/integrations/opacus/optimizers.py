@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from dpoptim.arguments import check_choice
 from dpoptim.integrations.named_settings import ADAPTIVE
 from dpoptim.integrations.opacus.models import restore_own_loss
 from dpoptim.noise import NoiseKey
@@ -102,10 +103,8 @@ def private_optimizer(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: PrivacyPlan,
+    settings: Mapping[str, Any],
     *,
-    variant: str | None,
-    variant_options: Mapping[str, Any],
-    loss_reduction: Literal["mean", "sum"],
     key: NoiseKey,
     steps_are_known: bool,
 ) -> DPOptimizer:
@@ -114,33 +113,33 @@ def private_optimizer(
     variant=None is `dp_sgd` for SGD and `post_processing` for the others: torch's update with the noisy gradient.
     """
     kind = _KINDS[type(optimizer)]
+    variant, options = settings.get("variant"), settings.get("variant_options") or {}
     groups = [_group(group, kind) for group in optimizer.param_groups]
     first = {name: groups[0][name] for name in kind.settings}
-    common: dict[str, Any] = {"param_groups": groups, "loss_reduction": loss_reduction, "key": key}
     lr = groups[0]["lr"]
+    common = {"param_groups": groups, "loss_reduction": settings.get("loss_reduction", "mean"), "key": key}
     made: PrivateOptimizer
     if kind.rule is SGD:
         if variant not in (None, "dp_sgd"):
             raise ValueError(
                 f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam, or leave variant out."
             )
-        made = dp_sgd(module, plan, lr, **first, **common, **variant_options)
+        made = dp_sgd(module, plan, lr, **first, **common, **options)
     else:
-        name = "post_processing" if variant is None else variant
-        if name not in _ADAPTIVE:
-            raise ValueError(f"variant={variant!r} must be one of {', '.join(_ADAPTIVE)} for this optimizer, or None")
+        name = variant or "post_processing"
+        check_choice("variant", name, _ADAPTIVE)
         decoupled = {bool(group.get("decoupled_weight_decay", False)) for group in optimizer.param_groups}
         if len(decoupled) > 1:
             raise ValueError("optimizer mixes decoupled_weight_decay=True and False. Use one for all groups.")
         rule = AdamW(**first) if kind.rule is Adam and True in decoupled else kind.rule(**first)
         scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
-        if scales_by_length and not steps_are_known and "eps_scale" not in variant_options:
+        if scales_by_length and not steps_are_known and "eps_scale" not in options:
             raise ValueError(
                 "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass "
                 "epochs=... or variant_options={'eps_scale': ...}."
             )
-        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
-    memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
+        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **options)
+    memory = {name: options[name] for name in ("noise_memory", "clipping_memory") if name in options}
     return DPOptimizer(  # with the slots of the variant; this detaches `made`
         module,
         plan,
@@ -156,12 +155,9 @@ def private_optimizer(
 
 def _group(group: Mapping[str, Any], kind: _Kind) -> dict[str, Any]:
     """The parameters and settings of a group as plain values, without options of torch's kernels."""
-    return {
-        "params": group["params"],
-        "lr": float(group["lr"]),
-        **{name: _plain(group[name]) for name in kind.settings},
+    plain = {
+        name: tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
+        for name, value in group.items()
+        if name in ("lr", *kind.settings)
     }
-
-
-def _plain(value: Any) -> Any:
-    return tuple(float(part) for part in value) if isinstance(value, tuple | list) else float(value)
+    return {"params": group["params"], **plain}
