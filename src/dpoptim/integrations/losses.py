@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.arguments import check_choice
-from dpoptim.integrations.masking import IGNORED
-from dpoptim.integrations.modes import without_peft
 from dpoptim.integrations.optional import require
-from dpoptim.integrations.token_losses import can_read_targets, logits_of, token_losses
+from dpoptim.integrations.token_losses import IGNORED, can_read_targets, logits_of, token_losses, without_peft
 
 
 class Task(enum.Enum):
@@ -87,31 +85,24 @@ def example_losses(
 
     Guarantee: Entry j depends on example j alone, and not on its padding, if that holds for the model's outputs.
     """
-    if task is Task.TABULAR_CLASSIFICATION:
-        return _of_logits(logits_of(model(_in_dtype_of(model, batch["features"]))), batch["labels"])
-    if task is Task.IMAGE_CLASSIFICATION:
-        pixels = _in_dtype_of(model, batch["pixel_values"])
-        return _of_logits(logits_of(model(pixel_values=pixels)), batch["labels"])
-    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    if task is Task.TEXT_CLASSIFICATION:
-        return _of_logits(logits_of(model(**inputs)), batch["labels"])
-    places = None
-    if task is Task.MASKED_LM:
-        assert "places" in batch, "the batch is not masked: use prepared.at_step or prepared.batches"
-        places = batch["places"]
-    elif hasattr(getattr(model, "config", None), "use_cache"):
+    dtype = next(model.parameters()).dtype
+    inputs = {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
+    labels, places = inputs.pop("labels"), inputs.pop("places", None)
+    if task.is_classification:
+        logits = logits_of(model(inputs["features"]) if task is Task.TABULAR_CLASSIFICATION else model(**inputs))
+        losses = class_losses(logits, labels)
+        return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
+    assert task is not Task.MASKED_LM or places is not None, "the batch is not masked: use at_step or batches"
+    return _of_tokens(task.value, model, inputs, labels, places, targets_only)
+
+
+def _of_tokens(
+    task: str, model: nn.Module, inputs: dict[str, Any], labels: Tensor, places: Tensor | None, targets_only: bool
+) -> ExampleLosses:
+    if task in ("causal-lm", "seq2seq-lm") and hasattr(_config(model), "use_cache"):
         inputs["use_cache"] = False
-    losses = token_losses(model, inputs, batch["labels"], places, targets_only=targets_only)
-    return ExampleLosses(total=losses.float().sum(1), targets=(batch["labels"] != IGNORED).sum(1))
-
-
-def _of_logits(logits: Tensor, labels: Tensor) -> ExampleLosses:
-    losses = class_losses(logits, labels)
-    return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
-
-
-def _in_dtype_of(model: nn.Module, values: Tensor) -> Tensor:
-    return values.to(next(model.parameters()).dtype)
+    losses = token_losses(model, inputs, labels, places, targets_only=targets_only)
+    return ExampleLosses(total=losses.float().sum(1), targets=(labels != IGNORED).sum(1))
 
 
 # -- batches of Hugging Face collators --------------------------------------------------------------------------------
@@ -148,16 +139,11 @@ class BatchLosses:
         places = None
         if self.task == "causal-lm":
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
-            if hasattr(_config(model), "use_cache"):
-                inputs["use_cache"] = False
-        elif self.task == "seq2seq-lm":
-            inputs["use_cache"] = False
-            if inputs.get("decoder_input_ids") is None:
-                inputs["decoder_input_ids"] = _shifted(model, labels)
+        elif self.task == "seq2seq-lm" and inputs.get("decoder_input_ids") is None:
+            inputs["decoder_input_ids"] = _shifted(model, labels)
         elif self.task == "masked-lm" and self.targets_only:
             labels, places = _gathered(labels)
-        losses = token_losses(model, inputs, labels, places, targets_only=self.targets_only)
-        return losses.float().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+        return _of_tokens(self.task, model, inputs, labels, places, self.targets_only).losses
 
 
 def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
@@ -171,7 +157,7 @@ def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     check_choice("task", task, _TABLES)
     if task == "causal-lm":
         check_is_causal(model)
-    return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and _can_read_targets(model))
+    return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and can_read_targets(model))
 
 
 def class_losses(logits: Tensor, labels: Tensor, config: Any = None) -> Tensor:
@@ -245,13 +231,6 @@ def _task_of(model: nn.Module) -> str:
             "function of (model, batch) that returns one loss per example."
         )
     return found[0]
-
-
-def _can_read_targets(model: nn.Module) -> bool:
-    try:
-        return can_read_targets(model, int(without_peft(model).get_input_embeddings().weight.shape[0]))
-    except ValueError:  # an optimizer's engine already runs its layers
-        return False
 
 
 def _config(model: nn.Module) -> Any:

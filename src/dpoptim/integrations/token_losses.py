@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from dpoptim.clipping import linear_cross_entropy
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.generic import generic
-from dpoptim.integrations.masking import IGNORED
-from dpoptim.integrations.modes import in_eval_mode, without_peft
+
+IGNORED = -100
+"""The label of a position where nothing is predicted."""
 
 
 class _Reader(NamedTuple):
@@ -58,7 +59,25 @@ def logits_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
+def without_peft(model: Any) -> Any:
+    """The model inside the wrapper of peft, with its LoRA layers; any other model unchanged."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; afterwards each module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def can_read_targets(model: nn.Module) -> bool:
     """Whether decoding the targets alone gives exactly what the model computes.
 
     Three conditions: the head computes the same at gathered places as at all places, nothing changes the logits after
@@ -68,13 +87,13 @@ def can_read_targets(model: nn.Module, vocabulary: int) -> bool:
     reader = _reader(model)
     if reader is None:
         return False
-    layers = choose_rules(model)
-    if any(layer.rule is generic and reader.decoder in module.modules() for module, layer in layers.items()):
-        return False
     try:
+        layers = choose_rules(model)
+        if any(layer.rule is generic and reader.decoder in module.modules() for module, layer in layers.items()):
+            return False
         with in_eval_mode(model), torch.random.fork_rng(devices=[]):
-            return _reads_exactly(model, reader, vocabulary)
-    except Exception:  # the model does not take such inputs
+            return _reads_exactly(model, reader)
+    except Exception:  # an optimizer's engine already runs the layers, or the model does not take such inputs
         return False
 
 
@@ -88,8 +107,9 @@ def _reader(model: nn.Module) -> _Reader | None:
     return _Reader(encoder, decoder)
 
 
-def _reads_exactly(model: nn.Module, reader: _Reader, vocabulary: int) -> bool:
+def _reads_exactly(model: nn.Module, reader: _Reader) -> bool:
     weight = reader.decoder.weight
+    vocabulary = int(without_peft(model).get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (2, 6), generator=generator).to(weight.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

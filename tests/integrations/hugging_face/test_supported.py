@@ -32,7 +32,7 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("optim", "adafactor", "variant="),
         ("optim_args", "a=1", "optim_args"),
         ("max_grad_norm", 0.0, "clip_norm"),
-        ("per_device_train_batch_size", 100, "exceeds the 24 examples"),
+        ("per_device_train_batch_size", 100, "<= num_examples, got 300 > 24"),
     ],
 )
 def test_unsupported_training_arguments(tmp_path, option, value, message):
@@ -65,7 +65,7 @@ def test_arguments_that_do_not_fit_together(tmp_path):
     refused("model=None", model=None)
     refused("Create the optimizer with dpoptim", optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None))
     refused("without a length", train_dataset=iter(data))
-    refused("exceeds the 0 examples", train_dataset=[])
+    refused("got 6 > 0", train_dataset=[])
     refused("Declare a public one", privacy=PrivacyArguments(epsilon=1.0, adjacency="add_remove"))
     refused("Expected epsilon > 0", privacy=PrivacyArguments(epsilon=-1.0))
     with pytest.raises(ValueError, match="train_dataset=None"):

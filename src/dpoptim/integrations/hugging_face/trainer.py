@@ -23,7 +23,7 @@ from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimi
 from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
-from dpoptim.integrations.padding_check import buffers_restored, check_collator, check_padding
+from dpoptim.integrations.padding_check import check_padding, state_restored
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
@@ -175,11 +175,10 @@ class PrivateTrainer(transformers.Trainer):
         def losses(model: nn.Module, given: Any) -> Tensor:
             return self._losses(model, copy.copy(given))  # it may take labels out
 
-        check_collator(batch, records)
         check_padding(self.model, self.loss_per_example, batch, records)
-        given = batch(copy.deepcopy(records))
         self.model.train()
-        with buffers_restored(self.model):
+        with state_restored(self.model):
+            given = batch(copy.deepcopy(records))
             check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
 
     def _used_columns(self, dataset: Any, description: str) -> Any:
@@ -187,9 +186,8 @@ class PrivateTrainer(transformers.Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the stock dataloader, but refuse the training examples."""
-        by_name = isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict)
-        given = {eval_dataset: self.eval_dataset[eval_dataset]} if by_name else eval_dataset
-        self._check_held_out(self.eval_dataset if given is None else given)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._check_held_out(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -197,15 +195,36 @@ class PrivateTrainer(transformers.Trainer):
         self._check_held_out(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
-    def _check_held_out(self, eval_dataset: Any) -> None:
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if dataset is None or self.privacy.debug_loss or any(dataset is other for other in self._held_out):
-                continue
-            if dataset is self.train_dataset:
-                raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
-            used = [self._used_columns(data, "evaluation") for data in (self.train_dataset, dataset)]
-            _compare_held_out(*used)
-            self._held_out.append(dataset)
+    def _check_held_out(self, held_out: Any) -> None:
+        """Refuse evaluation on the training examples, and warn about those that are shared."""
+        if isinstance(held_out, dict):
+            for dataset in held_out.values():
+                self._check_held_out(dataset)
+            return
+        if held_out is None or self.privacy.debug_loss or any(held_out is checked for checked in self._held_out):
+            return
+        if held_out is self.train_dataset:
+            raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
+        key = NoiseKey.generate()
+        try:
+            training = fingerprint_records(self._used_columns(self.train_dataset, "training"), key)
+            found = fingerprint_records(self._used_columns(held_out, "evaluation"), key)
+        except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
+            self._held_out.append(held_out)
+            return
+        shared = found.shared_with(training)
+        if shared == len(found.each) > 0 and training.mostly_distinct:
+            raise ValueError(
+                "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
+                "examples, or PrivacyArguments(debug_loss=True) to debug."
+            )
+        self._held_out.append(held_out)
+        if shared:
+            warnings.warn(
+                f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does "
+                "not cover scores on them.",
+                stacklevel=3,
+            )
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -394,14 +413,7 @@ class PrivateTrainer(transformers.Trainer):
 
 
 class StepLoader:
-    """A private loader as the stock loop sees it: each item yields the micro-batches of one remaining step.
-
-    >>> from dpoptim.privacy import PrivacyPlan
-    >>> loader = StepLoader(private_loader(range(6), PrivacyPlan(num_examples=6, batch_size=3, steps=2),
-    ...                                    micro_batch_size=2, collate_fn=len))
-    >>> [list(step) for step in loader], len(loader)
-    ([[2, 1], [2, 1]], 0)
-    """
+    """A private loader as the stock loop sees it: each item yields the micro-batches of one remaining step."""
 
     def __init__(self, loader: PrivateLoader) -> None:
         self.loader = loader
@@ -429,27 +441,6 @@ class StepLoader:
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
             self._batches = None
-
-
-def _compare_held_out(train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse evaluation on the training examples, and warn about those that are shared."""
-    key = NoiseKey.generate()
-    try:
-        training, found = fingerprint_records(train_dataset, key), fingerprint_records(eval_dataset, key)
-    except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
-        return
-    shared = found.shared_with(training)
-    if shared == len(found.each) > 0 and training.mostly_distinct:
-        raise ValueError(
-            "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
-            "examples, or PrivacyArguments(debug_loss=True) to debug."
-        )
-    if shared:
-        warnings.warn(
-            f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does not "
-            "cover scores on them.",
-            stacklevel=4,
-        )
 
 
 def _length(record: Any) -> int:
