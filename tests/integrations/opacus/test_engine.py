@@ -89,7 +89,6 @@ def test_epsilon_grows_with_the_steps_taken():
         max_grad_norm=1.0,
     )  # fmt: skip
     assert engine.get_epsilon(DELTA) == 0.0
-    assert engine.accountant.history == []
     with pytest.raises(ValueError, match="no step has been taken"):
         engine.statement(DELTA)
     spent = []
@@ -97,7 +96,7 @@ def test_epsilon_grows_with_the_steps_taken():
         one_epoch(*made)
         spent.append(engine.get_epsilon(DELTA))
     assert 0 < spent[0] < spent[1] == engine.accountant.get_epsilon(delta=DELTA)
-    assert engine.accountant.history == [(1.0, 0.1, 20)]
+    assert len(engine.accountant) == 20
     statement = engine.statement(DELTA)
     assert statement.startswith(f"Differentially private: epsilon = {math.ceil(spent[1] * 1e4) / 1e4:.4f}")
     assert "add/remove" in statement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import IO, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
@@ -138,9 +138,7 @@ class PrivateTraining(NamedTuple):
         plan = self.optimizer.plan
         if self.data_loader.is_open:
             if self.steps_taken == 0:
-                raise ValueError(
-                    "no step has been taken and epochs was not given. Ask after training, or pass epochs=."
-                )
+                raise ValueError("no step has been taken, and epochs was not given. Ask after training.")
             plan = plan.replace(steps=self.steps_taken)
         return plan.statement(delta)
 
@@ -251,7 +249,7 @@ def _plan(
         warnings.warn(
             "poisson_sampling=False: epsilon is not amplified, and larger than what Opacus prints, which is that of "
             "Poisson samples. Adjacency is zero-out, because removing an example would shift later batches.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return PrivacyPlan(
         num_examples=num_examples,
@@ -282,7 +280,7 @@ def _assemble(
         warnings.warn(
             f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the "
             f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
-            stacklevel=4,
+            stacklevel=5,
         )
     key = settings.get("key") or NoiseKey.generate()
     given = checked_loader(data_loader)
@@ -313,14 +311,6 @@ class Accountant:
         """The number of steps so far."""
         return 0 if self._engine.private is None else self._engine.private.steps_taken
 
-    @property
-    def history(self) -> list[tuple[float, float, int]]:
-        """[(noise multiplier, sampling rate, steps)], as in Opacus."""
-        private = self._engine.private
-        if private is None or len(self) == 0:
-            return []
-        return [(private.optimizer.noise_multiplier, private.data_loader.sample_rate, len(self))]
-
     def get_epsilon(self, delta: float) -> float:
         """Return the ε of the steps so far."""
         return self._engine.get_epsilon(delta)
@@ -342,30 +332,27 @@ class PrivacyEngine:
         check_choice("accountant", accountant, ("prv", "rdp", "gdp"))
         if secure_mode:
             raise ValueError(
-                "secure_mode=True is not supported: noise and batches come from a cryptographic key, but noise is not "
-                "hardened against floating-point attacks. Leave it out to accept that."
+                "secure_mode=True is not supported: noise is not hardened against floating-point attacks. Leave it out."
             )
         self.private: PrivateTraining | None = None
         self.accountant = Accountant(self)
 
     def make_private(self, **arguments: Any) -> PrivateTraining:
         """Call `dpoptim.integrations.opacus.make_private` and keep the result."""
-        self._check_unused()
-        self.private = make_private(**arguments)
-        return self.private
+        return self._begin(make_private, arguments)
 
     def make_private_with_epsilon(self, **arguments: Any) -> PrivateTraining:
         """Call `dpoptim.integrations.opacus.make_private_with_epsilon` and keep the result."""
-        self._check_unused()
-        self.private = make_private_with_epsilon(**arguments)
-        return self.private
+        return self._begin(make_private_with_epsilon, arguments)
 
-    def _check_unused(self) -> None:
+    def _begin(self, make: Callable[..., PrivateTraining], arguments: dict[str, Any]) -> PrivateTraining:
         if self.private is not None:
             raise ValueError(
                 "this engine already has a run. Create a new PrivacyEngine for another run, and add their epsilons if "
                 "both use the same data."
             )
+        self.private = make(**arguments)
+        return self.private
 
     def _run(self) -> PrivateTraining:
         if self.private is None:
