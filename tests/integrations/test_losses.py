@@ -97,7 +97,7 @@ def test_task_of_a_class():
 def test_a_batch_without_labels_names_a_collator(make, collator):
     model, given = make(), batch(4)
     del given["labels"]
-    with pytest.raises(ValueError, match=f"has no labels, only input_ids, attention_mask; .*{collator}"):
+    with pytest.raises(ValueError, match=f"has no labels, only input_ids, attention_mask\\. .*{collator}"):
         losses_for(model)(model, given)
 
 

@@ -131,8 +131,7 @@ class BatchLosses:
         if labels is None:
             collator = _COLLATORS.get(self.task, "DataCollatorForLanguageModeling")
             raise ValueError(
-                f"the batch has no labels, only {', '.join(inputs)}; {self.task} needs them. Use a collator that makes "
-                f"them, such as {collator}, or pass loss_per_example=."
+                f"the batch has no labels, only {', '.join(inputs)}. Use a collator that adds them, such as {collator}."
             )
         if self.task in ("text-classification", "image-classification"):
             return class_losses(logits_of(model(**inputs)), labels, _config(model))
@@ -186,8 +185,8 @@ def check_is_causal(model: nn.Module) -> None:
     is_encoder = getattr(config, "model_type", None) in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if is_encoder and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
         raise ValueError(
-            f"{type(without_peft(model)).__name__} reads in both directions, so it would see the tokens that causal-lm "
-            "predicts. Use masked-lm, or set is_decoder=True in the model's configuration."
+            f"{type(without_peft(model)).__name__} reads in both directions, so it sees the tokens that causal-lm "
+            "predicts. Use masked-lm, or set is_decoder=True in its configuration."
         )
 
 
@@ -227,8 +226,7 @@ def _task_of(model: nn.Module) -> str:
     if len(found) != 1:
         problem = "does several tasks" if found else "has no known task"
         raise ValueError(
-            f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=, a "
-            "function of (model, batch) that returns one loss per example."
+            f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=."
         )
     return found[0]
 
@@ -240,10 +238,7 @@ def _config(model: nn.Module) -> Any:
 def _shifted(model: nn.Module, labels: Tensor) -> Any:
     shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
     if shift is None:
-        raise ValueError(
-            f"the batch has no decoder_input_ids, and {type(without_peft(model)).__name__} cannot make them from "
-            "labels. Use DataCollatorForSeq2Seq(tokenizer, model=model), or put them into the dataset."
-        )
+        raise ValueError("the batch has no decoder_input_ids. Use DataCollatorForSeq2Seq(tokenizer, model=model).")
     return shift(labels=labels)
 
 

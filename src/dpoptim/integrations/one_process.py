@@ -41,6 +41,4 @@ def check_module(module: nn.Module) -> None:
     """Refuse a module in a wrapper for distributed training."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS:
-            raise ValueError(
-                f"module is a {kind.__name__}, but private training runs in one process. Pass a plain module."
-            )
+            raise ValueError(f"module is a {kind.__name__}: private training runs in one process. Pass a plain module.")

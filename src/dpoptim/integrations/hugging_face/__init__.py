@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
+_TRANSFORMERS = ((5, 17), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
+
 
 def __getattr__(name: str) -> Any:
     """Import `PrivateTrainer` on first use: it needs transformers and accelerate."""
@@ -24,7 +26,7 @@ def __getattr__(name: str) -> Any:
             f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install transformers accelerate"
         ) from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not (5, 17) <= version < (6,):  # PrivateTrainer replaces private methods, which other versions may not have
+    if not _TRANSFORMERS[0] <= version < _TRANSFORMERS[1]:
         raise ImportError(
             f"PrivateTrainer does not support transformers {transformers.__version__}. Run: pip install "
             "'transformers>=5.17,<6'"

@@ -71,8 +71,7 @@ def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt", LOADER_STATE):
         if not (Path(checkpoint) / name).is_file():
             raise ValueError(
-                f"checkpoint {str(checkpoint)!r} has no {name}, so the private run cannot resume from it. Use one that "
-                "PrivateTrainer saved with save_only_model=False."
+                f"checkpoint {str(checkpoint)!r} has no {name}. Use one that was saved with save_only_model=False."
             )
     state: dict[str, Any] = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
     return state

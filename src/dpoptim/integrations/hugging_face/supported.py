@@ -92,8 +92,7 @@ def check_call(
     if optimizer is not None:
         if not isinstance(optimizer, PrivateOptimizer) or plan is None:
             raise ValueError(
-                f"optimizers has a {type(optimizer).__name__} and plan={'given' if plan else None}. Create the "
-                "optimizer with dpoptim, for example by scale_then_privatize(model, plan, lr=1e-3), and pass its plan=."
+                f"optimizers has a {type(optimizer).__name__}. Create the optimizer with dpoptim, and pass its plan=."
             )
         if next(model.parameters()).device.type != args.device.type:
             raise ValueError(f"the model is not on {args.device}. Move it there before creating its optimizer.")
@@ -101,7 +100,7 @@ def check_call(
     if args.load_best_model_at_end or schedule in ("reduce_lr_on_plateau", "greedy"):
         warnings.warn(
             "scores on eval_dataset choose the model or its learning rate, which the guarantee does not cover. Use "
-            "public data for eval_dataset.",
+            "public data for it.",
             stacklevel=3,
         )
 

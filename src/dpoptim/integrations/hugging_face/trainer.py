@@ -215,8 +215,7 @@ class PrivateTrainer(transformers.Trainer):
         shared = found.shared_with(training)
         if shared == len(found.each) > 0 and training.mostly_distinct:
             raise ValueError(
-                "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
-                "examples, or PrivacyArguments(debug_loss=True) to debug."
+                "all examples of eval_dataset are training examples, and scores on them are not private. Use others."
             )
         self._held_out.append(held_out)
         if shared:
@@ -273,8 +272,7 @@ class PrivateTrainer(transformers.Trainer):
             losses = self.loss_per_example(model, batch)
         if losses.ndim != 1:
             raise ValueError(
-                f"loss_per_example returned a tensor of shape {tuple(losses.shape)}. Return one loss per example, "
-                "without a mean or sum over the batch."
+                f"loss_per_example returned a tensor of shape {tuple(losses.shape)}. Return one loss per example."
             )
         return losses
 
@@ -321,10 +319,7 @@ class PrivateTrainer(transformers.Trainer):
     ) -> TrainOutput:
         """Train for the steps of the plan, or resume from a checkpoint; then detach the optimizer from the model."""
         if self.private_optimizer is not None and self.private_optimizer.mechanism.step > 0:
-            raise ValueError(
-                "train() has already spent this trainer's steps. Create a new PrivateTrainer, to resume from a "
-                "checkpoint or for another run with its own guarantee."
-            )
+            raise ValueError("train() has already taken this trainer's steps. Create a new PrivateTrainer.")
         ready = self.optimizer is not None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or self.args.output_dir
@@ -344,8 +339,7 @@ class PrivateTrainer(transformers.Trainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: each trial would spend its own ε."""
         raise ValueError(
-            "hyperparameter_search trains many times on the same private data, and each run spends its own epsilon. "
-            "Tune on public data, or account for all runs together."
+            "hyperparameter_search trains many times, and each run spends its own epsilon. Tune on public data."
         )
 
     # -- the log ---------------------------------------------------------------------------------------------------

@@ -99,8 +99,7 @@ def check_settings(settings: Settings) -> None:
     if reduction == "mean" and (has_weights or ignored != -100):
         what = "class weights" if has_weights else f"ignore_index={ignored}"
         raise ValueError(
-            f"criterion has {what}, so its mean depends on the other targets of the batch. Use reduction='sum' with "
-            "loss_reduction='sum'."
+            f"criterion has {what}, so its mean depends on other examples. Use 'sum' here and for loss_reduction."
         )
 
 
@@ -348,8 +347,7 @@ class PrivacyEngine:
     def _begin(self, make: Callable[..., PrivateTraining], arguments: dict[str, Any]) -> PrivateTraining:
         if self.private is not None:
             raise ValueError(
-                "this engine already has a run. Create a new PrivacyEngine for another run, and add their epsilons if "
-                "both use the same data."
+                "this engine already has a run. Create a new PrivacyEngine, and add their epsilons if they share data."
             )
         self.private = make(**arguments)
         return self.private

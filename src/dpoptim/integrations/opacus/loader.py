@@ -66,8 +66,7 @@ class DPDataLoader:
         released = self.optimizer.mechanism.step
         if released >= self.private_loader.steps:
             raise ValueError(
-                f"all {self.private_loader.steps} steps have been taken, and epsilon covers no more. For a longer run "
-                "pass more epochs to make_private."
+                f"all {released} steps have been taken. For a longer run pass more epochs to make_private."
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size
@@ -130,16 +129,13 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
     if type(batches) is not torch.utils.data.BatchSampler or not takes_all_once:
         lost = type(sampler if type(batches) is torch.utils.data.BatchSampler else batches).__name__
         raise ValueError(
-            f"data_loader has a {lost}, but private batches are drawn uniformly from the whole dataset. Leave it out, "
-            "give batch_size, and select examples with torch.utils.data.Subset."
+            f"data_loader has a {lost}, but private batches are drawn uniformly. Leave it out, and select examples "
+            "with torch.utils.data.Subset."
         )
     if len(data_loader) == 0:
         raise ValueError("data_loader has drop_last=True and no full batch. Use a smaller batch_size.")
     if data_loader.worker_init_fn is not None:
         raise ValueError("data_loader has a worker_init_fn, which is not copied. Do that work in the dataset.")
     if data_loader.generator is not None or getattr(sampler, "generator", None) is not None:
-        raise ValueError(
-            "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
-            "to make_private to resume a run."
-        )
+        raise ValueError("data_loader has a generator, but batches are drawn with a secret key. Leave it out.")
     return data_loader

@@ -74,15 +74,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         known = ", ".join(known.__name__ for known in _KINDS)
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private version. "
-            f"Use one of torch.optim: {known}."
-        )
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}, which has no private version. Use {known}.")
     own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
     if not given <= own:
         raise ValueError(
-            "optimizer has parameters that the module does not have. Create it from module.parameters(), after "
-            "ModuleValidator.fix, which copies the module."
+            "optimizer has parameters that the module does not have. Create it after ModuleValidator.fix, which copies."
         )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
         raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
@@ -93,10 +89,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
                     f"optimizer has {name}={group[name]!r}, which has no private counterpart. Use {name}={value!r}."
                 )
         if "initial_lr" in group:
-            raise ValueError(
-                "optimizer has a learning-rate scheduler, which would keep changing the old optimizer. Create the "
-                "scheduler after make_private, for the optimizer that it returns."
-            )
+            raise ValueError("optimizer has a learning-rate scheduler. Create the scheduler after make_private.")
 
 
 def private_optimizer(
@@ -121,9 +114,7 @@ def private_optimizer(
     made: PrivateOptimizer
     if kind.rule is SGD:
         if variant not in (None, "dp_sgd"):
-            raise ValueError(
-                f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam, or leave variant out."
-            )
+            raise ValueError(f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam.")
         made = dp_sgd(module, plan, lr, **first, **common, **options)
     else:
         name = variant or "post_processing"
@@ -135,8 +126,7 @@ def private_optimizer(
         scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
         if scales_by_length and not steps_are_known and "eps_scale" not in options:
             raise ValueError(
-                "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass "
-                "epochs=... or variant_options={'eps_scale': ...}."
+                "scale_then_privatize with Adagrad needs epochs=... or variant_options={'eps_scale': ...}. Pass one."
             )
         made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **options)
     memory = {name: options[name] for name in ("noise_memory", "clipping_memory") if name in options}
