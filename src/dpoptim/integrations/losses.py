@@ -49,17 +49,7 @@ _TABLES = {  # transformers' tables of model classes
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
-_ENDINGS = {  # of classes that are in no table
-    "ForMaskedLM": "masked-lm",
-    "LMHeadModel": "causal-lm",
-    "ForCausalLM": "causal-lm",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-}
 _COLLATORS = {"token-classification": "DataCollatorForTokenClassification", "seq2seq-lm": "DataCollatorForSeq2Seq"}
-
-
-# -- batches of `dpoptim train` ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,18 +95,12 @@ def _of_tokens(
     return ExampleLosses(total=losses.float().sum(1), targets=(labels != IGNORED).sum(1))
 
 
-# -- batches of Hugging Face collators --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchLosses:
-    """`losses(model, batch) -> [examples]` for a batch, by name, as a Hugging Face collator makes it.
+    """`losses(model, batch)` returns the loss of each example of a Hugging Face collator's batch.
 
-        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
-
-    With `targets_only`, language models decode the targets alone and store no logits. Classifiers follow
-    `config.problem_type` as transformers does: one label, several, or a number (mean squared error). Encoder–decoder
-    models get `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
+    With `targets_only`, language models decode the targets alone and store no logits. Encoder–decoder models get
+    `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
 
     Guarantee: Entry j depends on example j alone, if that holds for the model's outputs. An example without targets has
     loss 0.
@@ -152,7 +136,14 @@ def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     model's class.
     """
     if task is None:
-        task = _task_of(model)
+        inner = without_peft(model)
+        found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
+        if len(found) != 1:
+            problem = "does several tasks" if found else "has no known task"
+            raise ValueError(
+                f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=."
+            )
+        (task,) = found
     check_choice("task", task, _TABLES)
     if task == "causal-lm":
         check_is_causal(model)
@@ -190,9 +181,6 @@ def check_is_causal(model: nn.Module) -> None:
         )
 
 
-# -- tasks by class ---------------------------------------------------------------------------------------------------
-
-
 def tasks_of_classes(names: Iterable[str]) -> list[Task]:
     """The tasks of `dpoptim train` that classes with these names are for: none, one or several."""
     return [Task(task) for task in _tasks_of(names) if task not in _COLLATORS]
@@ -208,27 +196,14 @@ def trained_elsewhere(names: Iterable[str]) -> str | None:
 
 
 def _tasks_of(names: Iterable[str]) -> list[str]:
-    """The tasks of classes with these names: by transformers' tables, or by how a name ends."""
+    """The tasks of classes with these names, by transformers' tables."""
     auto = require("transformers.models.auto.modeling_auto", "finding the task of a model")
     asked = set(names)
-    found = [task for task, table in _TABLES.items() if asked & _class_names(getattr(auto, table))]
-    by_ending = {task for name in asked for ending, task in _ENDINGS.items() if name.endswith(ending)}
-    return found or [task for task in _TABLES if task in by_ending]
 
+    def has_one(table: Mapping[str, str | tuple[str, ...]]) -> bool:
+        return any(asked & ({value} if isinstance(value, str) else set(value)) for value in table.values())
 
-def _class_names(table: Mapping[str, Any]) -> set[str]:
-    return {name for value in table.values() for name in ([value] if isinstance(value, str) else value)}
-
-
-def _task_of(model: nn.Module) -> str:
-    inner = without_peft(model)
-    found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
-    if len(found) != 1:
-        problem = "does several tasks" if found else "has no known task"
-        raise ValueError(
-            f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=."
-        )
-    return found[0]
+    return [task for task, table in _TABLES.items() if has_one(getattr(auto, table))]
 
 
 def _config(model: nn.Module) -> Any:
@@ -238,7 +213,7 @@ def _config(model: nn.Module) -> Any:
 def _shifted(model: nn.Module, labels: Tensor) -> Any:
     shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
     if shift is None:
-        raise ValueError("the batch has no decoder_input_ids. Use DataCollatorForSeq2Seq(tokenizer, model=model).")
+        raise ValueError("the batch has no decoder_input_ids, and the model cannot shift labels. Add them to the data.")
     return shift(labels=labels)
 
 

@@ -82,7 +82,7 @@ def test_subclasses_with_their_own_loss_or_step_are_refused(tmp_path):
             return super().training_step(*args, **rest)
 
     for kind, name in ((Averaging, "compute_loss"), (Stepping, "training_step")):
-        with pytest.raises(ValueError, match=f"overrides {name}, but .* Pass loss_per_example= instead"):
+        with pytest.raises(ValueError, match=f"overrides {name}, which .* Pass loss_per_example= instead"):
             kind(classifier(), training_args(tmp_path), None, labelled(), processing_class=WORDS, privacy=PRIVACY)
 
 

@@ -63,9 +63,7 @@ class PrivacyArguments:
     epsilon: float | None = _option(None, "The ε to calibrate the noise to; this or noise_multiplier.")
     delta: float | None = _option(None, "The δ of (ε, δ); defaults to a power of ten of at most 1/(10·examples).")
     noise_multiplier: float | None = _option(None, "Noise on the clipped sum, over clip_norm; instead of epsilon.")
-    clip_norm: float | None = _option(
-        None, f"Bound on ONE example's gradient; defaults to max_grad_norm if changed, else {CLIP_NORM}."
-    )
+    clip_norm: float | None = _option(None, "Bound on ONE example's gradient; defaults to max_grad_norm if changed.")
     sampling: str = _option("auto", "auto, poisson, shuffled, cyclic or cyclic:GROUPS.")
     noise: str = _option("independent", "independent, auto, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")

@@ -51,8 +51,7 @@ def run_secrets(
         key = NoiseKey.load_or_create(file)
         name = key.fingerprint()
     else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = NoiseKey.generate() if optimizer is None else optimizer.key
         name = (key if optimizer is None else key.for_run(optimizer.mechanism.run_id)).fingerprint()
         file = folder / f"{name}.key"

@@ -40,10 +40,6 @@ _TRAINER_OPTIONS = {
     "model_init": "would train again and spend epsilon again. Pass model=.",
     "optimizer_cls_and_kwargs": "is not a private optimizer. Set PrivacyArguments(variant=).",
 }
-_METHODS = {  # that a subclass must not override
-    "compute_loss": "training does not call it",
-    "training_step": "it could mix examples unnoticed",
-}
 
 
 def private_arguments(args: Any) -> Any:
@@ -66,9 +62,9 @@ def private_arguments(args: Any) -> Any:
 
 def check_subclass(kind: type, base: type) -> None:
     """Refuse a subclass of PrivateTrainer with its own loss or training step."""
-    for name, reason in _METHODS.items():
+    for name in ("compute_loss", "training_step"):
         if getattr(kind, name) is not getattr(base, name):
-            raise ValueError(f"{kind.__name__} overrides {name}, but {reason}. Pass loss_per_example= instead.")
+            raise ValueError(f"{kind.__name__} overrides {name}, which may mix examples. Pass loss_per_example= instead.")
 
 
 def check_call(
@@ -83,7 +79,14 @@ def check_call(
     if privacy is None and plan is None:
         raise ValueError("privacy=None. Pass privacy=PrivacyArguments(epsilon=..., delta=...), or a calibrated plan=.")
     if plan is not None:
-        _check_plan(plan, privacy, args)
+        if getattr(plan, "noise_multiplier", None) is None:
+            raise ValueError("plan has no noise_multiplier. Pass PrivacyPlan(...).calibrate(epsilon=..., delta=...).")
+        if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
+            raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
+        if plan.delta is not None and plan.is_private:
+            refuse_weak_delta(plan.delta, plan.num_examples)
+        if args.max_steps not in (-1, plan.steps):
+            raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")
     for option, why in _TRAINER_OPTIONS.items():
         if options.get(option) is not None:
             raise ValueError(f"{option} {why}")
@@ -103,16 +106,3 @@ def check_call(
             "public data for it.",
             stacklevel=3,
         )
-
-
-def _check_plan(plan: PrivacyPlan, privacy: PrivacyArguments | None, args: Any) -> None:
-    if not isinstance(plan, PrivacyPlan):
-        raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}")
-    if plan.noise_multiplier is None:
-        raise ValueError("plan has no noise_multiplier. Call plan.calibrate(epsilon=..., delta=...).")
-    if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
-        raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
-    if plan.delta is not None and plan.is_private:
-        refuse_weak_delta(plan.delta, plan.num_examples)
-    if args.max_steps not in (-1, plan.steps):
-        raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")

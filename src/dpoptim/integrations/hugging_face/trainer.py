@@ -71,7 +71,7 @@ class PrivateTrainer(transformers.Trainer):
     "not_private_loss", and the guarantee does not cover the log. Evaluation does not affect training.
     Every run has a new key in OUTPUT_DIR.secret (mode 0700), which is never uploaded with OUTPUT_DIR.
     A resumed run repeats released steps exactly. Different examples, settings or gradients are refused before noise is
-    made. For this all examples are read once when training begins (30 s for a million short tokenised texts).
+    made. For this all examples are read once when training begins.
     """
 
     def __init__(
@@ -132,10 +132,9 @@ class PrivateTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> StepLoader:
         """Return one item per step of the plan; Accelerate does not shard, dispatch or reorder it."""
         plan = self._plan if self._plan is not None else self.plan
-        collate = self.data_collator
-        if not _has_columns(self.train_dataset):
+        dataset, collate = self._used_columns(self.train_dataset), self.data_collator
+        if dataset is self.train_dataset:  # it has no named columns
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
         key, lengths = self._run_secrets().key, dict[int, int]()
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
@@ -172,17 +171,14 @@ class PrivateTrainer(transformers.Trainer):
         def batch(rows: list[Any]) -> Any:
             return self._prepare_inputs(collate(rows))
 
-        def losses(model: nn.Module, given: Any) -> Tensor:
-            return self._losses(model, copy.copy(given))  # it may take labels out
-
         check_padding(self.model, self.loss_per_example, batch, records)
         self.model.train()
         with state_restored(self.model):
             given = batch(copy.deepcopy(records))
-            check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
+            check_example_independence(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
 
-    def _used_columns(self, dataset: Any, description: str) -> Any:
-        return self._remove_unused_columns(dataset, description=description) if _has_columns(dataset) else dataset
+    def _used_columns(self, dataset: Any) -> Any:
+        return self._remove_unused_columns(dataset) if hasattr(dataset, "remove_columns") else dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the stock dataloader, but refuse the training examples."""
@@ -207,8 +203,8 @@ class PrivateTrainer(transformers.Trainer):
             raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
         key = NoiseKey.generate()
         try:
-            training = fingerprint_records(self._used_columns(self.train_dataset, "training"), key)
-            found = fingerprint_records(self._used_columns(held_out, "evaluation"), key)
+            training = fingerprint_records(self._used_columns(self.train_dataset), key)
+            found = fingerprint_records(self._used_columns(held_out), key)
         except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
             self._held_out.append(held_out)
             return
@@ -411,15 +407,10 @@ class StepLoader:
 
     def __init__(self, loader: PrivateLoader) -> None:
         self.loader = loader
-        self.dataset = loader.dataset
         self._batches: Iterator[Any] | None = None
 
-    def __len__(self) -> int:
-        """The number of remaining steps."""
-        return self.loader.steps - self.loader.next_step
-
     def __iter__(self) -> Iterator[Iterator[Any]]:
-        while len(self):
+        while self.loader.next_step < self.loader.steps:
             yield self._micro_batches()
 
     def _micro_batches(self) -> Iterator[Any]:
@@ -441,8 +432,3 @@ def _length(record: Any) -> int:
     """The number of tokens of a record, inputs and labels."""
     values = record.values() if isinstance(record, Mapping) else ()
     return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
-
-
-def _has_columns(dataset: Any) -> bool:
-    """Whether it is a datasets.Dataset."""
-    return hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")

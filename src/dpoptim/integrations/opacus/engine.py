@@ -24,20 +24,17 @@ _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, s
 
 File = str | os.PathLike[str] | IO[bytes]
 
-# -- settings ---------------------------------------------------------------------------------------------------------
-
 
 class Settings(TypedDict, total=False):
     """Further keyword arguments of `make_private` and `make_private_with_epsilon`.
 
     Arguments of Opacus, with its defaults:
-    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch. Under both, the raw gradient
-        of one example's loss is clipped.
+    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch.
     poisson_sampling: True (default), or False for shuffled batches. Their ε is not amplified.
     criterion: Checked for a reduction that contradicts `loss_reduction`; never wrapped.
     rand_on_empty: Accepted and ignored. An empty batch is a placeholder that does not count, and its step is noise.
-    clipping="flat", batch_first=True, wrap_model=True, noise_generator=None, and any grad_sample_mode but "ghost": no
-        other value is supported.
+    grad_sample_mode: Accepted and ignored, except that "ghost" is refused.
+    clipping, batch_first, wrap_model, noise_generator: Only the default is supported.
 
     Arguments of dpoptim:
     variant: The private optimizer. Defaults to `dp_sgd` for SGD and to `post_processing` otherwise, as in Opacus.
@@ -62,10 +59,7 @@ class Settings(TypedDict, total=False):
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are supported, and what to do about others
     "clipping": (("flat",), "One norm over all parameters is clipped. Leave clipping out."),
     "batch_first": ((True,), "Give the model inputs with the examples on the first axis."),
-    "noise_generator": (
-        (None,),
-        "Noise comes from a secret key. Leave it out, or pass key=dpoptim.NoiseKey.load(path) to resume a run.",
-    ),
+    "noise_generator": ((None,), "Noise comes from a secret key. Leave it out, or pass key= to resume a run."),
     "wrap_model": ((True,), "Nothing is wrapped. Leave it out, and replace hooks.cleanup() by optimizer.detach()."),
     "grad_sample_mode": (
         ("hooks", "functorch", "ew"),
@@ -73,7 +67,7 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are suppor
     ),
     "loss_reduction": (("mean", "sum"), "Use 'mean' or 'sum', as the loop reduces the losses."),
 }
-_NOT_OPTIONS = {  # names that variant_options must not have
+_OWN_OPTIONS = {  # names that variant_options must not have
     "model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay", "key", "loss_reduction", "run_id",
     "external_batches",
 }  # fmt: skip
@@ -88,7 +82,7 @@ def check_settings(settings: Settings) -> None:
         value = settings.get(name, values[0])
         if value not in values:
             raise ValueError(f"{name}={value!r} is not supported. {fix}")
-    for name in sorted(_NOT_OPTIONS & (settings.get("variant_options") or {}).keys()):
+    for name in sorted(_OWN_OPTIONS & (settings.get("variant_options") or {}).keys()):
         raise ValueError(f"variant_options has {name!r}, which make_private sets from its own arguments. Leave it out.")
     criterion, reduction = settings.get("criterion"), settings.get("loss_reduction", "mean")
     own = getattr(criterion, "reduction", reduction)
@@ -101,9 +95,6 @@ def check_settings(settings: Settings) -> None:
         raise ValueError(
             f"criterion has {what}, so its mean depends on other examples. Use 'sum' here and for loss_reduction."
         )
-
-
-# -- one run ----------------------------------------------------------------------------------------------------------
 
 
 class PrivateTraining(NamedTuple):
@@ -295,9 +286,6 @@ def _assemble(
         private = private_optimizer(module, optimizer, plan, settings, key=key, steps_are_known=not is_open)
     loader = DPDataLoader(private_batches, private, original=given, is_open=is_open)
     return PrivateTraining(module, private, loader)
-
-
-# -- the engine -------------------------------------------------------------------------------------------------------
 
 
 class Accountant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sized
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, cast
@@ -80,8 +81,10 @@ class DPDataLoader:
                 return
 
 
-class BatchMemoryManager:
-    """A context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
+def BatchMemoryManager(
+    *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer
+) -> contextlib.AbstractContextManager[DPDataLoader]:
+    """Return a context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
 
     The loop calls `zero_grad()`, `backward()` and `step()` for every part. The last part of a step updates the model.
 
@@ -92,22 +95,12 @@ class BatchMemoryManager:
 
     Guarantee: Sums, noise and ε do not depend on the size of the parts.
     """
-
-    def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
-        if not isinstance(data_loader, DPDataLoader):
-            raise ValueError(
-                f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned."
-            )
-        if optimizer is not data_loader.optimizer:
-            raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
-        check_whole("max_physical_batch_size", max_physical_batch_size)
-        self._parts = replace(data_loader, max_physical_batch_size=max_physical_batch_size)
-
-    def __enter__(self) -> DPDataLoader:
-        return self._parts
-
-    def __exit__(self, *exception: object) -> None:
-        return None
+    if not isinstance(data_loader, DPDataLoader):
+        raise ValueError(f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned.")
+    if optimizer is not data_loader.optimizer:
+        raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
+    check_whole("max_physical_batch_size", max_physical_batch_size)
+    return contextlib.nullcontext(replace(data_loader, max_physical_batch_size=max_physical_batch_size))
 
 
 def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
