@@ -61,8 +61,7 @@ def check_padding(
             if not torch.allclose(together[row], loss, rtol=tolerance, atol=1e-3 * tolerance, equal_nan=True):
                 raise ValueError(
                     "the loss of an example changes with its padding or with the other examples of its batch. Pad on "
-                    "the right, give the model its attention_mask, and divide by each example's own tokens; or pad "
-                    "all examples to one length."
+                    "the right, give the model its attention_mask, and divide by each example's own tokens."
                 )
 
 

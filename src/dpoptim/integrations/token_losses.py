@@ -1,9 +1,9 @@
 """The cross-entropy of a language model at chosen places only, for any architecture that transformers knows.
 
 A language model is an encoder (`base_model`), a head, and a linear map onto the vocabulary (`get_output_embeddings()`).
-Two hooks run it at the targets only: one gathers the encoder's output at the predicted places, the other takes out the
-input of the linear map. Then `linear_cross_entropy` computes the losses without storing logits. `can_read_targets`
-finds out once, on made-up tokens, whether a model is built like this. If not, all logits are computed.
+One hook gathers the encoder's output at the targets, another takes out the input of the linear map. Then
+`linear_cross_entropy` computes the losses without storing logits. If a model is not built like this, which
+`can_read_targets` finds out on made-up tokens, all logits are computed.
 """
 
 from __future__ import annotations

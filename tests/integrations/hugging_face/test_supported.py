@@ -23,7 +23,7 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("deepspeed", {"stage": 2}, "deepspeed=.* one process"),
         ("fsdp", "full_shard", "fsdp=.* one process"),
         ("use_liger_kernel", True, "use_liger_kernel"),
-        ("train_sampling_strategy", "group_by_length", "would change how batches are drawn"),
+        ("train_sampling_strategy", "group_by_length", "changes how batches are drawn"),
         ("auto_find_batch_size", True, "auto_find_batch_size"),
         ("label_smoothing_factor", 0.1, "label_smoothing_factor"),
         ("neftune_noise_alpha", 5.0, "neftune_noise_alpha"),

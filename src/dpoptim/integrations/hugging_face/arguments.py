@@ -35,9 +35,8 @@ def _option(default: Any, text: str) -> Any:
 class PrivacyArguments:
     """The privacy settings of a `PrivateTrainer`; `HfArgumentParser` can parse them.
 
-    Batch size, steps, learning rate, betas, weight decay and schedule are those of TrainingArguments. The expected
-    batch size is per_device_train_batch_size·gradient_accumulation_steps. The number of steps is max_steps, or
-    ⌈num_train_epochs·examples/batch⌉.
+    Everything else comes from TrainingArguments. The expected batch size is
+    per_device_train_batch_size·gradient_accumulation_steps. Steps are max_steps, or ⌈num_train_epochs·examples/batch⌉.
 
     Args:
         epsilon: The ε to calibrate the noise to. Give this or `noise_multiplier`.
@@ -127,7 +126,6 @@ def optimizer_for(
     args: Any,
     plan: PrivacyPlan,
     model: nn.Module,
-    *,
     key: NoiseKey,
     decayed: set[str],  # names of the parameters with weight decay
 ) -> PrivateOptimizer:

@@ -5,7 +5,6 @@
         3f9c0d….steps             the step ledger of the run
 
 People upload output_dir, so no key may lie in it. Every run has its own key, and a checkpoint names its run.
-Limit: if key, ledger and checkpoint are restored together from a backup, nobody notices that later steps were released.
 """
 
 from __future__ import annotations

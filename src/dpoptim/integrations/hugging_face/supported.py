@@ -17,24 +17,18 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: val
     "fp16": ((False,), "scales the loss, which changes clipping. Use bf16=True or full precision."),
     "torch_compile": ((False,), "compiles the layers that see each example. Leave it out."),
     "use_liger_kernel": ((False,), "replaces layers that must see each example. Leave it out."),
-    "train_sampling_strategy": (
-        ("random",), "would change how batches are drawn. Leave it out and set PrivacyArguments(sampling=).",
-    ),
-    "auto_find_batch_size": (
-        (False,), "restarts the run, but the guarantee covers one run. Set per_device_train_batch_size.",
-    ),
+    "train_sampling_strategy": (("random",), "changes how batches are drawn. Set PrivacyArguments(sampling=) instead."),
+    "auto_find_batch_size": ((False,), "restarts the run and spends epsilon again. Set per_device_train_batch_size."),
     "label_smoothing_factor": ((0.0,), "averages the loss over the batch. Leave it out, or pass loss_per_example=."),
-    "neftune_noise_alpha": (
-        (None,), "adds noise that depends on the padded length of the batch, which mixes examples. Leave it out.",
-    ),
+    "neftune_noise_alpha": ((None,), "adds noise that depends on the padded length of the batch. Leave it out."),
     "include_num_input_tokens_seen": (("no", False), "logs a count of private tokens. Leave it out."),
     "skip_memory_metrics": ((True,), "logs memory peaks, which depend on the secret batch sizes. Leave it out."),
     "optim": (
         ("adamw_torch", "adamw_torch_fused"),
-        "is not a private optimizer. Leave it out and set PrivacyArguments(variant=), or pass optimizers= and plan=.",
+        "is not private. Leave it out and set PrivacyArguments(variant=), or pass optimizers= and plan=.",
     ),
     "optim_args": ((None,), "is for other optimizers. Set betas and weight_decay in TrainingArguments."),
-}  # fmt: skip
+}
 _TRAINER_OPTIONS = {
     "compute_loss_func": "may average over the batch. Pass loss_per_example=.",
     "model_init": "would train again and spend epsilon again. Pass model=.",
@@ -64,7 +58,9 @@ def check_subclass(kind: type, base: type) -> None:
     """Refuse a subclass of PrivateTrainer with its own loss or training step."""
     for name in ("compute_loss", "training_step"):
         if getattr(kind, name) is not getattr(base, name):
-            raise ValueError(f"{kind.__name__} overrides {name}, which may mix examples. Pass loss_per_example= instead.")
+            raise ValueError(
+                f"{kind.__name__} overrides {name}, which may mix examples. Pass loss_per_example= instead."
+            )
 
 
 def check_call(

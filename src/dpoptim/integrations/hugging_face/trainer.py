@@ -136,13 +136,14 @@ class PrivateTrainer(transformers.Trainer):
         if dataset is self.train_dataset:  # it has no named columns
             collate = self._get_collator_with_removed_columns(collate, description="training")
         self._check_held_out(self.eval_dataset)
-        key, lengths = self._run_secrets().key, dict[int, int]()
+        key, lengths = self._run_secrets().key, dict[int, int]()  # in tokens, of inputs and labels
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
         def look(place: int, record: Any) -> None:
             if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
                 schema.check(place, record)
-            lengths[place] = _length(record)
+            values = record.values() if isinstance(record, Mapping) else ()
+            lengths[place] = sum(len(v) for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
 
         self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
         by_length = sorted(lengths, key=lengths.__getitem__)
@@ -284,16 +285,11 @@ class PrivateTrainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the variant's optimizer, unless one was given, and attach it to the model."""
         if self.optimizer is None:
-            self.private_optimizer = optimizer_for(
-                self.privacy,
-                self.args,
-                self.plan,
-                self.model,
-                key=self._run_secrets().key,
-                decayed=set(self.get_decay_parameter_names(self.model)),
-            )
+            key, decayed = self._run_secrets().key, set(self.get_decay_parameter_names(self.model))
+            self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
-        observers = self.private_optimizer.observers if self.private_optimizer is not None else []
+        assert self.private_optimizer is not None
+        observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
         return self.optimizer
@@ -426,9 +422,3 @@ class StepLoader:
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
             self._batches = None
-
-
-def _length(record: Any) -> int:
-    """The number of tokens of a record, inputs and labels."""
-    values = record.values() if isinstance(record, Mapping) else ()
-    return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)

@@ -67,7 +67,7 @@ class DPDataLoader:
         released = self.optimizer.mechanism.step
         if released >= self.private_loader.steps:
             raise ValueError(
-                f"all {released} steps have been taken. For a longer run pass more epochs to make_private."
+                f"all {released} steps have been taken. Pass more epochs to make_private for a longer run."
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size

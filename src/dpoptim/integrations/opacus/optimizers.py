@@ -69,9 +69,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     _, _, fixed = _KINDS[type(optimizer)]
     own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
     if not given <= own:
-        raise ValueError(
-            "optimizer has parameters that the module does not have. Create it after ModuleValidator.fix, which copies."
-        )
+        raise ValueError("optimizer has parameters that the module does not have. Create it after ModuleValidator.fix.")
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
         raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
     for group in optimizer.param_groups:
@@ -117,9 +115,7 @@ def private_optimizer(
         rule = AdamW(**first) if make_rule is Adam and True in decoupled else make_rule(**first)
         scales_by_length = name == "scale_then_privatize" and make_rule is AdaGrad
         if scales_by_length and not steps_are_known and "eps_scale" not in options:
-            raise ValueError(
-                "scale_then_privatize with Adagrad needs epochs=... or variant_options={'eps_scale': ...}. Pass one."
-            )
+            raise ValueError("scale_then_privatize with Adagrad needs epochs= or variant_options={'eps_scale': ...}.")
         made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **options)
     memory = {name: options[name] for name in ("noise_memory", "clipping_memory") if name in options}
     return DPOptimizer(  # with the slots of the variant; this detaches `made`
