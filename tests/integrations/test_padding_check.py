@@ -46,8 +46,8 @@ def extremes(records: list[Any], column: str = "input_ids") -> list[Any]:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("multiple", [None, 64])
-def test_padding_on_the_left(make, model, mlm, dtype, multiple):
-    """Positions count the padding; masks are drawn, so the row is cut instead of collated alone."""
+def test_left_padding_is_refused(make, model, mlm, dtype, multiple):
+    """Unless all records have one width. Masks are random, so the row is cut instead of collated alone."""
     network = model().to(dtype).train()
     losses = losses_for(network)
     for side in ("right", "left"):
@@ -98,7 +98,7 @@ def targets(length: int, number: int) -> list[int]:
     return [5 + (3 * place + number) % 40 for place in range(length)]
 
 
-def test_padded_targets_of_encoder_decoder_models():
+def test_padding_of_encoder_decoder_targets():
     records = [{"input_ids": targets(6, j), "attention_mask": [1] * 6, "labels": targets(2 + j, j)} for j in range(4)]
     own = losses_for(t5())
 

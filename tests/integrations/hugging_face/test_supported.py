@@ -35,7 +35,7 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("per_device_train_batch_size", 100, "<= num_examples, got 300 > 24"),
     ],
 )
-def test_unsupported_training_arguments(tmp_path, option, value, message):
+def test_unsupported_training_arguments_are_refused(tmp_path, option, value, message):
     args = training_args(tmp_path)
     args._setup_devices  # noqa: B018  settles n_gpu
     setattr(args, option, value)
@@ -44,7 +44,7 @@ def test_unsupported_training_arguments(tmp_path, option, value, message):
     assert "\n" not in str(refusal.value)
 
 
-def test_arguments_that_do_not_fit_together(tmp_path):
+def test_contradictory_arguments_are_refused(tmp_path):
     model, data = classifier(), labelled()
     args = training_args(tmp_path)
     plan = dpoptim.PrivacyPlan(num_examples=24, batch_size=6, steps=4, noise_multiplier=1.0)
