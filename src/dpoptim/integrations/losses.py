@@ -75,6 +75,7 @@ def example_losses(
 
     Guarantee: Entry j depends on example j alone, and not on its padding, if that holds for the model's outputs.
     """
+    assert task is not Task.MASKED_LM or "places" in batch, "the batch is not masked: use prepared.at_step or batches"
     dtype = next(model.parameters()).dtype
     inputs = {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
     labels, places = inputs.pop("labels"), inputs.pop("places", None)
@@ -82,7 +83,6 @@ def example_losses(
         logits = logits_of(model(inputs["features"]) if task is Task.TABULAR_CLASSIFICATION else model(**inputs))
         losses = class_losses(logits, labels)
         return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
-    assert task is not Task.MASKED_LM or places is not None, "the batch is not masked: use at_step or batches"
     return _of_tokens(task.value, model, inputs, labels, places, targets_only)
 
 
