@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_number
 from dpoptim.clipping import clipped_sum
 from dpoptim.noise.series import Series
 from dpoptim.theory.adviser import GradientSignal
@@ -59,40 +60,36 @@ def measure_signal(
         happens by chance, counts as v/B alone. Examples with non-finite gradients have weight 0.
 
     Guarantee:
-        E‖g‖² is estimated without bias. There is no privacy guarantee: the examples must be public.
+        E‖g‖² is estimated without bias. Nothing here is private: the examples must be public.
 
     >>> model = nn.Linear(3, 1, bias=False)
-    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all equal, so there is no sampling noise
+    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all equal: no sampling noise
     >>> signal = measure_signal(
     ...     model, lambda m, x: m(x)[:, 0], examples.split(2), clip_norm=1.0, batch_size=100
     ... )
     >>> round(signal.norm, 5), round(signal.agreement, 5), [round(norm, 3) for norm in signal.example_norms]
     (1.0, 1.0, [5.0, 5.0, 5.0])
     """
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm} must be a positive finite number")
-    if not 1 <= batch_size < math.inf:
-        raise ValueError(f"batch_size={batch_size} must be the training batch size, at least 1")
-    total: Tensor | None = None
-    total_of_squares: Tensor | None = None
-    norms: list[Tensor] = []
+    check_number("clip_norm", clip_norm, above=0)
+    check_number("batch_size", batch_size, low=1)
+    total: Any = 0.0  # an array from the first batch on
+    total_of_squares: Any = 0.0
+    norms: list[Series] = []
     for batch in batches:
         sums, found = clipped_sum(model, loss_per_example, batch, clip_norm=clip_norm)
-        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums])
-        if total is None or total_of_squares is None:
-            total, total_of_squares = torch.zeros_like(flat), torch.zeros_like(flat)
-        total.add_(flat)
-        total_of_squares.addcmul_(flat, flat)
-        norms.append(found.detach().double().cpu())
+        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums]).numpy()
+        total += flat
+        total_of_squares += flat**2
+        norms.append(found.detach().double().cpu().numpy())
         if progress is not None:
             progress(sum(len(one) for one in norms))
-    if total is None or total_of_squares is None or len(norms) < 2:
+    if len(norms) < 2:
         raise ValueError(f"batches holds {len(norms)} batches. Pass at least two; they may be small.")
     sizes = np.asarray([len(one) for one in norms], dtype=np.float64)
-    mean_squares, variances = split_moments(total.numpy(), total_of_squares.numpy(), sizes)
+    mean_squares, variances = split_moments(total, total_of_squares, sizes)
     count = float(sizes.sum())
-    squares, weights = spread(total.numpy() / count, mean_squares, variances, count=count, batch_size=batch_size)
-    every = torch.cat(norms).numpy()
+    squares, weights = spread(total / count, mean_squares, variances, count=count, batch_size=batch_size)
+    every = np.concatenate(norms)
     finite = every[np.isfinite(every)]
     if not len(finite):
         raise ValueError("batches: no example has a finite gradient. Check the model and its loss.")
