@@ -146,12 +146,11 @@ class Advice:
         reason: Why, in one sentence.
         forecasts: Negative second moments at some steps.
         snr: The mean of g² over φ at the last step. Below 1, noise exceeds the gradient on average.
-        signal_share: The mean over coordinates of x/(1+x), where x is the signal-to-noise ratio in the update's
-            numerator, momentum included.
+        signal_share: The mean over coordinates of x/(1+x), where x is the signal-to-noise ratio of the momentum.
         scaled_share: The same if scaling made x equal in all coordinates, which is the most it can do.
         window: The window of eps_scale.
         eps_to_try: Values of eps for bias correction and IME.
-        clip_norms_to_try: Values of the clip norm.
+        clip_norms_to_try: Quantiles of measured norms, or the given clip norm, a third and a tenth of it.
         alternatives: The other mechanisms at the same (ε, δ).
         notes: What the numbers are based on, and their limits.
     """
@@ -222,8 +221,7 @@ def advise(
         progress: Called with the name of each mechanism before it is calibrated.
 
     Guarantee:
-        Probabilities of a negative ν̂ are within .01 of the exact distribution for constant gradients of the given
-        sizes (.003 at β₂ = .999).
+        Probabilities of a negative ν̂ are within .01 of the exact ones for constant gradients (.003 at β₂ = .999).
 
     >>> plan = PrivacyPlan(num_examples=10_000, batch_size=100, steps=300)
     >>> advice = advise(plan, epsilon=5.0, delta=1e-6, parameters=10_000)
@@ -241,11 +239,10 @@ def advise(
     rows, missing = alternatives(choice, **target)
     forecasts = _forecasts(choice.plan, signal, beta2)
     shares = _shares(choice.plan, signal, beta1)
-    phi = forecasts[-1].noise_variance / plan.clip_norm**2
-    variant, reason = choose_variant(
-        signal, phi=phi, negative=forecasts[-1].bias_correction, shares=shares, beta2=beta2
-    )
+    phi, negative = forecasts[-1].noise_variance / plan.clip_norm**2, forecasts[-1].bias_correction
+    variant, reason = choose_variant(signal, phi=phi, negative=negative, shares=shares, beta2=beta2)
     level = noise_level(choice.plan, Gradient())
+    norms = signal.example_norms or (plan.clip_norm / 10, plan.clip_norm / 3, plan.clip_norm)
     return Advice(
         epsilon=epsilon,
         delta=delta,
@@ -257,9 +254,9 @@ def advise(
         snr=signal.mean / phi if phi else math.inf,
         signal_share=shares[0],
         scaled_share=shares[1],
-        window=_window(choice.plan, signal),
+        window=_window(choice.plan, signal, level),
         eps_to_try=tuple(rounded(level * factor) for factor in (0.3, 1.0, 3.0)),
-        clip_norms_to_try=_clip_norms(plan.clip_norm, signal),
+        clip_norms_to_try=tuple(sorted({rounded(norm) for norm in norms if norm > 0} or {plan.clip_norm})),
         alternatives=rows,
         notes=_notes(choice.plan, signal, missing),
     )
@@ -270,11 +267,9 @@ def choose_variant(
 ) -> tuple[str, str]:
     """Choose the variant and give the reason.
 
-    1. φ ≤ .1·g² in half of the coordinates: ν̂ is off by 10 %, steps by 5 %. Post-processing is enough.
-    2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction,
-       which then sees g² and changes nothing else.
-    3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ, κ = (1−β₂)/(1+β₂):
-       there is nothing to adapt to, so post-processing.
+    1. φ ≤ .1·g² in half of the coordinates: post-processing is enough, because ν̂ is off by 10 % and steps by 5 %.
+    2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction.
+    3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ: post-processing.
     4. Assumed, and φ so large that this holds even with all of the gradient in 1 % of the coordinates: likewise.
     5. Otherwise scale-then-privatize. An assumed even spread cannot show what scaling gains, so the evidence decides.
     """
@@ -339,14 +334,8 @@ def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple
             negative = signal.average(negative_fractions(plan.strategy, squares / unit, law=law, beta2=beta2))
             if square_stddev:
                 ime = signal.average(ndtr(-squares / (square_stddev * math.sqrt(law.once))))
-        found.append(
-            Forecast(
-                step=law.step,
-                noise_variance=plan.clip_norm**2 * unit * float(norms[law.step - 1]) ** 2,
-                bias_correction=negative,
-                independent_moments=ime,
-            )
-        )
+        phi = plan.clip_norm**2 * unit * float(norms[law.step - 1]) ** 2
+        found.append(Forecast(step=law.step, noise_variance=phi, bias_correction=negative, independent_moments=ime))
     return tuple(found)
 
 
@@ -359,8 +348,7 @@ def _square_stddev(plan: PrivacyPlan) -> float | None:
     return None if square is None else square * plan.strategy.column_norm / plan.clip_norm**2
 
 
-def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
-    level = noise_level(plan, Gradient())
+def _window(plan: PrivacyPlan, signal: GradientSignal, level: float) -> ScaleWindow:
     occupied = sum(weight for weight, square in zip(signal.weights, signal.squares, strict=True) if square > 0)
     return scale_window(
         clip_norm=plan.clip_norm,
@@ -377,15 +365,8 @@ def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[fl
     noise = unit_variance(plan) * momentum_weight(plan.strategy, step=plan.steps, beta1=beta1)
     if not noise:
         return 1.0, 1.0
-    ratios: Series = np.asarray(signal.squares) / noise
-    even = signal.mean / noise
+    ratios, even = np.asarray(signal.squares) / noise, signal.mean / noise
     return signal.average(ratios / (1 + ratios)), even / (1 + even)
-
-
-def _clip_norms(clip_norm: float, signal: GradientSignal) -> tuple[float, ...]:
-    """The quantiles of measured norms, or the given clip norm, a third and a tenth of it."""
-    values = signal.example_norms or (clip_norm / 10, clip_norm / 3, clip_norm)
-    return tuple(sorted({rounded(value) for value in values if value > 0} or {clip_norm}))
 
 
 def _notes(plan: PrivacyPlan, signal: GradientSignal, missing: str | None) -> tuple[str, ...]:

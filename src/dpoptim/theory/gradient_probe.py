@@ -1,7 +1,6 @@
 """Measure on PUBLIC examples what the adviser otherwise assumes: length and spread of the averaged clipped gradient.
 
-THE EXAMPLES MUST BE PUBLIC. No noise is added here and no guarantee covers the result. Advice based on private
-gradients would reveal them.
+THE EXAMPLES MUST BE PUBLIC. No noise is added here. Advice based on private gradients would reveal them.
 
 An average over n examples is longer than the mean gradient because of sampling: E‖g_n‖² = ‖μ‖² + tr V/n. Training
 averages over B examples. So both parts are estimated, coordinate by coordinate, and recombined for B. With S_k the
@@ -9,10 +8,9 @@ clipped sum of the k-th batch of b_k examples and n = Σb_k,
 
     μ² ← ((ΣS_k)² − ΣS_k²) / (n² − Σb_k²),     v ← (ΣS_k² − Σb_k²·μ²) / n,     E g² at batch size B = μ² + v/B
 
-These are unbiased, because products of different batches are. One estimate alone is noise, but the total over millions
-of coordinates is not. To see how μ² is spread, coordinates of similar v form groups. In each group μ is taken as normal
-around 0 with the group's mean μ² as its variance, and every coordinate as its posterior given ΣS_k/n. For large n that
-is the observation; for small n it is the prior.
+These are unbiased, because products of different batches are. To see how μ² is spread, coordinates of similar v form
+groups. In each group μ is taken as normal around 0 with the group's mean μ² as its variance, and every coordinate as
+its posterior given ΣS_k/n. For large n that is the observation; for small n it is the prior.
 """
 
 from __future__ import annotations

@@ -162,9 +162,8 @@ def choose_noise(
 
     def candidate(noise: StrategySpec, sampling: Sampling = plan.sampling) -> Candidate:
         report(repr(noise))
-        calibrated = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None).calibrate(
-            epsilon=epsilon, delta=delta
-        )
+        changed = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None)
+        calibrated = changed.calibrate(epsilon=epsilon, delta=delta)
         return Candidate(plan=calibrated, parameters=parameters, memory=memory, workload=workload)
 
     if isinstance(plan.sampling, Shuffled):
@@ -280,17 +279,11 @@ class Alternative:
 
 
 def alternatives(
-    choice: Choice,
-    *,
-    epsilon: float,
-    delta: float,
-    memory_budget: int | None = None,
-    progress: Progress | None = None,
+    choice: Choice, *, delta: float, progress: Progress | None = None, **target: Any
 ) -> tuple[tuple[Alternative, ...], str | None]:
     """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
 
-    The other sampling is `Poisson()` (cyclic for correlated noise) for `Shuffled()` and the reverse, at the same
-    adjacency. The second result is why the other sampling is missing.
+    The other sampling is `Poisson()` for `Shuffled()` and the reverse. The second result is why it is missing, or None.
     """
     report = progress or (lambda name: None)
     candidates, missing, chosen = list(choice.candidates), None, choice.chosen
@@ -298,12 +291,11 @@ def alternatives(
     try:
         found = choose_noise(
             choice.plan.replace(sampling=other, noise=Independent(), noise_multiplier=None),
-            epsilon=epsilon,
             delta=delta,
             parameters=chosen.parameters,
-            memory_budget=memory_budget,
             memory=chosen.memory,
             progress=lambda name: report(f"{name} under the other sampling"),
+            **target,
         )
         candidates += [c for c in found.candidates if c is found.chosen or c is found.independent]
     except ValueError as refused:

@@ -18,6 +18,8 @@ import math
 
 from dpoptim.theory.second_moments import check, squared_weight
 
+_IME = 2 * math.sqrt(2)  # s₂ over σζ²/B
+
 
 class Signal(enum.Enum):
     """How long the averaged gradient is assumed to be."""
@@ -105,7 +107,7 @@ def largest_dimension_ime(
     32374
     """
     check(batch_size=batch_size, noise_multiplier=noise_multiplier)
-    return _divide(float(batch_size) ** (_power(signal) - 1), noise_multiplier * _ime_factor(beta2))
+    return _divide(float(batch_size) ** (_power(signal) - 1), noise_multiplier * (_IME * _root_kappa(beta2)))
 
 
 def smallest_batch_ime(
@@ -120,7 +122,7 @@ def smallest_batch_ime(
     63261
     """
     check(dimension=dimension, noise_multiplier=noise_multiplier)
-    needed = float(dimension) * noise_multiplier * _ime_factor(beta2)
+    needed = float(dimension) * noise_multiplier * (_IME * _root_kappa(beta2))
     if signal is Signal.OPTIMISTIC:
         return needed
     return 1.0 if needed <= 1 else math.inf
@@ -129,10 +131,6 @@ def smallest_batch_ime(
 def _root_kappa(beta2: float) -> float:
     check(beta2=beta2)
     return math.sqrt(squared_weight(beta=beta2))
-
-
-def _ime_factor(beta2: float) -> float:
-    return 2 * math.sqrt(2) * _root_kappa(beta2)
 
 
 def _power(signal: Signal) -> int:

@@ -255,23 +255,13 @@ class MomentLaw:
     cube: float  # tr((WK)³)
     shifted_cube: float  # wᵀKWKw
 
-    def below_bias(self, ratios: ArrayLike) -> Series:
-        """P(ν̂_t < b_t) for g²/φ = ratios, by a shifted gamma distribution with the same cumulants."""
-        from scipy.special import gammainc
-
-        x = np.asarray(ratios, dtype=np.float64)
-        variance = 2 * self.twice + 4 * x * self.once
-        skew = (8 * self.cube + 24 * x * self.shifted_cube) / variance**1.5
-        return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
-
 
 def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.999) -> list[MomentLaw]:
     """The law of ν̂ at some steps, from the covariances of at most 2,000 steps; later ones are scaled by Σw² and Σw³."""
     steps = list(steps)
     for step in steps:
         check(step=step, strategy=strategy, beta2=beta2)
-    squares = strategy.row_norms() ** 2
-    covariance = None
+    squares, covariance = strategy.row_norms() ** 2, None
     longest = min(max(steps), _LONGEST_BLOCK)
     if strategy.bands > 1:
         rows = _leading_strategy(strategy, longest).noising_matrix()[:longest, :longest]
@@ -306,11 +296,16 @@ def _uncorrelated(variances: Series, weights: Series) -> tuple[float, float, flo
 
 
 def negative_fractions(strategy: Strategy, ratios: ArrayLike, *, law: MomentLaw, beta2: float = 0.999) -> Series:
-    """P(ν̂_t − b_t < 0) for g²/φ = ratios: exact before step 30, then by `law`, within .003 at β₂ = .999."""
-    if law.step >= _EXACT_UP_TO:
-        return law.below_bias(ratios)
-    roots, small = np.sqrt(np.asarray(ratios, dtype=np.float64)), _leading_strategy(strategy, law.step)
-    return negative_probability(roots, noise_variance=1.0, step=law.step, beta2=beta2, strategy=small)
+    """P(ν̂_t − b_t < 0) for g²/φ = ratios; from step 30 on by a shifted gamma distribution with the law's cumulants."""
+    from scipy.special import gammainc
+
+    x = np.asarray(ratios, dtype=np.float64)
+    if law.step < _EXACT_UP_TO:
+        small = _leading_strategy(strategy, law.step)
+        return negative_probability(np.sqrt(x), noise_variance=1.0, step=law.step, beta2=beta2, strategy=small)
+    variance = 2 * law.twice + 4 * x * law.once
+    skew = (8 * law.cube + 24 * x * law.shifted_cube) / variance**1.5
+    return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
 
 
 def momentum_weight(strategy: Strategy, *, step: int, beta1: float = 0.9) -> float:

@@ -64,8 +64,7 @@ def steady_second_moment(
 ) -> NDArray[np.float64]:
     """Compute ν̂*/(1−φ), where the mean of ν̂ rests if nothing is clipped; ∞ for φ ≥ 1 where ν̂* > 0.
 
-    `noiseless` is ν̂* = g², the second moment without noise. The other arguments are those of `feedback`. Whether
-    anything is clipped is decided by `clip_norm_window`.
+    `noiseless` is ν̂* = g², the second moment without noise. The other arguments are those of `feedback`.
 
     >>> float(steady_second_moment(0.42, clip_norm=40.0, noise_multiplier=1.0, batch_size=100).round(12))
     0.5
@@ -96,7 +95,8 @@ def clip_norm_window(*, dimension: int, noise_multiplier: float, batch_size: flo
 
     Args:
         dimension: m, the number of nonzero coordinates of g. Their sizes do not matter, because s evens them out.
-        noise_multiplier: σ. Without noise the window is [√m, ∞).
+        noise_multiplier: σ, times the column and row norms if noise is correlated. Without noise the window is
+            [√m, ∞).
         batch_size: B.
 
     >>> [round(edge, 2) for edge in clip_norm_window(dimension=400, noise_multiplier=1.0, batch_size=100)]
@@ -129,7 +129,6 @@ def collapsed_state(
     """Compute (ρ·ε_s1/(1−ρ))², the mean-field ν̂ below the window, for coordinates of equal size.
 
     It solves √ν̂ = ρ(√ν̂ + ε_s1) with ρ = ζ·√(1/m + σ²/B²), if gradients are still clipped there: ‖g‖ ≥ ζ·ε_s1/(1−ρ).
-
     The other arguments are those of `clip_norm_window`.
 
     Args:
@@ -166,13 +165,11 @@ def mean_field(
         ν̂_t = ν_t/(1−β₂ᵗ),  ν̂_0 = start
 
     Exact for the mean of ν̂ while nothing is clipped and ε_s1 is negligible, because E g̃² is then linear in ν̂. Otherwise
-    it ignores fluctuations of ν̂: late in a run the mean is off by order 1−β₂, early by tens of percent.
+    it ignores fluctuations of ν̂: late in a run the mean is off by order 1−β₂, early by tens of percent. The other
+    arguments are those of `feedback`.
 
     Args:
         gradient: The constant gradient g.
-        clip_norm: ζ, in the paper's units.
-        noise_multiplier: σ.
-        batch_size: B.
         steps: The number of steps.
         beta2: Adam's second-moment decay.
         eps_scale: ε_s1.
@@ -248,10 +245,9 @@ class ScaleWindow:
 
     def place(self, eps_scale: float) -> str:
         """Name the place of a value: "in", "in if examples agree" (above `likely_high`), "above" or "below"."""
-        regime = self.regime(eps_scale)
-        if regime is SecondMomentRegime.STEADY:
-            return "in" if eps_scale <= self.likely_high else "in if examples agree"
-        return "above" if regime is SecondMomentRegime.COLLAPSES else "below"
+        if not self.low < eps_scale <= self.high:
+            return "below" if eps_scale <= self.low else "above"
+        return "in" if eps_scale <= self.likely_high else "in if examples agree"
 
     @property
     def too_narrow(self) -> bool:
@@ -290,14 +286,10 @@ def scale_window(
     agreement: float = 1.0,
     default: float | None = None,
 ) -> ScaleWindow:
-    """Compute the window of eps_scale at a clip norm.
+    """Compute the window of eps_scale at a clip norm. The other arguments are those of `clip_norm_window`.
 
     Args:
         clip_norm: The clip norm, in gradient units.
-        dimension: m, the number of nonzero coordinates of the gradient.
-        noise_multiplier: σ, times the column and row norms if noise is correlated. Without noise the window is
-            (0, c/√m].
-        batch_size: B.
         agreement: r, the norm of the averaged clipped gradient over the clip norm.
         default: The library's own eps_scale; None means twice the lower end.
     """

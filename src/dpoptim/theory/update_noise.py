@@ -35,9 +35,6 @@ def momentum_noise_variance(
         beta1: Adam's momentum.
         strategy: Correlated noise, or None for independent noise.
 
-    Returns:
-        The variance.
-
     >>> round(momentum_noise_variance(noise_variance=1.0), 6)
     0.052632
     """
@@ -55,14 +52,11 @@ def post_processing_update_rms(
 
         E[μ̂²/ν̂] = Σ_i p_i² ∫_0^∞ (1+2sλ_i)⁻¹ Π_j (1+2sλ_j)^(−½) ds
 
-    Exact, by quadrature to 1e-8; φ cancels, so the result does not depend on σ. As β₂ → 1 the limit over steps tends to
-    √((1−β₁)/(1+β₁)), which is .22942 at β₁ = .9 (.22930 at β₂ = .999). At t = 1 every update is ±1.
+    Exact to 1e-8, and independent of σ. As β₂ → 1 the limit over steps tends to √((1−β₁)/(1+β₁)), .22942 at β₁ = .9.
+    With a strategy the cost is t³. The other arguments are those of `momentum_noise_variance`.
 
     Args:
-        step: t, or None for the limit. With a strategy the cost is t³.
-        beta1: Adam's momentum.
         beta2: Adam's second-moment decay.
-        strategy: Correlated noise, or None for independent noise.
 
     Returns:
         The root mean square of one coordinate of the update, over the learning rate.
@@ -89,19 +83,12 @@ def post_processing_update_rms(
         return float(np.sum(shares / (1 + spread)) * np.exp(v - 0.5 * np.sum(np.log1p(spread))))
 
     centre = -math.log(float(sizes.sum()))  # ν̂ is about Σλ, so s is about its inverse
-    # Beyond these pieces the integrand is below exp(−30).
-    ends = [centre - 30, centre - 4, centre, centre + 4, centre + 60]
-    pieces = itertools.pairwise(ends)
+    pieces = itertools.pairwise(centre + end for end in (-30, -4, 0, 4, 60))  # beyond, the integrand is below exp(−30)
     return math.sqrt(sum(quad(integrand, *piece, epsabs=1e-10, limit=200)[0] for piece in pieces))
 
 
 def bias_correction_update_bound(
-    *,
-    noise_variance: float,
-    eps: float,
-    step: int | None = None,
-    beta1: float = 0.9,
-    strategy: Strategy | None = None,
+    *, noise_variance: float, eps: float, step: int | None = None, beta1: float = 0.9, strategy: Strategy | None = None
 ) -> float:
     """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
 
@@ -169,17 +156,8 @@ def update_sensitivity(
         add/remove adjacency, where one example moves the averaged gradient of step i by at most ζ/B. Double it for
         replacement.
 
-    Proof. u acts on each coordinate alone, so its Lipschitz constant is the largest slope. Put q = √ν̂ and
-    e_j = √w_j·g_j/q, a unit vector; then μ̂ = q·(b·e) with b_j = a_j/√w_j, and
-
-        ∂u/∂g_i = a_i/(q+ε) − (b·e)·e_i·√w_i·q/(q+ε)²
-
-    The form −(b·e)e_i has the eigenvalues (±‖b‖ − b_i)/2 and 0. So with τ = ε/(q+ε) in (0, 1] the slope times ε is
-    at most a_iτ + k·τ(1−τ), and at least a_iτ − (k+a_i)τ(1−τ), since √w_i·b_i = a_i and √w_i·‖b‖ = ρ ≥ a_i. The first
-    has the maximum L, at τ = 1 (no gradient at all) or at τ = (a_i+k)/(2k). The second has the minimum
-    −k²/(4(k+a_i)), which is smaller. Along a line u is continuously differentiable, also through ν̂ = 0. ∎
-    Every slope up to L/ε occurs. A change of norm ζ/B approaches the bound if it is spread over so many coordinates
-    that each moves little; `first_update_sensitivity` is exact for t = 1.
+    A change of norm ζ/B approaches the bound if it is spread over so many coordinates that each moves little.
+    docs/theory.md, section 9, has the proofs.
 
     Args:
         clip_norm: ζ.
@@ -220,10 +198,6 @@ def update_sensitivity(
 def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float, dimension: int) -> float:
     """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε).
 
-    Proof. For d = |x − y| in one coordinate, |x/(|x|+ε) − y/(|y|+ε)| is largest at x = −y = d/2, where it is
-    d/(d/2+ε). Its square is concave in d², so over all changes with Σd² ≤ (ζ/B)² the sum is largest where all d are
-    equal. It is attained by an example with equal coordinates, next to others that sum to minus half of it. ∎
-
     Args:
         clip_norm: ζ.
         batch_size: B. Attaining the value needs two examples.
@@ -244,7 +218,7 @@ def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float,
 
 def _check_momentum(beta1: float, beta2: float, step: int | None) -> None:
     if beta2 == 0 and beta1 > 0 and step != 1:
-        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂; use beta2 > 0 or beta1=0")
+        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂. Use beta2 > 0 or beta1=0.")
 
 
 class Cost(enum.Enum):
