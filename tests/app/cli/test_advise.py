@@ -171,7 +171,7 @@ def test_nothing_is_printed_if_a_part_fails(capsys, monkeypatch):
 def test_large_epsilon_ends(capsys):
     """Secret sampling is not compared there, and the notes mention it."""
     text = " ".join(printed(capsys, changed([*SMALL, "--verbose"], ["--epsilon", "1e6"])).split())
-    assert "The other sampling is not compared: epsilon=1e+06" in text
+    assert "The other sampling is not compared: Expected epsilon with secret sampling <= 100" in text
     assert "CyclicPoisson(" not in text
 
 
