@@ -71,13 +71,15 @@ class InverseRoot(Geometry):
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         if math.isinf(self.eps_scale):
             return None
-        total, share = bundle.get("second_moment"), 1.0
+        total = bundle.get("second_moment")
+        share, start = 1.0, self.start if bundle.step == 0 else 0.0
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
-        estimate = share * total if bundle.step > 0 else total + self.start
         top = self.eps_scale if self.normalise else 1.0
-        # In place: on a GPU every pass over a large model counts.
-        return estimate.clamp_(min=0).pow_(self.exponent).add_(self.eps_scale).reciprocal_().mul_(top)
+        # top / ((share·total)^exponent + eps_scale) in few passes: on a GPU each one over a large model counts.
+        root = (total + start if start else total).clamp(min=0).pow_(self.exponent)
+        floor = torch.tensor(self.eps_scale / top, dtype=root.dtype, device="cpu")
+        return torch.add(floor, root, alpha=share**self.exponent / top).reciprocal_()
 
 
 @dataclass(frozen=True, kw_only=True)
