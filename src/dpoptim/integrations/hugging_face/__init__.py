@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install transformers accelerate"
+            f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install 'dpoptim[train]'"
         ) from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not _TRANSFORMERS[0] <= version < _TRANSFORMERS[1]:
