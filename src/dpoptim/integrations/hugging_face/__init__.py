@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
-_TRANSFORMERS = ((5, 17), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
+_TRANSFORMERS = ((5, 3), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     if not _TRANSFORMERS[0] <= version < _TRANSFORMERS[1]:
         raise ImportError(
             f"PrivateTrainer does not support transformers {transformers.__version__}. Run: pip install "
-            "'transformers>=5.17,<6'"
+            "'transformers>=5.3,<6'"
         )
     from dpoptim.integrations.hugging_face.trainer import PrivateTrainer
 
