@@ -96,7 +96,7 @@ calibration-overspends: Calibration accepts an epsilon slightly above the target
     - return epsilon - tolerance(epsilon) <= achieved <= epsilon
     + return abs(achieved - epsilon) <= tolerance(epsilon)
 
-replace-as-zero-out: Replacing an example is accounted for like blanking one.
+replace-as-zero-out: Replacing an example is accounted for like zeroing one out.
     in privacy/adjacency.py, found by privacy/test_plan.py
     - return 2 if self is Adjacency.REPLACE else 1
     + return 1
@@ -123,7 +123,7 @@ square-without-noise: Independent and joint moments release the square without n
     - self._add_noise("square", squares, None)
     + pass
 
-actual-batch-size: The sum is divided by the number of examples that came, not by the expected batch size.
+actual-batch-size: The sum is divided by the actual number of examples, not by the expected batch size.
     in clipping/mechanism.py, found by clipping/test_mechanism.py -k Level
     - vector /= self.plan.batch_size
     + vector /= max(1, examples)
@@ -153,7 +153,7 @@ resume-one-step-back: A checkpoint restores one step fewer than were released, s
     - self.step = step
     + self.step = max(step - 1, 0)
 
-step-released-twice: A step that was released before is released again with other content and the same noise.
+step-released-twice: A step that was released before is released again with different content and the same noise.
     in privacy/step_ledger.py, found by privacy/test_step_ledger.py -k "repeated or released"
     - if digest != self._digests[step]:
     + if False:
@@ -210,7 +210,7 @@ layer-norm-weight: The per-example gradient of a layer norm's weight lacks the d
     - (wide(grad) * (wide(inputs) - mean) * rstd).sum(1)
     + (wide(grad) * (wide(inputs) - mean)).sum(1)
 
-buffers-may-change: A buffer that takes in private data is not refused.
+buffers-may-change: A buffer that stores private data is not refused.
     in validation/changed_state.py, found by validation/test_changed_state.py -k refused
     - self._refused = next(iter(
     + self._refused = None and next(iter(

@@ -379,8 +379,8 @@ def test_a_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("missing", "source", "line"),
     [
-        ("pyarrow", "a.parquet", "reading a.parquet needs the package pyarrow; run: pip install pyarrow"),
-        ("datasets", "some/name", "needs the package datasets; run: pip install datasets"),
+        ("pyarrow", "a.parquet", "reading a.parquet needs the package pyarrow; run: pip install 'dpoptim[data]'"),
+        ("datasets", "some/name", "needs the package datasets; run: pip install 'dpoptim[data]'"),
     ],
 )
 def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkeypatch):
