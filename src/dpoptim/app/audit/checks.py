@@ -11,21 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import kolmogorov
+from scipy.stats import kstest
 
 from dpoptim.app.audit.canaries import GameResult
 from dpoptim.app.audit.statistics import (
     UNLIKELY,
+    Bools,
+    Floats,
     TradeOff,
     correlation_chance,
     count_chance,
-    distance_from_normal,
     squares_chance,
     upper_limit,
 )
 from dpoptim.privacy import CyclicPoisson, Poisson, PrivacyPlan
-
-Floats = NDArray[np.float64]
 
 _LAGS = 8
 _MAX_PAIRED_STEPS = 2000  # steps that are compared in pairs
@@ -41,7 +40,7 @@ class Check:
     found: str
 
 
-def errors_check(allowed: TradeOff, scores: Floats, included: NDArray[np.bool_], *, confidence: float) -> Check:
+def errors_check(allowed: TradeOff, scores: Floats, included: Bools, *, confidence: float) -> Check:
     """Check that the attack errs as often as the plan requires; each canary is a separate trial."""
     inside, outside = scores[included], scores[~included]
     error = (1.0 - confidence) / (2 * len(_THRESHOLDS))
@@ -102,15 +101,9 @@ def _random_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
     is_plain = isinstance(plan.sampling, Poisson) and limit is None
     if is_plain and float(count_chance(int(sizes.sum()), plan.num_examples * plan.steps, rate)) < UNLIKELY:
         return f"batches have {sizes.mean():,.1f} examples on average; {rate * members:,.1f} are expected"
-    return _group_violation(game, groups) or _shared_violation(game, groups, rate)
-
-
-def _group_violation(game: GameResult, groups: int) -> str | None:
-    """An example belongs to one group, and may be drawn only at its turns."""
-    steps, canaries = np.nonzero(game.drawn)
-    turn = np.full(game.drawn.shape[1], -1)
-    turn[canaries[::-1]] = steps[::-1] % groups
-    return None if (steps % groups == turn[canaries]).all() else "an example is drawn at the turns of two groups"
+    if sum(game.drawn[group::groups].any(axis=0).astype(int) for group in range(groups)).max() > 1:
+        return "an example is drawn at the turns of two groups"
+    return _shared_violation(game, groups, rate)
 
 
 def _shared_violation(game: GameResult, groups: int, rate: float) -> str | None:
@@ -131,7 +124,6 @@ def _shared_violation(game: GameResult, groups: int, rate: float) -> str | None:
 class NoiseSample:
     """What is kept of one noise stream in one game."""
 
-    canaries: int
     squares: Floats  # [steps]: sum of squared residuals
     repeated: float  # the least chance of a correlation between two places, times the number of places compared
     first: Floats  # [canaries]: residuals of the first step
@@ -144,7 +136,6 @@ def measure_noise(residuals: Floats) -> NoiseSample:
     places = np.arange(max(steps, canaries))
     stride = max(1, steps // canaries)
     return NoiseSample(
-        canaries=canaries,
         squares=(residuals**2).sum(axis=1),
         repeated=min(_between_steps(residuals), _between_lags(residuals), _between_coordinates(residuals)) * 3,
         first=residuals[0],
@@ -188,7 +179,7 @@ def _between_coordinates(residuals: Floats) -> float:
 
 def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
     """Check level, independence and distribution of one noise stream; `which` prefixes the names."""
-    steps, canaries = len(games[0].squares), sum(game.canaries for game in games)
+    steps, canaries = len(games[0].squares), sum(len(game.first) for game in games)
     squares = np.sum([game.squares for game in games], axis=0)
     level = math.sqrt(squares.sum() / (steps * canaries))
     by_step = np.sqrt(squares / canaries)
@@ -197,7 +188,7 @@ def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
     at_a_step = float(squares_chance(squares, canaries).min()) * steps
     repeated = min(game.repeated for game in games) * len(games)
     sample = np.concatenate([game.sample for game in games])
-    distance = distance_from_normal(sample)
+    distance, chance = kstest(sample, "norm", method="asymp")  # Kolmogorov and Smirnov
     return [
         Check(
             name=f"{which}noise level",
@@ -208,15 +199,9 @@ def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
         chance_check(
             f"{which}noise is Gaussian",
             f"the distance from the normal distribution, {distance:.4f},",
-            float(kolmogorov(distance * math.sqrt(len(sample)))),
+            float(chance),
         ),
     ]
-
-
-def keys_check(one: Floats, other: Floats) -> Check:
-    """Check that two keys make different noise, by the residuals of a first step under each."""
-    chance = correlation_chance(float((one * other).sum()), len(one))
-    return chance_check("different keys make different noise", "the correlation of first steps under two keys", chance)
 
 
 def chance_check(name: str, what: str, chance: float) -> Check:

@@ -31,6 +31,7 @@ from dpoptim.privacy.format_epsilon import format_epsilon
 MODEL = Path(__file__).parent / "model"
 LIBRARIES = ("sympy", "networkx")  # installed with torch
 LENGTH = 24  # tokens per record
+LETTERS = 150  # per record: more than make up those tokens
 TEST_EVERY = 6  # one record in six is held out
 
 
@@ -111,7 +112,8 @@ def main(
 
 def read_texts(size: Size) -> tuple[list[str], list[str]]:
     """The private texts, and the test texts; no text occurs twice."""
-    texts = list(dict.fromkeys(text for name in LIBRARIES for text in texts_of(name, size.texts_per_library)))
+    found = (text[:LETTERS] for name in LIBRARIES for text in texts_of(name, size.texts_per_library))
+    texts = list(dict.fromkeys(found))
     test = texts[TEST_EVERY - 1 :: TEST_EVERY]
     private = [text for place, text in enumerate(texts, 1) if place % TEST_EVERY]
     if len(private) < size.batch_size:

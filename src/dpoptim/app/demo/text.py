@@ -48,8 +48,12 @@ def docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # statements only: most of a tree are expressions, which `ast.walk` would visit too
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
+        for part in ("body", "handlers", "orelse", "finalbody"):
+            found = getattr(node, part, None)
+            nodes += found if isinstance(found, list) else []
