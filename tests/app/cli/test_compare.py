@@ -106,7 +106,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
     [
         (["--variants", "adam"], "no such variant"),
         (["--variants", ","], "variants is empty"),
-        (["--grid", "eps=0.1"], "eps is not a setting of dp_sgd"),
+        (["--grid", "eps=0.1"], "eps cannot be tuned for dp_sgd"),
         (["--grid", "learning_rate"], "must be written as NAME=VALUE"),
         (["--grid", "clip_norm=1", "--grid", "clip_norm=2"], "twice"),
         (["--tuning-epsilon", "public"], "Give tuning_data with"),
