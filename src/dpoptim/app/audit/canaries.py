@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,10 +34,8 @@ _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
 
 
-class MakeOptimizer(Protocol):
-    """Makes the optimizer to attack; its noise comes from key and run, so that a game can be repeated."""
-
-    def __call__(self, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey, run_id: str) -> PrivateOptimizer: ...
+MakeOptimizer = Callable[..., PrivateOptimizer]
+"""Makes the optimizer to attack from (model, plan, key=, run_id=), which determine its noise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +188,10 @@ def scores(plan: PrivacyPlan, matrix: Any, game: GameResult, whitened: Floats) -
     terms = _log_mixture(plan.sampling_prob, along - squares / 2)
     if replaces:
         terms -= _log_mixture(plan.sampling_prob, -along - squares / 2)
-    return np.asarray(np.where(_may_be_drawn(plan, game.drawn), terms, 0.0).sum(axis=0))
+    if isinstance(plan.sampling, CyclicPoisson):  # groups are not secret; of a canary that is never drawn, any will do
+        turns = np.arange(len(terms))[:, None] % plan.sampling.bands
+        terms *= turns == game.drawn.argmax(axis=0) % plan.sampling.bands
+    return np.asarray(terms.sum(axis=0))
 
 
 def _log_mixture(rate: float, exponents: Floats) -> Floats:
@@ -198,11 +199,3 @@ def _log_mixture(rate: float, exponents: Floats) -> Floats:
     if rate >= 1.0:
         return exponents
     return np.logaddexp(np.log1p(-rate), np.log(rate) + exponents)
-
-
-def _may_be_drawn(plan: PrivacyPlan, drawn: Bools) -> Bools:
-    """The steps of a canary's group, which is not secret; if it is never drawn, any group will do."""
-    if not isinstance(plan.sampling, CyclicPoisson):
-        return np.ones_like(drawn)
-    groups = drawn.argmax(axis=0) % plan.sampling.bands
-    return np.asarray((np.arange(len(drawn)) % plan.sampling.bands)[:, None] == groups)

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from dpoptim.app.audit.canaries import GameResult
@@ -62,18 +61,15 @@ def errors_check(allowed: TradeOff, scores: Floats, included: Bools, *, confiden
 
 def sampling_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
     """How the batches differ from the plan, or None: their sizes, how often examples are drawn, and how far apart."""
-    return _random_violation(plan, game) if plan.sampling.is_random else _shuffled_violation(plan, game)
+    often = int(np.bincount(np.concatenate(game.batches)).max())
+    return (_random_violation if plan.sampling.is_random else _shuffled_violation)(plan, game, often)
 
 
-def _times_drawn(plan: PrivacyPlan, game: GameResult) -> NDArray[np.int64]:
-    return np.bincount(np.concatenate(game.batches), minlength=plan.num_examples)
-
-
-def _shuffled_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
+def _shuffled_violation(plan: PrivacyPlan, game: GameResult, often: int) -> str | None:
     """Check exactly what the proof assumes."""
     if any(len(batch) != plan.batch_size or len(np.unique(batch)) != len(batch) for batch in game.batches):
         return f"a batch does not have {plan.batch_size:,} different examples"
-    if (often := int(_times_drawn(plan, game).max())) > plan.max_participations:
+    if often > plan.max_participations:
         return f"an example participates in {often:,} steps; the plan allows {plan.max_participations:,}"
     last = np.full(plan.num_examples, -plan.min_separation)
     for step, batch in enumerate(game.batches):
@@ -83,7 +79,7 @@ def _shuffled_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
     return None
 
 
-def _random_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
+def _random_violation(plan: PrivacyPlan, game: GameResult, often: int) -> str | None:
     rate = plan.sampling_prob
     groups = plan.sampling.bands if isinstance(plan.sampling, CyclicPoisson) else 1
     limit = plan.sampling.max_batch_size if isinstance(plan.sampling, Poisson) else None
@@ -94,10 +90,9 @@ def _random_violation(plan: PrivacyPlan, game: GameResult) -> str | None:
     chances = np.maximum(*(count_chance(sizes, n, rate, only_more=limit is not None) for n in (members, members + 1)))
     if chances.min() * len(sizes) < UNLIKELY:
         return f"a batch has {sizes[chances.argmin()]:,} examples; {rate * members:,.0f} are expected"
-    often = _times_drawn(plan, game)
     turns = -(-plan.steps // groups)
-    if float(count_chance(int(often.max()), turns, rate, only_more=True)) * plan.num_examples < UNLIKELY:
-        return f"an example is drawn in {often.max():,} of {turns:,} steps; the probability is {rate:.3g} at each"
+    if float(count_chance(often, turns, rate, only_more=True)) * plan.num_examples < UNLIKELY:
+        return f"an example is drawn in {often:,} of {turns:,} steps; the probability is {rate:.3g} at each"
     is_plain = isinstance(plan.sampling, Poisson) and limit is None
     if is_plain and float(count_chance(int(sizes.sum()), plan.num_examples * plan.steps, rate)) < UNLIKELY:
         return f"batches have {sizes.mean():,.1f} examples on average; {rate * members:,.1f} are expected"

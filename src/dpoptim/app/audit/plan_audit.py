@@ -74,11 +74,7 @@ class PlanAudit:
 
 def games_needed(plan: PrivacyPlan, canaries: int) -> int:
     """How many games hold that many canaries: a dataset has at most one per example."""
-    return -(-canaries // _in_one_game(plan, canaries))
-
-
-def _in_one_game(plan: PrivacyPlan, canaries: int) -> int:
-    return max(1, min(canaries, plan.num_examples, _MAX_VALUES // plan.steps))
+    return -(-canaries // max(1, min(plan.num_examples, _MAX_VALUES // plan.steps)))
 
 
 def audit_plan(
@@ -105,19 +101,25 @@ def audit_plan(
     Raises:
         ValueError: The plan cannot be audited, an argument is out of range, or the training diverges.
     """
-    _check_auditable(plan)
+    if not plan.is_private:
+        raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
+    if plan.delta is None:
+        raise ValueError("the plan has no delta; calibrate it, or set delta")
+    if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
+        limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
+        raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
     if isinstance(canaries, bool) or not isinstance(canaries, int) or not 100 <= canaries <= MAX_CANARIES:
         raise ValueError(f"canaries={canaries!r} must be a whole number from 100 to {MAX_CANARIES:,}")
     if not 0.5 <= confidence < 1.0:
         raise ValueError(f"confidence={confidence!r} must be at least 0.5 and below 1")
-    games, size, found = games_needed(plan, canaries), _in_one_game(plan, canaries), _Findings(plan)
+    games, found = games_needed(plan, canaries), _Findings(plan)
+    size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
         found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step))
     other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1)
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
     allowed = trade_off_of(plan)
-    assert plan.delta is not None  # checked
     bounds = {"delta": plan.delta, "confidence": 1.0 - (1.0 - confidence) / 3}  # three bounds share the error
     guessed = guessing_bound(scored, included, **bounds)
     is_gaussian = isinstance(plan.run, GaussianRun)
@@ -139,18 +141,6 @@ def audit_plan(
         scores=scored,
         included=included,
     )
-
-
-def _check_auditable(plan: PrivacyPlan) -> None:
-    if not plan.is_private:
-        raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
-    if plan.delta is None:
-        raise ValueError("the plan has no delta; calibrate it, or set delta")
-    if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
-        raise ValueError(
-            f"the plan has {plan.steps:,} steps of correlated noise, and an audit takes at most "
-            f"{_MAX_CORRELATED_STEPS:,}. Audit a plan of fewer steps with the same noise"
-        )
 
 
 def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -> Check:
@@ -202,9 +192,14 @@ class _Findings:
         drawn = next(iter(self._violations), "batch sizes, and how often and how far apart examples are drawn")
         first, (released, expected) = self._gradients[0].first, self._whitened(other_key)
         repeated = correlation_chance(float(first @ (released - expected)[0]), len(first))
+        clipping = Check(name="clipping", passed=None, found="no canary was drawn")
+        if self._expected:
+            length, tolerance = self._moved / self._expected, 5.0 / math.sqrt(self._expected)
+            moved = f"a long gradient moves the sum by {length:.4f} clip norms (expected: 1 ± {tolerance:.4f})"
+            clipping = Check(name="clipping", passed=abs(length - 1.0) <= tolerance, found=moved)
         checks = [
             Check(name="batches are drawn as planned", passed=not self._violations, found=drawn),
-            self._clipping_check(),
+            clipping,
             *noise_checks(self._gradients),
             chance_check("different keys make different noise", "the correlation of first steps", repeated),
         ]
@@ -213,10 +208,3 @@ class _Findings:
             checks += noise_checks(self._squares, which="square: ")
             checks.append(chance_check("square: its noise is separate", "its correlation with the gradient's", shared))
         return checks
-
-    def _clipping_check(self) -> Check:
-        if not self._expected:
-            return Check(name="clipping", passed=None, found="no canary was drawn")
-        length, tolerance = self._moved / self._expected, 5.0 / math.sqrt(self._expected)
-        found = f"a long gradient moves the sum by {length:.4f} clip norms (expected: 1 ± {tolerance:.4f})"
-        return Check(name="clipping", passed=abs(length - 1.0) <= tolerance, found=found)

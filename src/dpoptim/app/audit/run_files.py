@@ -14,7 +14,7 @@ from typing import Any
 from dpoptim.app.audit.checks import Check
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.app.runs.run_directory import RunDirectory
-from dpoptim.app.runs.run_log import LogLine, log_lines
+from dpoptim.app.runs.run_log import log_lines
 from dpoptim.integrations.named_settings import noise_of, sampling_of
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
@@ -23,26 +23,22 @@ from dpoptim.privacy.step_ledger import read_ledger
 
 _ROUNDING = 1 + 1e-9  # two values of ε may differ by this factor
 _Answer = tuple[bool | None, str]  # of a check: whether it passed, and what was found
+_Log = list[dict[str, Any] | None]  # None for a line that is not JSON
 
 
 def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     """Check a run's files, without reading any record; return its plan, its recipe and the checks."""
     run = RunDirectory(folder)
     if not run.plan_file.is_file() or not run.recipe_file.is_file():
-        raise ValueError(
-            f"RUN {folder} is not a run directory of `dpoptim train` (plan.json or recipe.toml is missing). Check the "
-            "path, or give a file with json.dumps(plan.to_dict())"
-        )
+        raise ValueError(f"RUN {folder} is not a run directory: it has no plan.json or no recipe.toml; check the path")
     recipe = read_recipe(run.recipe_file)
     try:
         plan, written = run.read_plan(), json.loads(run.plan_file.read_text(encoding="utf-8"))["epsilon"]
         claimed = math.inf if written is None else float(written)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore the original"
-        ) from None
+        raise ValueError(f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore it") from None
     key_answer, key = _key(run)
-    log = log_lines(run.log_file) if run.log_file.is_file() else None
+    log = [line.entry for line in log_lines(run.log_file)] if run.log_file.is_file() else None
     answers = {
         "a second accountant agrees": _second_opinion(plan),
         "the plan matches the recipe": _recipe(recipe, plan),
@@ -123,7 +119,7 @@ def _holds(file: Path, secret: bytes) -> bool:
         return any(contents.find(form) >= 0 for form in forms)
 
 
-def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: list[LogLine]) -> _Answer:
+def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: _Log) -> _Answer:
     try:
         header, count = read_ledger(run.steps_file)
     except FileNotFoundError:  # a run that was handed on has neither key nor ledger
@@ -132,7 +128,7 @@ def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: list
         return False, str(error)
     if count > plan.steps:
         return False, f"{count:,} were released and the plan covers {plan.steps:,}"
-    steps = [entry.get("step") for entry in _entries(log)]
+    steps = [entry.get("step") for entry in log if entry is not None]
     logged = max((step for step in steps if isinstance(step, int)), default=0)
     if logged > count:
         return False, f"{count:,} are counted, and the log has step {logged:,}"
@@ -144,17 +140,12 @@ def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: list
     return True, f"{count:,} of {plan.steps:,}, under this plan"
 
 
-def _entries(log: list[LogLine]) -> list[dict[str, Any]]:
-    return [line.entry for line in log if line.entry is not None]
-
-
-def _log(log: list[LogLine] | None, recipe: Recipe, claimed: float) -> _Answer:
+def _log(log: _Log | None, recipe: Recipe, claimed: float) -> _Answer:
     if log is None:
         return None, "log.jsonl is missing"
-    for line in log[:-1]:  # a crash may have cut off the last one
-        if line.entry is None:
-            return False, f"line {line.place} is not JSON: the file was edited"
-    entries = _entries(log)
+    if None in log[:-1]:  # a crash may have cut off the last line
+        return False, f"line {log.index(None) + 1} is not JSON: the file was edited"
+    entries = [entry for entry in log if entry is not None]
     private = sum("not_private" in entry for entry in entries)
     if private or recipe.debug:
         return False, f"the run used debug: {private:,} lines hold values that are not private; keep the log secret"

@@ -229,13 +229,7 @@ def run_recipe(base: Recipe, variant: str, setting: Setting, seed: int) -> Recip
 
 
 def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting) -> Recipe:
-    """The recipe of one trial.
-
-    | tuning_epsilon | records | noise multiplier |
-    |---|---|---|
-    | an ε | private | the least at which all trials of the variant TOGETHER cost at most ε |
-    | "public" | `tuning_data` | the runs', so that what is best there is best in them |
-    | "uncovered" | private | the runs' |
+    """The recipe of one trial. At an ε, its noise lets all trials of the variant TOGETHER cost at most that ε.
 
     Guarantee: no trial trains on the records that its scores are computed on; with "public", all records are public.
     """

@@ -50,15 +50,13 @@ class Request:
     metric: str = "loss"
 
     def __post_init__(self) -> None:
-        if not self.variants:
-            raise ValueError(f"variants is empty; name some of {', '.join(VARIANTS)}")
-        for name in self.variants:
-            _check_variant("variants", name)
         for name, values in (("variants", self.variants), ("seeds", self.seeds)):
+            if not values:
+                raise ValueError(f"{name} is empty; give at least one")
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}={list(values)} has a duplicate; remove it")
-        if not self.seeds:
-            raise ValueError("seeds is empty; give at least one, and three or more for an interval")
+        for name in self.variants:
+            _check_variant("variants", name)
         if self.metric not in METRICS:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(METRICS)}")
         if self.tuning_steps is not None and not _is_whole(self.tuning_steps, 1):
@@ -217,13 +215,10 @@ def _listed(name: str, values: Any) -> list[Any]:
         found = [values]
     if not found:
         raise ValueError(f"grid: {name}=[] has no value; give at least one, or leave it out")
-    plain: list[Any] = []
-    for value in found:
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        plain.append(float(value) if is_number else list(value) if isinstance(value, tuple) else value)
-    if len({repr(value) for value in plain}) != len(plain):
-        raise ValueError(f"grid: {name}={plain} has a duplicate; remove it")
-    return plain
+    found = [float(value) if type(value) is int else value for value in found]
+    if len(set(map(str, found))) != len(found):
+        raise ValueError(f"grid: {name}={found} has a duplicate; remove it")
+    return found
 
 
 def name_of_setting(setting: Mapping[str, Any]) -> str:
@@ -236,7 +231,7 @@ def name_of_setting(setting: Mapping[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "-".join(_word(part) for part in value)
     return "".join(mark if mark.isalnum() or mark in ".-+_" else "_" for mark in str(value))
 

@@ -42,7 +42,7 @@ def summarize(
     """
     variants = [variant for variant in request.rows if variant != NON_PRIVATE]
     one = runs[variants[0]][0]
-    best = min(variants, key=lambda variant: _mean_badness(runs[variant], request.metric))
+    best = min(variants, key=lambda variant: math.fsum(badness(run.last, request.metric) for run in runs[variant]))
     rows = {
         variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
         for variant in request.rows
@@ -69,10 +69,6 @@ def summarize(
         "tuning": _tuning(request, trials, variants),
         "epsilon": _epsilons(request, trials, runs, variants, in_folder),
     }
-
-
-def _mean_badness(runs: Sequence[RunResult], metric: str) -> float:
-    return math.fsum(badness(run.last, metric) for run in runs) / len(runs)
 
 
 def _row(
