@@ -104,8 +104,6 @@ def _random_violation(plan: PrivacyPlan, game: GameResult, often: int) -> str | 
 def _shared_violation(game: GameResult, groups: int, rate: float) -> str | None:
     """Two steps draw independently, which limits how many canaries they share."""
     drawn = game.drawn[:: -(-len(game.drawn) // _MAX_PAIRED_STEPS)]
-    if len(drawn) < 2:
-        return None
     both = drawn.astype(np.float32) @ drawn.T.astype(np.float32)
     np.fill_diagonal(both, 0)
     most, canaries = round(float(both.max())), drawn.shape[1]
@@ -156,7 +154,7 @@ def _between_lags(residuals: Floats) -> float:
     found = [
         correlation_chance(float((residuals[lag:] * residuals[:-lag]).sum()), (steps - lag) * canaries) for lag in lags
     ]
-    return min(found, default=1.0) * len(lags)
+    return min(found, default=1.0) * max(1, len(lags))
 
 
 def _between_coordinates(residuals: Floats) -> float:
@@ -169,7 +167,7 @@ def _between_coordinates(residuals: Floats) -> float:
     sums = np.fft.irfft(total, n=2 * canaries)[1:canaries]
     counts = steps * (canaries - np.arange(1, canaries))
     chances = [correlation_chance(value, count) for value, count in zip(sums.tolist(), counts.tolist(), strict=True)]
-    return min(chances, default=1.0) * len(chances)
+    return min(chances, default=1.0) * max(1, len(chances))
 
 
 def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
@@ -184,6 +182,7 @@ def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
     repeated = min(game.repeated for game in games) * len(games)
     sample = np.concatenate([game.sample for game in games])
     distance, chance = kstest(sample, "norm", method="asymp")  # Kolmogorov and Smirnov
+    normality = f"the distance from the normal distribution, {distance:.4f},"
     return [
         Check(
             name=f"{which}noise level",
@@ -191,11 +190,7 @@ def noise_checks(games: list[NoiseSample], *, which: str = "") -> list[Check]:
             found=f"{level:.5f} times the plan's, at the worst step {worst:.4f} times",
         ),
         chance_check(f"{which}noise never repeats", "the largest correlation between steps or coordinates", repeated),
-        chance_check(
-            f"{which}noise is Gaussian",
-            f"the distance from the normal distribution, {distance:.4f},",
-            float(chance),
-        ),
+        chance_check(f"{which}noise is Gaussian", normality, float(chance)),
     ]
 
 
