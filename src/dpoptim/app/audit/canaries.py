@@ -33,7 +33,6 @@ from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, Privac
 _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
 
-
 MakeOptimizer = Callable[..., PrivateOptimizer]
 """Makes the optimizer to attack from (model, plan, key=, run_id=), which determine its noise."""
 

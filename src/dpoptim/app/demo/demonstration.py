@@ -43,7 +43,7 @@ class Size(NamedTuple):
     steps: int
 
 
-FULL = Size(texts_per_library=3000, batch_size=384, steps=16)
+FULL = Size(texts_per_library=3000, batch_size=384, steps=12)
 QUICK = Size(texts_per_library=150, batch_size=32, steps=3)
 NOT_PRIVATE = "not_private"
 METHODS = {
