@@ -96,7 +96,7 @@ def _random_violation(plan: PrivacyPlan, game: GameResult, often: int) -> str | 
     is_plain = isinstance(plan.sampling, Poisson) and limit is None
     if is_plain and float(count_chance(int(sizes.sum()), plan.num_examples * plan.steps, rate)) < UNLIKELY:
         return f"batches have {sizes.mean():,.1f} examples on average; {rate * members:,.1f} are expected"
-    if sum(game.drawn[group::groups].any(axis=0).astype(int) for group in range(groups)).max() > 1:
+    if np.sum([game.drawn[group::groups].any(axis=0) for group in range(groups)], axis=0).max() > 1:
         return "an example is drawn at the turns of two groups"
     return _shared_violation(game, groups, rate)
 

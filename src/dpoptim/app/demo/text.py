@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHORTEST = 8  # words in a text
-SKIPPED = {"site-packages", "test", "tests", "_vendor", "idlelib", "lib2to3"}  # other libraries' code, and tests
+SKIPPED = {"site-packages", "test", "tests", "_vendor", "_antlr", "idlelib", "lib2to3"}  # others' code, and tests
 
 
 def texts_of(library: str, limit: int) -> list[str]:
