@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpoptim.app.report.charts import CURVES, Mark, axis, format_number, layers, plot, thin
+from dpoptim.app.report.charts import CURVES, Mark, axis, format_number, plot, thin
 from dpoptim.app.report.page import all_numbers, guarantee_sentence, page, write_report
 from dpoptim.app.runs.run_log import read_run, read_runs
 from dpoptim.privacy.format_epsilon import format_epsilon
@@ -33,9 +33,7 @@ from tests.app.report_runs import (
 )
 
 DEBUG_ONLY = {"training-loss", "clipped-fraction"}
-ALL_PLOTS = {curve.name for curve in CURVES} | {"scales"}
-
-
+ALL_PLOTS = {curve.name for curve in CURVES}
 WHERE = {  # each number's place in the log
     "validation-loss": ("evaluation", "loss"),
     "validation-accuracy": ("evaluation", "accuracy"),
@@ -74,7 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tables_hold_every_logged_number(debugged):
     root = page_of(debugged)
     assert plots(root) == ALL_PLOTS
-    assert WHERE.keys() == {curve.name for curve in CURVES}
+    assert WHERE.keys() == ALL_PLOTS - {"scales"}
     for name, (kind, *path) in WHERE.items():
         wanted: dict[str, Any] = {}
         for record in records(debug=True):
@@ -99,7 +97,7 @@ def test_tables_hold_every_logged_number(debugged):
 def test_plotted_positions_map_back_to_the_values():
     series = [(1, 5.0), (10, 1.0), (20, 3.0)]
     x, y = axis([1, 10, 20], zero=True), axis([5.0, 1.0, 3.0])
-    drawn = plot(layers(thin([series], limit=10), 1), x=x, y=y, y_label="u")
+    drawn = plot(thin([[(step, [value] * 3) for step, value in series]], limit=10), y_label="u")
     (line,) = [points for kind, points in drawn["paths"] if kind.startswith("line")]
     points = [tuple(map(float, part.split())) for part in line[1:].split("L")]
     left, right, bottom, top = drawn["left"], drawn["right"], drawn["grid"][0][0], drawn["grid"][-1][0]
@@ -270,16 +268,14 @@ def test_long_runs_are_thinned_but_keep_spikes(tmp_path):
 )
 def test_thinning_keeps_every_extreme(found, limit):
     series = [sorted(dict(one).items()) for one in found]
-    rows = thin(series, limit=limit)
+    rows = thin([[(step, [value] * 3) for step, value in one] for one in series], limit=limit)
     assert len(rows) <= limit
     for place, one in enumerate(series):
-        points = [row.points[place] for row in rows]
-        there = [point for point in points if point is not None]
-        assert sum(point.count for point in there) == len(one)
-        assert all(point.low <= point.value <= point.high for point in there)
+        fans = [row.fans[place] for row in rows if row.fans[place]]
+        assert all(low <= value <= high for low, value, high in fans)
         if one:
-            assert max(point.high for point in there) == max(value for _, value in one)
-            assert min(point.low for point in there) == min(value for _, value in one)
+            assert max(fan[-1] for fan in fans) == max(value for _, value in one)
+            assert min(fan[0] for fan in fans) == min(value for _, value in one)
     for before, after in itertools.pairwise(rows):
         assert before.first <= before.last < after.first
 
@@ -358,28 +354,28 @@ def test_short_runs_are_shown(tmp_path):
     begun = write_run(tmp_path / "begun", [start_record(40)])
     root = page_of(begun)
     assert plots(root) == set()
-    assert "no evaluation was logged" in root.text
+    assert "Validation loss: not logged." in root.text
     one = write_run(tmp_path / "one", [start_record(40), step_record(1, 40, debug=False)])
     assert plots(page_of(one)) == ALL_PLOTS - DEBUG_ONLY - {"validation-loss", "validation-accuracy"}
 
 
 def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     odd: list[dict[str, Any]] = [
-        {"kind": "step", "step": 1, "seconds": math.nan, "epsilon": "much", "not_private": None},
+        {"kind": "step", "step": 1, "seconds": math.nan, "epsilon": math.inf, "not_private": None},
         {"kind": "step", "step": 2, "seconds": math.inf, "released": {"noise_to_signal": None}},
         {"kind": "step", "step": 3, "seconds": -math.inf, "released": {"noise_to_signal": 4.0}},
         {"kind": "step", "step": 5, "seconds": None},
-        {"kind": "step", "step": 6, "seconds": 0.5},
+        {"kind": "step", "step": 6, "seconds": 0.5, "epsilon": 1.0},
         {"kind": "evaluation", "step": 6, "loss": math.nan, "accuracy": None},
     ]
     odd[1]["released"]["scale_quantiles"], odd[2]["released"]["scale_quantiles"] = [1, 2], [1.0] * 7
-    folder = write_run(tmp_path / "odd", [start_record(40, versions=7), *odd])
+    folder = write_run(tmp_path / "odd", [start_record(40), *odd])
     found = all_numbers([read_run(folder)])["runs"][0]
     assert found["curves"]["seconds-per-step"]["values"] == [[6, 0.5]]
     assert "validation-loss" not in found["curves"]
     assert found["scale_quantiles"] == [[3, [1.0] * 7]]
     root = page_of(folder)
-    assert "3 logged value(s) are not finite" in root.by_id("chart-seconds-per-step").text
+    assert "1 logged value(s) are not finite" in root.by_id("chart-epsilon").text
     assert "1 logged step(s) are not drawn, because the noise hides" in root.by_id("chart-noise-to-signal").text
     assert "nan" not in "".join(str(p.attributes["d"]) for p in root.all("path")).lower()
 

@@ -97,7 +97,7 @@ def test_the_page_opens_with_the_runs_numbers(folder):
     assert console == []
     root = parsed(dom.replace("<!DOCTYPE html>", ""))
     plots = {svg.attributes["id"] for svg in root.all("svg")}
-    assert plots == {f"plot-{name}" for name in [*(curve.name for curve in CURVES), "scales"]}
+    assert plots == {f"plot-{curve.name}" for curve in CURVES}
     rows = dict(root.by_id("chart-validation-loss").rows()[1:])
     assert rows == {str(step): format_number(evaluation_record(step, 40)["loss"]) for step in range(0, 41, 4)}
     assert format_number(evaluation_record(40, 40)["loss"]) in root.by_id("finals").text
@@ -111,7 +111,7 @@ def test_the_page_fits_and_answers_the_pointer(folder, name, width, dark):
     assert console == []
     assert found["overflow"] <= 0
     assert found["overflow_open"] <= 0
-    assert len(found["plots"]) == len(CURVES) + 1
+    assert len(found["plots"]) == len(CURVES)
     for plot in found["plots"]:
         assert 270 <= plot["width"] <= 560, plot
         assert plot["height"] >= 150, plot
@@ -145,4 +145,4 @@ def test_the_page_works_without_script(folder):
     dom, _ = chromium(folder / "profile", folder / "still.html")
     root = parsed(dom.replace("<!DOCTYPE html>", ""))
     assert "hidden" in root.by_id("theme").attributes
-    assert len(root.all("svg")) == len(CURVES) + 1
+    assert len(root.all("svg")) == len(CURVES)
