@@ -1,4 +1,17 @@
-"""`dpoptim advise`: recommend an optimizer variant, its noise and the constants to try."""
+"""Recommend a variant and the noise to train MODEL with at (epsilon, delta), and print the command that does so.
+
+Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.27 clip
+norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an empirical
+question; --verbose explains the advice and lists the evidence.
+
+examples:
+  dpoptim advise 4.4M --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
+      a model of 4.4 million parameters, with assumed gradients
+  dpoptim advise ./bert-tiny ... --sampling shuffled --plot advice.png
+      counts the parameters from the folder's config.json; no amplification; draws a plot
+  dpoptim advise ./bert-tiny ... --probe public.txt --task masked-lm
+      measures gradients on PUBLIC texts, one per line
+"""
 
 from __future__ import annotations
 
@@ -34,30 +47,10 @@ from dpoptim.theory.stability_window import ScaleWindow
 _PUBLIC = "note: you declare the examples of --probe PUBLIC: their gradients enter the advice without noise"
 _MIN_PROBE_EXAMPLES = 16
 _ONLY_WITH_PROBE = ("--text-column", "--label-column", "--max-length", "--from-scratch")
-_DESCRIPTION = """\
-Recommend the optimizer variant and the noise to train MODEL with at (epsilon, delta), and the command that does so.
---verbose explains why: the noise's variance against the squared gradient, how many second moments bias correction
-would leave negative, the window of scale_then_privatize's eps_scale, and what the alternatives cost.
-
-Clip norm and sampling default to those of `dpoptim train`. The length and spread of gradients are ASSUMED (0.27 clip
-norms, spread evenly) unless --probe measures them on public examples. Which variant wins on your task is an empirical
-question; --verbose lists the evidence.
-"""
-
-_EXAMPLES = """\
-examples:
-  dpoptim advise 4.4M --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
-      a model of 4.4 million parameters, with assumed gradients
-  dpoptim advise ./bert-tiny ... --sampling shuffled --plot advice.png
-      counts the parameters from the folder's config.json; no amplification; draws a plot
-  dpoptim advise ./bert-tiny ... --probe public.txt --task masked-lm
-      measures gradients on PUBLIC texts, one per line
-"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     model = "a count of parameters (4.4M), a folder with config.json, or a Hugging Face name"
     parser.add_argument("model", metavar="MODEL", help=model)
     training = shared.add_training(parser, required=True, title="training")

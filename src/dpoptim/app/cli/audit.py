@@ -1,4 +1,18 @@
-"""`dpoptim audit`: attack a privacy guarantee with canaries, and check a run's files."""
+"""Attack a privacy guarantee, and check a run's files.
+
+A whole training runs over canaries: examples whose gradients are as conspicuous as clipping allows, each in or out by a
+coin flip. The best attack guesses the coins from everything released, which proves a lower bound on the epsilon spent.
+Batches, clipping and noise are checked too. The exit status is 1 if the claim is contradicted or a check fails.
+
+RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
+(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
+attack found nothing.
+
+examples:
+  dpoptim audit runs/first --plot audit.png
+  dpoptim audit --steps 200 --batch-size 256 --num-examples 20000 --epsilon 8 --delta 1e-6 --noise banded-toeplitz:16
+  dpoptim audit plan.json --variant dp_sgd --canaries 100k --json
+"""
 
 from __future__ import annotations
 
@@ -20,24 +34,6 @@ from dpoptim.integrations.named_settings import make_optimizer, make_plan, relea
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.format_epsilon import format_epsilon
 
-_DESCRIPTION = """\
-Attack a privacy guarantee. A whole training runs over canaries: examples whose gradients are as conspicuous as
-clipping allows, each in or out by a coin flip. The best attack guesses the coins from everything released, which
-proves a lower bound on the epsilon spent. Batches, clipping and noise are checked too. The exit status is 1 if the
-claim is contradicted or a check fails.
-
-RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
-(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
-attack found nothing.
-"""
-
-_EXAMPLES = """\
-examples:
-  dpoptim audit runs/first --plot audit.png
-  dpoptim audit --steps 200 --batch-size 256 --num-examples 20000 --epsilon 8 --delta 1e-6 --noise banded-toeplitz:16
-  dpoptim audit plan.json --variant dp_sgd --canaries 100k --json
-"""
-
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")
 _MAX_EPSILON = 100.0  # above it accounting takes minutes, and the guarantee means nothing
@@ -46,7 +42,6 @@ _OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a .json file with a plan"
     )

@@ -1,4 +1,25 @@
-"""`dpoptim compare`: compare variants at one privacy budget, with tuning, several seeds and confidence intervals."""
+r"""Train several variants at one (epsilon, delta), and print a table with 95 % intervals.
+
+Sampling, batch size and steps are the same. Each variant runs with several seeds, at its best setting of a grid. RECIPE
+is a recipe of `dpoptim train`; its [compare] table may hold all settings below, and flags override it.
+
+Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
+  EPSILON    the trials of a variant together cost at most this epsilon
+  public     trials run on --tuning-data, records that are not private; no cost
+  uncovered  trials run on the private records, and the epsilon of a run does NOT cover them
+
+Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
+run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
+
+examples:
+  dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5
+      at the recipe's own settings
+  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --tuning-epsilon 1
+      two learning rates, tried at epsilon 1 per variant
+  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --grid scale_then_privatize.eps_scale=1e-6,1e-5 \
+      --tuning-epsilon public --tuning-data public.jsonl --tuning-steps 200
+      tuned on public records; eps_scale for one variant only
+"""
 
 from __future__ import annotations
 
@@ -16,46 +37,15 @@ from dpoptim.app.format import duration, plain
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.privacy.format_epsilon import format_epsilon
 
-_DESCRIPTION = f"""\
-Train several variants at one (epsilon, delta), with the same sampling, batch size and steps, and print a table with
-95 % intervals. Each variant runs with several seeds, at its best setting of a grid. RECIPE is a recipe of `dpoptim
-train`; its [compare] table may hold all settings below, and flags override it.
-
-Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
-  EPSILON    the trials of a variant together cost at most this epsilon
-  {PUBLIC}     trials run on --tuning-data, records that are not private; no cost
-  {UNCOVERED}  trials run on the private records, and the epsilon of a run does NOT cover them
-
-Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
-run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
-"""
-
-_EXAMPLES = f"""\
-examples:
-  dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5
-      at the recipe's own settings
-  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --tuning-epsilon 1
-      two learning rates, tried at epsilon 1 per variant
-  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --grid scale_then_privatize.eps_scale=1e-6,1e-5 \\
-      --tuning-epsilon {PUBLIC} --tuning-data public.jsonl --tuning-steps 200
-      tuned on public records; eps_scale for one variant only
-"""
-
 _SETTINGS = ("epsilon", "device", "variants", "seeds", "metric", "tuning_epsilon", "tuning_data", "tuning_steps")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
-    what.add_argument(
-        "--seeds",
-        type=shared.count,
-        metavar="N",
-        help="number of seeds, starting at the recipe's (default: 3; 5 is better)",
-    )
+    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many (default: 3; 5 is better)")
     what.add_argument("--references", action="store_true", help="add no fine-tuning, and training that is NOT PRIVATE")
     what.add_argument("--metric", choices=("loss", "accuracy"), help="what ranks settings and variants (default: loss)")
     what.add_argument("--epsilon", type=float, metavar="E", help="of one run; overrides the recipe's")

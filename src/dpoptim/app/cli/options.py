@@ -10,7 +10,6 @@ import importlib
 import logging
 import math
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -26,19 +25,6 @@ if TYPE_CHECKING:
 
     from dpoptim.privacy import Adjacency, PrivacyPlan
 
-_NAMES_ELSEWHERE = {  # flags of other libraries' scripts
-    "--eps": "--epsilon",
-    "--lr": "--learning-rate",
-    "--bs": "--batch-size",
-    "--sigma": "--noise-multiplier",
-    "--max-grad-norm": "--clip-norm",
-    "--target-epsilon": "--epsilon",
-    "--target-delta": "--delta",
-    "--output-dir": "--run-dir",
-    "--model-name-or-path": "--model",
-    "--optimizer": "--variant",
-}
-_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORECASE)
 _COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -52,14 +38,10 @@ class _Paragraphs(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage, and takes no abbreviated flags.
-
-    A negative number such as -1e-5 is parsed as a value, so that the option's own check can name it.
-    """
+    """Reports an error in one line, without the usage, and takes no abbreviated flags."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": _Paragraphs, **named, "allow_abbrev": False})
-        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -70,10 +52,8 @@ def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
     >>> parser = argparse.ArgumentParser(prog="dpoptim train")
     >>> _ = parser.add_argument("--learning-rate")
-    >>> explain_unknown(parser, ["--lr", "1"])
-    'there is no --lr; did you mean --learning-rate?'
-    >>> explain_unknown(parser, ["more.toml"])
-    "unexpected argument 'more.toml'; see dpoptim train --help"
+    >>> explain_unknown(parser, ["--learn", "1"])
+    'there is no --learn; did you mean --learning-rate?'
     """
     given = unknown[0]
     if not given.startswith("-"):
@@ -81,9 +61,7 @@ def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
     flag = given.partition("=")[0]
     dashed = flag.replace("_", "-")
     known = [name for action in parser._actions for name in action.option_strings]
-    meant = _NAMES_ELSEWHERE.get(dashed, dashed)
-    longer = [name for name in known if name.startswith(meant)]
-    likely = [meant] if meant in known else longer if len(longer) == 1 else get_close_matches(dashed, known, 1, 0.75)
+    likely = [name for name in known if name.startswith(dashed)] or get_close_matches(dashed, known, 1, 0.75)
     return f"there is no {flag}; " + (f"did you mean {likely[0]}?" if likely else f"see {parser.prog} --help")
 
 

@@ -1,4 +1,15 @@
-"""`dpoptim plan`: compare noise mechanisms at one (ε, δ)."""
+"""Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one.
+
+RMSE is the root mean square error that the noise causes on prefix sums of averaged gradients for clip norm 1. It
+includes the noise multiplier and the sensitivity, and is divided by the batch size.
+
+examples:
+  dpoptim plan --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
+      shuffled batches: no amplification, and the order need not be secret
+  dpoptim plan ... --sampling poisson
+      secret sampling: finds the number of bands that best balances correlation and amplification
+  dpoptim plan ... --parameters 124M --memory-budget 2GB --plot plan.png
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,7 @@ from rich.console import Console
 
 from dpoptim.app.cli import options as shared
 from dpoptim.app.progress import ProgressReporter
-from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling, noise_words
+from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.noise import NoiseMemory
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
@@ -19,26 +30,9 @@ LEGEND = """\
 RMSE: the error that noise leaves on prefix sums of averaged gradients at clip norm 1; lower is better.
 normals per step: rows of random numbers, which decide how long the noise takes."""
 
-_DESCRIPTION = """\
-Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one. RMSE is the root
-mean square error that the noise causes on prefix sums of averaged gradients for clip norm 1. It includes the noise
-multiplier and the sensitivity, and is divided by the batch size.
-"""
-
-_EXAMPLES = """\
-examples:
-  dpoptim plan --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
-      shuffled batches: no amplification, and the order need not be secret
-  dpoptim plan ... --sampling poisson
-      secret sampling: finds the number of bands that best balances correlation and amplification
-  dpoptim plan ... --parameters 124M --memory-budget 2GB --plot plan.png
-"""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description = _DESCRIPTION
-    parser.epilog = f"{_EXAMPLES}\nnoise for dpoptim train --noise NAME:\n  {', '.join(noise_words())}"
     training = shared.add_training(parser, required=True, title="training")
     shared.add_sampling(training, default="shuffled")
     noise = parser.add_argument_group("noise")

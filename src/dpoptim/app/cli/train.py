@@ -1,4 +1,22 @@
-"""`dpoptim train`: a private training run from a recipe or flags or, without either, the demonstration."""
+"""Train a model privately.
+
+A model, data and epsilon are enough. All other settings come from flags, from RECIPE (a TOML file) or from defaults.
+Without any of them, a demonstration fine-tunes a small language model privately, offline.
+
+The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. RUN.secret beside it holds the
+noise key: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
+
+examples:
+  dpoptim train
+      the demonstration: masked language modelling with several variants
+  dpoptim train --model ./bert-tiny --data notes.jsonl --epsilon 8
+      defaults for everything else; 5 % of the records are held out for scores
+  dpoptim train recipe.toml --epsilon 3 --run-dir runs/eps3
+      a recipe with one setting overridden
+  dpoptim train recipe.toml --dry-run
+      prints the plan and estimates memory and time; trains and writes nothing
+  dpoptim train --resume runs/eps3
+"""
 
 from __future__ import annotations
 
@@ -19,32 +37,9 @@ if TYPE_CHECKING:
     from dpoptim.app.runs.estimate import Estimate
     from dpoptim.app.runs.setup import RunSetup
 
-_DESCRIPTION = """\
-Train a model privately. A model, data and epsilon are enough; all other settings come from RECIPE (a TOML file), from
-flags, which override it, or from defaults. Without any of them, a demonstration fine-tunes a small language model
-privately, offline.
-
-The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. RUN.secret beside it holds the
-noise key: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
-"""
-
-_EXAMPLES = """\
-examples:
-  dpoptim train
-      the demonstration: masked language modelling with several variants
-  dpoptim train --model ./bert-tiny --data notes.jsonl --epsilon 8
-      defaults for everything else; 5 % of the records are held out for scores
-  dpoptim train recipe.toml --epsilon 3 --run-dir runs/eps3
-      a recipe with one setting overridden
-  dpoptim train recipe.toml --dry-run
-      prints the plan and estimates memory and time; trains and writes nothing
-  dpoptim train --resume runs/eps3
-"""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting of a recipe, and those of the run itself."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.usage = "%(prog)s [RECIPE] [options]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file; flags override its settings")
     groups: dict[str, argparse._ArgumentGroup] = {}
