@@ -134,7 +134,7 @@ def _print_result(result: dict[str, Any]) -> None:
         f"{result['steps']:,} steps of {result['batch_size']:,} from {result['examples']:,} examples, "
         f"{result['sampling']} sampling, {result['mechanism']} noise, {result['adjacency'].replace('_', '-')} adjacency"
     )
-    print(f"each run: epsilon = {_epsilon(result['epsilon']['one_run'])} at delta = {result['delta']:g}")
+    print(f"each run: epsilon = {format_epsilon(result['epsilon']['one_run'])} at delta = {result['delta']:g}")
     console.print(table)
     for line in _notes(result):
         console.print(line, highlight=False, markup=False, style="bold red" if "NOT " in line else None)
@@ -145,16 +145,16 @@ def _notes(result: dict[str, Any]) -> list[str]:
     notes, cost = [_interval_note(result), f"Tuning: {result['tuning']['note']}."], result["epsilon"]
     if any(cost["tuning"].values()):
         parts = ", ".join(
-            f"{variant} {_epsilon(cost['one_run_with_tuning'][variant])} (trials alone {_epsilon(spent)})"
+            f"{variant} {format_epsilon(cost['one_run_with_tuning'][variant])} (trials alone {format_epsilon(spent)})"
             for variant, spent in cost["tuning"].items()
         )
         notes.append(f"epsilon of one run with its variant's trials: {parts}.")
     notes.append(
-        f"epsilon of everything in this table: {_epsilon(cost['everything'])}, composed over "
+        f"epsilon of everything in this table: {format_epsilon(cost['everything'])}, composed over "
         f"{cost['runs_on_private_records']} runs at delta = {cost['delta']:g}."
     )
     if cost["runs_in_folder"] != cost["runs_on_private_records"]:
-        number, spent = cost["runs_in_folder"], _epsilon(cost["folder"])
+        number, spent = cost["runs_in_folder"], format_epsilon(cost["folder"])
         notes.append(f"epsilon of all {number} runs ever started in this folder: {spent}.")
     notes += [f"{text}: it has no guarantee, and none of these numbers includes it." for text in cost["without"]]
     outside = result["outside_guarantee"]
@@ -221,7 +221,3 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return ":".join(map(_word, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _epsilon(value: float) -> str:
-    return "0" if value == 0 else format_epsilon(value)

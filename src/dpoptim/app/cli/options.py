@@ -17,6 +17,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dpoptim.app.files import check_target
+from dpoptim.app.plot_style import check_matplotlib
 from dpoptim.app.recipes.recipe import ADJACENCIES, flags
 
 if TYPE_CHECKING:
@@ -189,15 +191,9 @@ def adjacency_of(options: argparse.Namespace) -> Adjacency:
 
 def check_plot(path: Path | None) -> None:
     """Raise ValueError, before any work is done, if a plot could not be drawn or written."""
-    from dpoptim.app.plot_style import check_matplotlib
-
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {path} must end in .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: the folder {path.parent} does not exist; create it first")
-    check_matplotlib("--plot needs")
+    if path is not None:
+        check_target("--plot", path, ".png", ".svg", ".pdf")
+        check_matplotlib("--plot needs")
 
 
 def fields(source: object, *names: str) -> dict[str, Any]:
@@ -220,7 +216,8 @@ def say(text: str) -> None:
 def draw(options: argparse.Namespace, plot: str, *subject: Any) -> None:
     """Draw --plot, if it was given, with that function of `dpoptim.app.cli.plots`."""
     if options.plot is not None:
-        getattr(importlib.import_module("dpoptim.app.cli.plots"), plot)(*subject, options.plot)
+        figure = getattr(importlib.import_module("dpoptim.app.cli.plots"), plot)(*subject)
+        figure.savefig(options.plot, dpi=150)
         say(f"wrote {options.plot}")
 
 

@@ -6,11 +6,12 @@ This module computes positions and texts; `assets/page.html` turns them into SVG
 from __future__ import annotations
 
 import bisect
-import functools
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.resources import files
 from operator import itemgetter
 from typing import Any
 
@@ -62,7 +63,8 @@ def mean(values: Sequence[float]) -> float:
 class Curve:
     """One logged number against steps.
 
-    `absent` says why no run may have logged it. `gap` explains missing single values. A `fan` is a list of quantiles.
+    `absent` says why no run may have logged it. `gap` explains missing single values ("": they need no explanation).
+    `zero` and `log` shape the y axis, as for `axis`. A `fan` is a list of quantiles.
     """
 
     name: str
@@ -76,8 +78,15 @@ class Curve:
     zero: bool = False
     log: bool = False
     fan: bool = False
-    gather: Callable[[Sequence[float]], float] = mean
-    show: Callable[[float], str] = format_number
+
+    @property
+    def gather(self) -> Callable[[Sequence[float]], float]:
+        """How several steps become one value."""
+        return max if self.name == "epsilon" else mean
+
+    def show(self, value: float) -> str:
+        """A value as text."""
+        return format_epsilon(value) if self.name == "epsilon" else format_number(value, 4 if self.fan else 6)
 
     def of(self, run: RunHistory) -> Series:
         """The run's finite values."""
@@ -88,113 +97,13 @@ class Curve:
         return run.evaluations if self.mark is Mark.OUTSIDE else run.steps
 
 
-_DEBUG_ONLY = "logged only with debug = true, because it is not private"
+def _read_curves() -> Iterator[Curve]:
+    text = (files("dpoptim.app.report") / "assets" / "charts.toml").read_text(encoding="utf-8")
+    for name, settings in tomllib.loads(text).items():
+        yield Curve(name=name, **(settings | {"mark": Mark[settings["mark"]]}))
 
-CURVES = (
-    Curve(
-        name="validation-loss",
-        title="Validation loss",
-        y_label="loss (nats)",
-        path="loss",
-        mark=Mark.OUTSIDE,
-        caption="Lower is better. If the curve rises again, training was too long.",
-    ),
-    Curve(
-        name="validation-accuracy",
-        title="Validation accuracy",
-        y_label="accuracy (share of predictions)",
-        path="accuracy",
-        mark=Mark.OUTSIDE,
-        caption="Higher is better.",
-    ),
-    Curve(
-        name="training-loss",
-        title="Training loss",
-        y_label="mean loss of the batch (nats)",
-        path="not_private.loss",
-        mark=Mark.DEBUG,
-        caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
-        absent=_DEBUG_ONLY,
-    ),
-    Curve(
-        name="clipped-fraction",
-        title="Clipped fraction",
-        y_label="share of the batch's examples",
-        path="not_private.clipped_fraction",
-        mark=Mark.DEBUG,
-        caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
-        absent=_DEBUG_ONLY,
-        zero=True,
-    ),
-    Curve(
-        name="signal-over-clip",
-        title="Gradient against clip norm, ‖g‖/ζ",
-        y_label="‖g‖/ζ (ratio), estimated",
-        path="released.signal_over_clip",
-        mark=Mark.RELEASED,
-        caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
-        "1, when all examples agree.",
-        zero=True,
-    ),
-    Curve(
-        name="noise-to-signal",
-        title="Noise to signal",
-        y_label="noise norm / ‖g‖ (ratio), estimated",
-        path="released.noise_to_signal",
-        mark=Mark.RELEASED,
-        caption="Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
-        absent="not logged, or the noise hid every gradient",
-        gap="logged step(s) are not drawn, because the noise hides their gradient",
-        log=True,
-    ),
-    Curve(
-        name="negative-fraction",
-        title="Negative second moments ν̂",
-        y_label="share of coordinates",
-        path="released.negative_fraction",
-        mark=Mark.RELEASED,
-        caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
-        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them",
-        zero=True,
-    ),
-    Curve(
-        name="scales",
-        title="Scales s over steps",
-        y_label="scale s (no unit)",
-        path="released.scale_quantiles",
-        mark=Mark.RELEASED,
-        caption="Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, "
-        "scaling does nothing.",
-        absent="this variant does not scale before clipping, or they were not logged",
-        zero=True,
-        log=True,
-        fan=True,
-        show=functools.partial(format_number, digits=4),
-    ),
-    Curve(
-        name="seconds-per-step",
-        title="Time per step",
-        y_label="seconds per step",
-        path="seconds",
-        mark=Mark.TIMING,
-        caption="It should be flat. The first steps may be slower.",
-        gap="",  # null until there are enough steps for a mean
-        zero=True,
-        log=True,
-    ),
-    Curve(
-        name="epsilon",
-        title="Privacy spent, ε",
-        y_label="ε of the steps so far, at the run's δ",
-        path="epsilon",
-        mark=Mark.KNOWN,
-        caption="What stopping at a step would have cost. Numbers are rounded up.",
-        absent="not logged, or infinite because the run is not private",
-        zero=True,
-        gather=max,
-        show=format_epsilon,
-    ),
-)
+
+CURVES = tuple(_read_curves())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,19 +120,18 @@ class Row:
         return f"{self.first:,}–{self.last:,}" if self.first < self.last else f"{self.last:,}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Axis:
-    """One axis: its ends, its ticks, and whether it is logarithmic."""
+    """One axis, which ends at its first and last tick."""
 
-    low: float
-    high: float
     ticks: list[float]
     log: bool = False
 
     def share(self, value: float) -> float:
         """Where a value lies between the ends, from 0 to 1; values beyond an end are moved to it."""
-        low, high, value = (math.log10(max(v, 1e-300)) if self.log else v for v in (self.low, self.high, value))
-        return min(max((value - low) / (high - low), 0.0), 1.0)
+        ends = (self.ticks[0], self.ticks[-1], value)
+        low, high, place = (math.log10(max(end, 1e-300)) if self.log else end for end in ends)
+        return min(max((place - low) / (high - low), 0.0), 1.0)
 
 
 def thin(found: Sequence[Fans], *, limit: int, gather: Callable[[Sequence[float]], float] = mean) -> list[Row]:
@@ -266,21 +174,17 @@ def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> A
         stride = -(-(last - first) // 6)
         last = first + stride * -(-(last - first) // stride)
         ticks = [float(f"1e{power}") for power in range(first, min(last, 308) + 1, stride)]
-        return Axis(low=ticks[0], high=ticks[-1], ticks=ticks, log=True)
+        return Axis(ticks, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= max(1e-9 * max(abs(low), abs(high)), _TINY):
         room = 0.5 * abs(high) if abs(high) > _TINY else 0.5
         low, high = (low if zero and low == 0 else low - room), high + room
-    step = _round_step((high - low) / 5)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [float(f"{place * step:.12g}") for place in range(first, last + 1)]
-    return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
-
-
-def _round_step(raw: float) -> float:
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(max(raw, 1e-300)))
-    return next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9)) * power
+    step = next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9)) * power
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis([float(f"{place * step:.12g}") for place in range(first, last + 1)])
 
 
 def plot(

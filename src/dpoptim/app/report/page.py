@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from dpoptim.app.files import write_text
+from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
 from dpoptim.app.report.charts import CURVES, Mark, all_charts, colour_class, format_number, quantiles_of
 from dpoptim.app.runs.run_log import RunHistory, number, series
@@ -41,22 +41,13 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
     check_output(output)
-    text = page(runs)
-    try:
-        write_text(output, text)
-    except OSError as error:
-        raise OSError(f"--output {output} cannot be written: {error.strerror or error}") from error
+    write_text(output, page(runs))
     return output
 
 
 def check_output(output: Path) -> None:
     """Raise ValueError for a file that is not a report, so that no key, log or recipe is overwritten."""
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--output {output} must end in .html")
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; give the name of a file")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: the folder {output.parent} does not exist; create it first")
+    check_target("--output", output, ".html", ".htm")
 
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
@@ -169,7 +160,7 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
         "guarantee": guarantee_sentence(run),
         "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
         "notes": notes,
-        "statement": _paragraphs(run.statement),
+        "statement": run.statement,
         "finals": _finals(found),
         "variant": str(found["variant"] or "–"),
         "epsilon": format_epsilon(found["epsilon"]),
@@ -217,25 +208,6 @@ def guarantee_sentence(run: RunHistory) -> str:
             f". The run {took} {taken:,} of {planned:,} steps, which cost ε = {format_epsilon(run.epsilon_spent)}"
         )
     return f"{sentence}."
-
-
-def _paragraphs(statement: str) -> list[tuple[str, str]]:
-    """The statement as (heading, text), with its lines joined so that they fit any width; list items have no heading.
-
-    >>> _paragraphs("Noise:      much\\n            more\\n  - it is\\n    secret")
-    [('Noise:', 'much more'), ('', '- it is secret')]
-    """
-    lines: list[str] = []
-    for line in statement.splitlines():
-        if line.startswith("  - ") or not line.startswith(" ") or not lines:
-            lines.append(line.strip())
-        else:
-            lines[-1] += " " + line.strip()
-    found = []
-    for line in filter(None, lines):
-        head, colon, rest = line.partition(":")
-        found.append(("", line) if line.startswith("- ") else (head + colon, rest.strip()))
-    return found
 
 
 def _finals(found: dict[str, Any]) -> list[tuple[str, str, str]]:
