@@ -102,8 +102,12 @@ def test_plotted_positions_map_back_to_the_values():
     points = [tuple(map(float, part.split())) for part in line[1:].split("L")]
     left, right, bottom, top = drawn["left"], drawn["right"], drawn["grid"][0][0], drawn["grid"][-1][0]
     for (across, height), (step, value) in zip(points, series, strict=True):
-        assert x.low + (across - left) / (right - left) * (x.high - x.low) == pytest.approx(step, abs=0.02)
-        assert y.low + (bottom - height) / (bottom - top) * (y.high - y.low) == pytest.approx(value, abs=0.02)
+        assert x.ticks[0] + (across - left) / (right - left) * (x.ticks[-1] - x.ticks[0]) == pytest.approx(
+            step, abs=0.02
+        )
+        assert y.ticks[0] + (bottom - height) / (bottom - top) * (y.ticks[-1] - y.ticks[0]) == pytest.approx(
+            value, abs=0.02
+        )
 
 
 def test_charts_have_titles_labels_and_captions(debugged):
@@ -135,13 +139,12 @@ def test_debug_values_are_marked_not_private(debugged, plain):
     assert all_numbers(read_runs([debugged]))["runs"][0]["final"]["not_private"]["nonfinite"] == 1
 
 
-def test_the_whole_statement_is_shown(debugged):
-    (block,) = [e for e in page_of(debugged).all("div") if e.attributes.get("class") == "statement"]
-    words = " ".join(re.sub("<[^>]*>", " ", " ".join(p.text for p in block.all("p"))).split())
-    assert words == " ".join((debugged / "statement.txt").read_text().split())
+def test_whole_statement_is_shown(debugged):
+    (block,) = [e for e in page_of(debugged).all("p") if e.attributes.get("class") == "statement"]
+    assert block.text == (debugged / "statement.txt").read_text().strip()
 
 
-def test_the_guarantee_in_one_sentence(debugged, tmp_path):
+def test_guarantee_is_one_sentence(debugged, tmp_path):
     sentence = guarantee_sentence(read_run(debugged))
     assert sentence.startswith(
         "ε = 8.0000 at δ = 1e-06, zero-out adjacency, Poisson sampling, accountant: privacy loss"
@@ -158,7 +161,7 @@ def test_the_guarantee_in_one_sentence(debugged, tmp_path):
     assert found["final"]["epsilon"] is None
 
 
-def test_the_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path):
+def test_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path):
     before = read_run(debugged).guarantee
     other = write_run(tmp_path / "other", records())
     (other / "statement.txt").write_text("NOT PRIVATE: epsilon = inf\nAccountant: nobody\n")
@@ -167,7 +170,7 @@ def test_the_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path)
     assert read_run(other).guarantee == before
 
 
-def test_a_sentence_replaces_a_chart_without_numbers(tmp_path):
+def test_sentence_replaces_a_chart_without_numbers(tmp_path):
     log = records()
     for record in log:
         if "released" in record:
@@ -228,7 +231,7 @@ def test_invalid_unicode_is_replaced(tmp_path):
     assert not re.search("[\x00\u202e\ud83d]", text)
 
 
-def test_the_policy_allows_only_the_pages_own_script_and_style(debugged):
+def test_policy_allows_only_the_own_script_and_style(debugged):
     root = page_of(debugged)
     (policy,) = [m.attributes["content"] for m in root.all("meta") if "http-equiv" in m.attributes]
     assert policy is not None
@@ -241,7 +244,7 @@ def test_the_policy_allows_only_the_pages_own_script_and_style(debugged):
     assert "://" not in page(read_runs([debugged]))
 
 
-def test_the_noise_key_is_not_shown(debugged):
+def test_noise_key_is_not_shown(debugged):
     (debugged.with_name("debugged.secret") / "noise.key").chmod(0o000)
     assert "the-secret-noise-key" not in page(read_runs([debugged])) + json.dumps(all_numbers(read_runs([debugged])))
 
@@ -281,15 +284,13 @@ def test_thinning_keeps_every_extreme(found, limit):
 
 
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=9), st.booleans(), st.booleans())
-def test_an_axis_contains_its_values(values, zero, log):
+def test_axis_contains_its_values(values, zero, log):
     found = axis(values, zero=zero, log=log)
     room = 1e-9 * max(1e-300, max(map(abs, values)))
-    assert found.low - room <= min(values)
-    assert max(values) <= found.high + room
+    assert found.ticks[0] - room <= min(values)
+    assert max(values) <= found.ticks[-1] + room
     assert found.ticks == sorted(set(found.ticks))
     assert 2 <= len(found.ticks) <= 12
-    assert found.ticks[0] == found.low
-    assert found.ticks[-1] == found.high
     assert all(0 <= found.share(value) <= 1 for value in values)
 
 
@@ -319,7 +320,7 @@ def test_several_runs_share_charts_and_a_table(debugged, plain, tmp_path):
     assert {"line c7", "line c0 dashed1", "line c2 dashed1"} <= classes
 
 
-def test_a_cut_off_log_is_reported(tmp_path):
+def test_truncated_log_is_reported(tmp_path):
     folder = write_run(tmp_path / "run", records(taken=12)[:-1])
     log = folder / "log.jsonl"
     whole = log.read_text()
@@ -335,7 +336,7 @@ def test_a_cut_off_log_is_reported(tmp_path):
         read_run(folder)
 
 
-def test_a_resumed_run_is_one_curve(tmp_path):
+def test_resumed_run_is_one_curve(tmp_path):
     first = [record for record in records(taken=20) if record.get("step", 0) <= 12]  # as a resumed run cuts its log
     second = [record for record in records(shift=0.5) if record.get("step", 0) > 12]
     log = [*first, start_record(40, resumed_from=12), *second]
@@ -394,12 +395,12 @@ def test_all_numbers_are_json_and_match_the_log(debugged):
     assert run["recipe"]["learning_rate"] == 0.001
 
 
-def test_the_file_is_written_atomically(debugged, tmp_path, monkeypatch):
+def test_file_is_written_atomically(debugged, tmp_path, monkeypatch):
     runs = read_runs([debugged])
     output = tmp_path / "report.html"
     output.write_text("older")
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match=r"report.html cannot be written: No space left"):
+    with pytest.raises(OSError, match="No space left"):
         write_report(runs, output)
     assert output.read_text() == "older"
     assert list(tmp_path.iterdir()) == [output]

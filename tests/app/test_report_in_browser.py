@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_page_opens_with_the_runs_numbers(folder):
+def test_page_shows_the_numbers_of_the_run(folder):
     dom, console = chromium(folder / "profile", folder / "one.html")
     assert console == []
     root = parsed(dom.replace("<!DOCTYPE html>", ""))
@@ -106,7 +106,7 @@ def test_the_page_opens_with_the_runs_numbers(folder):
 
 
 @pytest.mark.parametrize(("name", "width", "dark"), [("one", 360, True), ("two", 360, False), ("two", 1200, True)])
-def test_the_page_fits_and_answers_the_pointer(folder, name, width, dark):
+def test_page_fits_and_responds_to_the_pointer(folder, name, width, dark):
     found, console = probe(folder, folder / f"{name}.html", width=width, dark=dark)
     assert console == []
     assert found["overflow"] <= 0
@@ -129,7 +129,7 @@ def test_the_page_fits_and_answers_the_pointer(folder, name, width, dark):
     assert (found["back"], found["back_after"]) == ((night, light) if dark else (light, night))
 
 
-def test_console_errors_are_seen(folder):
+def test_console_errors_are_caught(folder):
     """The policy refuses an unknown script, and the console reports it."""
     text = (folder / "one.html").read_text()
     (folder / "broken.html").write_text(text.replace("</main>", "</main><script>document.title = 'taken'</script>"))
@@ -139,7 +139,7 @@ def test_console_errors_are_seen(folder):
     assert "<title>taken" not in dom
 
 
-def test_the_page_works_without_script(folder):
+def test_page_works_without_script(folder):
     text = (folder / "one.html").read_text()
     (folder / "still.html").write_text(text.replace("<script>", "<script>// "))
     dom, _ = chromium(folder / "profile", folder / "still.html")
