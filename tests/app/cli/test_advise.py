@@ -309,7 +309,7 @@ def test_mistakes_print_one_line(capsys, tmp_path, monkeypatch, change, words):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("0", "must be the number of trained parameters"),
+        ("0", "'0' is neither a number of parameters"),
         ("-5", "is neither a number of parameters, such as 4.4M, nor"),
         ("mlp", "depends on the columns of the data; give a number"),
         ("./missing", "does not exist"),

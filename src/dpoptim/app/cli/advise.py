@@ -312,13 +312,12 @@ def typed_count(model: str) -> int | None:
     (124000000, None)
     """
     try:
-        return count(model)
+        number = count(model)
     except argparse.ArgumentTypeError:
-        if re.match(r"[-+\d]", model) and "/" not in model and not Path(model).is_dir():
-            raise ValueError(
-                f"MODEL {model!r} is neither a number of parameters, such as 4.4M, nor an existing folder"
-            ) from None
-        return None
+        number = 0
+    if not number and re.match(r"[-+\d]", model) and "/" not in model and not Path(model).is_dir():
+        raise ValueError(f"MODEL {model!r} is neither a number of parameters, such as 4.4M, nor an existing folder")
+    return number or None
 
 
 def _task(options: argparse.Namespace) -> Task:
