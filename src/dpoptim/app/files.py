@@ -56,7 +56,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def check_target(name: str, path: Path, *suffixes: str) -> None:
-    """Raise ValueError if an option names a file that is of another kind or cannot be written."""
+    """Raise ValueError if an option names a file with a wrong ending, or one that cannot be written."""
     if path.suffix.lower() not in suffixes:
         raise ValueError(f"{name} {path} must end in {' or '.join(suffixes)}")
     if path.is_dir():

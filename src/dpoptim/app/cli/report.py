@@ -24,6 +24,8 @@ import json
 import sys
 from pathlib import Path
 
+from dpoptim.app.files import check_target
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -36,13 +38,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, print the numbers, or both."""
-    from dpoptim.app.report.page import all_numbers, check_output, write_report
+    from dpoptim.app.report.page import all_numbers, write_report
     from dpoptim.app.runs.run_log import read_runs
 
     output = None
     if options.output is not None or not options.json:
         output = Path(options.output or "report.html")
-        check_output(output)
+        check_target("--output", output, ".html", ".htm")
     runs = read_runs(options.runs)
     if output is not None:
         write_report(runs, output)

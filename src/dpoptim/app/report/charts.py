@@ -63,7 +63,7 @@ def mean(values: Sequence[float]) -> float:
 class Curve:
     """One logged number against steps.
 
-    `absent` says why no run may have logged it. `gap` explains missing single values ("": they need no explanation).
+    `absent` explains why no run logged it. `gap` explains missing single values ("": they need no explanation).
     `zero` and `log` shape the y axis, as for `axis`. A `fan` is a list of quantiles.
     """
 

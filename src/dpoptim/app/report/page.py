@@ -40,14 +40,9 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
-    check_output(output)
+    check_target("--output", output, ".html", ".htm")  # overwrites no key, log or recipe
     write_text(output, page(runs))
     return output
-
-
-def check_output(output: Path) -> None:
-    """Raise ValueError for a file that is not a report, so that no key, log or recipe is overwritten."""
-    check_target("--output", output, ".html", ".htm")
 
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
