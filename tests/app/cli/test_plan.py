@@ -116,7 +116,7 @@ def test_plot_names_the_mechanisms(capsys, tmp_path):
         (["--batch-size", "3000"], "Expected batch_size <= num_examples, got 3000 > 2000"),
         (["--epsilon", "-1"], "--epsilon -1 must be a finite number above 0"),
         (["--epsilon", "nan"], "--epsilon nan must be a finite number above 0"),
-        (["--delta", "-1"], "--delta -1 must lie strictly between 0 and 1"),
+        (["--delta", "-1e-5"], "--delta -1e-05 must lie strictly between 0 and 1"),
         (["--epsilon", "1e6", "--sampling", "poisson"], "exceeds 100"),
         (["--steps", "1e6", "--num-examples", "10000000"], "at most 100,000 steps"),
         (["--parameters", "0"], "parameters=0 must be the number of trained parameters"),

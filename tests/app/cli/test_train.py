@@ -96,7 +96,7 @@ def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, caps
     ("arguments", "words"),
     [
         (["--epsilon", "0"], "epsilon=0.0 must be a finite number above 0"),
-        (["--delta", "-1"], "delta=-1.0 must be a finite number above 0 and below 1"),
+        (["--delta", "-1e-5"], "delta=-1e-05 must be a finite number above 0 and below 1"),
         (["--epsilon", "nan"], "epsilon=nan"),
         (["--noise-multiplier", "1"], "give one of them"),
         (["--data", "absent.csv"], "does not exist"),
@@ -124,6 +124,7 @@ def test_mistakes_print_one_line_and_exit_with_status_2(tmp_path, base, capsys, 
 
 def test_mistyped_flags_suggest_the_right_one(base, capsys):
     for arguments, words in (
+        (["--lr", "1"], "dpoptim train: there is no --lr; did you mean --learning-rate?\n"),
         (["--batch_size=3"], "dpoptim train: there is no --batch_size; did you mean --batch-size?\n"),
         (["--quick", "--varant", "dp_sgd"], "dpoptim train: there is no --varant; did you mean --variant?\n"),
         (["recipe.toml", "more.toml"], "dpoptim train: unexpected argument 'more.toml'; see dpoptim train --help"),

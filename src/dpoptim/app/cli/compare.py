@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
-    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many (default: 3; 5 is better)")
+    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many, from the recipe's on (default: 3)")
     what.add_argument("--references", action="store_true", help="add no fine-tuning, and training that is NOT PRIVATE")
     what.add_argument("--metric", choices=("loss", "accuracy"), help="what ranks settings and variants (default: loss)")
     what.add_argument("--epsilon", type=float, metavar="E", help="of one run; overrides the recipe's")

@@ -10,6 +10,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
     from dpoptim.privacy import Adjacency, PrivacyPlan
 
+_NAMES_ELSEWHERE = {  # flags of other libraries' scripts
+    "--lr": "--learning-rate",
+    "--sigma": "--noise-multiplier",
+    "--max-grad-norm": "--clip-norm",
+    "--target-epsilon": "--epsilon",
+    "--target-delta": "--delta",
+    "--output-dir": "--run-dir",
+}
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORECASE)  # a value, not a flag
 _COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -44,6 +54,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": _Paragraphs, **named, "allow_abbrev": False})
+        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -62,6 +73,7 @@ def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
         return f"unexpected argument {given!r}; see {parser.prog} --help"
     flag = given.partition("=")[0]
     dashed = flag.replace("_", "-")
+    dashed = _NAMES_ELSEWHERE.get(dashed, dashed)
     known = [name for action in parser._actions for name in action.option_strings]
     likely = [name for name in known if name.startswith(dashed)] or get_close_matches(dashed, known, 1, 0.75)
     return f"there is no {flag}; " + (f"did you mean {likely[0]}?" if likely else f"see {parser.prog} --help")

@@ -155,7 +155,7 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
         "guarantee": guarantee_sentence(run),
         "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
         "notes": notes,
-        "statement": run.statement,
+        "statement": re.sub(r"\n {4,}", " ", run.statement).splitlines(),  # joins lines that continue a paragraph
         "finals": _finals(found),
         "variant": str(found["variant"] or "–"),
         "epsilon": format_epsilon(found["epsilon"]),
