@@ -186,7 +186,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
             {
                 **mechanism_values(row.candidate, delta=advice.delta),
                 **fields(row, "chosen", "accountant", "epsilon_at_chosen_error"),
-                "adjacency": row.adjacency.value,
+                "adjacency": row.candidate.plan.adjacency.value,
             }
             for row in advice.alternatives
         ],
@@ -231,18 +231,15 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield ""
     yield numbers
     yield ""
-    rows = advice.alternatives
-    costs = [
-        "-" if row.epsilon_at_chosen_error is None else format_epsilon(row.epsilon_at_chosen_error) for row in rows
-    ]
-    cells = [
-        {**mechanism_row(row.candidate, {}, mechanism=row.name, sampling=row.sampling), "epsilon*": cost}
-        for row, cost in zip(rows, costs, strict=True)
-    ]
+    rows, cells = advice.alternatives, []
+    for row in rows:
+        one, cost = row.candidate, row.epsilon_at_chosen_error
+        named = mechanism_row(one, {}, mechanism=one.name, sampling=repr(one.plan.sampling))
+        cells.append({**named, "epsilon*": "-" if cost is None else format_epsilon(cost)})
     yield shared.table_of(cells, words=2, chosen=[row.chosen for row in rows].index(True))
     yield Text(f"{LEGEND}\nepsilon*: the mechanism's cost at the chosen one's mean RMSE.\nAccountants:")
     for accountant in dict.fromkeys(row.accountant for row in rows):
-        kinds = (row.sampling.partition("(")[0] for row in rows if row.accountant == accountant)
+        kinds = (type(row.candidate.plan.sampling).__name__ for row in rows if row.accountant == accountant)
         yield Text(f"  {', '.join(dict.fromkeys(kinds))}: {accountant}")
     yield ""
     for note in advice.notes:
