@@ -226,8 +226,8 @@ def _answer(advice: Advice, options: argparse.Namespace, train: str, counted: st
 
 def _explanation(advice: Advice) -> Iterator[RenderableType]:
     numbers = Table.grid(padding=(0, 2))
-    for row in _numbers(advice).items():
-        numbers.add_row(*row)
+    for name, text in _numbers(advice).items():
+        numbers.add_row(name, text)
     yield ""
     yield numbers
     yield ""
