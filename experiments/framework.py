@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app import plot_style as style
+from experiments import plot_style as style
 from experiments import provenance, results_file
 from experiments.progress import ProgressReporter
 from experiments.results_file import Line

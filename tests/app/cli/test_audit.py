@@ -24,7 +24,7 @@ def test_plan_from_options(capsys):
     assert "noise level" in printed.out
 
 
-def test_json_output(capsys):
+def test_json_is_the_only_output(capsys):
     assert main(["audit", *SIZES, *FEW, "--sampling", "shuffled", "--variant", "dp_sgd", "--json", "--seed", "3"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["passed"] is True
@@ -35,7 +35,7 @@ def test_json_output(capsys):
     assert values["game"]["epsilon"] == pytest.approx(4.0, abs=1e-3)
 
 
-def test_edited_statement_fails(trained_run, tmp_path, capsys):
+def test_edited_statement_is_found(trained_run, tmp_path, capsys):
     copy_run(trained_run, tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
     printed = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_plan_from_a_file(tmp_path, capsys):
     assert values["plan"]["release"]["kind"] == "IndependentMoments"
 
 
-def test_epsilon_in_a_plan_file_is_checked(tmp_path, capsys):
+def test_claim_in_the_plan_file_is_checked(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
     (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
     assert main(["audit", str(tmp_path / "plan.json"), *FEW]) == 1
@@ -103,7 +103,7 @@ def test_plot_is_written(tmp_path, capsys):
         ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
     ],
 )
-def test_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
+def test_mistakes_print_one_line(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert main(["audit", *arguments]) == 2
     printed = capsys.readouterr()

@@ -60,7 +60,7 @@ def test_table_states_what_it_covers(place, capsys, monkeypatch):
     assert "Two seeds make it very wide" in " ".join(out.split())
 
 
-def test_json_output(place, capsys):
+def test_json_is_the_only_output(place, capsys):
     assert main(arguments(place, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((place / "out" / "comparison.json").read_text())
@@ -116,7 +116,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
         (["--seeds", "0"], "seeds=0"),
     ],
 )
-def test_errors_are_one_line(place, capsys, more, message):
+def test_mistakes_print_one_line(place, capsys, more, message):
     assert main(arguments(place, *more)) == 2
     printed = capsys.readouterr().err
     assert message in printed
