@@ -288,9 +288,7 @@ def test_mistakes_are_told():
     model = model_of()
     optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
     ((x, y),) = batches_of((4, 2))
-    with pytest.raises(ValueError, match="losses must be a function"):
-        optimizer.captured(model(x))
-    with pytest.raises(ValueError, match="pad_to_multiple=0 must be a whole number"):
+    with pytest.raises(ValueError, match="Expected pad_to_multiple to be a whole number"):
         optimizer.captured(losses_of(model), pad_to_multiple=0)
     run = optimizer.captured(losses_of(model))
     with pytest.raises(ValueError, match="first axes of the 2 tensors differ"):

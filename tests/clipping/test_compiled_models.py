@@ -64,7 +64,7 @@ def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") 
 def test_nothing_of_ours_is_compiled(way, monkeypatch):
     """The engine runs outside the compiler, and the sums equal those of the uncompiled model."""
     asked: list[bool] = []
-    for name in ("expand_to_batch", "layer_call", "record", "flush", "capturing"):
+    for name in ("expand_to_batch", "recorder", "record", "flush", "capturing"):
         own = vars(Engine)[name]
         function = own.fget if isinstance(own, property) else own
 

@@ -312,9 +312,9 @@ class TestRefusals:
 
     def test_scale_of_another_shape(self, mlp, x):
         scale = {name: torch.ones_like(p) for name, p in mlp.named_parameters()}
-        with pytest.raises(ValueError, match=r"scale lacks parameter '2.bias'"):
+        with pytest.raises(ValueError, match=r"scale\['2.bias'\] must be a tensor of the parameter's shape"):
             clipped_sum(mlp, squares, x, scale={n: s for n, s in scale.items() if n != "2.bias"})
-        with pytest.raises(ValueError, match=r"scale\['2.bias'\]"):
+        with pytest.raises(ValueError, match=r"scale\['2.bias'\] must be a tensor of the parameter's shape"):
             clipped_sum(mlp, squares, x, scale={**scale, "2.bias": torch.ones(1)})
 
 

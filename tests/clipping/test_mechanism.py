@@ -277,6 +277,6 @@ def test_another_runs_state_is_refused_once_steps_are_released():
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY, external_batches=True)
     other = PrivateMechanism(Vector(3), plan(), dpoptim.Gradient(), key=KEY, external_batches=True).state()
     source.privatize()
-    with pytest.raises(ValueError, match="belongs to another run"):
+    with pytest.raises(ValueError, match="belongs to a different run"):
         source.resume(other)
     assert source.step == 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
+from dpoptim.clipping.layers.hugging_face.rewritten import replaced
 from dpoptim.clipping.mechanism import PrivateMechanism
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
@@ -51,11 +53,8 @@ class Captured:
     def __init__(
         self, mechanism: PrivateMechanism, losses: Callable[..., Tensor], *, pad_to_multiple: int | None = None
     ) -> None:
-        if not callable(losses):
-            raise ValueError(f"losses must be a function of a batch's tensors, got {type(losses).__name__}")
-        multiple = pad_to_multiple
-        if multiple is not None and (isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1):
-            raise ValueError(f"pad_to_multiple={multiple!r} must be a whole number, 1 or more, or None")
+        if pad_to_multiple is not None:
+            check_whole("pad_to_multiple", pad_to_multiple)
         self._losses, self._pad_to_multiple = losses, pad_to_multiple
         self._sums: ClippedSums = mechanism._sums
         self._engine = self._sums.engine
@@ -77,20 +76,16 @@ class Captured:
         Tensors among the arguments have the examples on their first axis and are moved to the model's device.
         """
         if not self._engine.attached:
-            raise ValueError(
-                "the optimizer was detached or another was created for this model; call optimizer.captured again"
-            )
+            raise ValueError("the optimizer was detached or replaced by another; call optimizer.captured again")
         if not self._engine.capturing:
-            raise ValueError(
-                "a captured function differentiates private batches; inside no_grad() or public_data() call the model"
-            )
+            raise ValueError("inside no_grad() or public_data() call the model, not a captured function")
         self._follow_stream()
         self._engine.flush()  # adds the last replay before it is overwritten
-        devices = {parameter.device: None for parameter in self._sums.parameters.values()}
-        batch = _read_batch(self._losses, args, kwargs, next(iter(devices)))
-        if batch.examples == 0 or self._sums.with_squares or not _can_capture(list(devices)):
+        devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
+        batch = _read_batch(self._losses, args, kwargs, devices[0])
+        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
-        if not batch.is_plain:
+        if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # may often differ
             self._warn_once("batches run without graphs: pass tensors, True, False and None only", stacklevel=3)
             return self._run(batch)
         self._check_addresses()
@@ -168,11 +163,12 @@ class Captured:
         """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
-        graph.fill(batch)
+        graph.batch.fill(batch)
+        graph.real[: batch.examples], graph.real[batch.examples :] = True, False
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
-        add = partial(self._add, graph, batch, bounds, scale)
         self._engine.buffers.begin(restart=True)
+        add = partial(self._add, graph, batch, bounds, scale)
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
@@ -244,10 +240,6 @@ class _Graph:
     found: ClipResult
     explanation: Explanation
     tables: Any  # read by kernels
-
-    def fill(self, batch: _Batch) -> None:
-        self.batch.fill(batch)
-        self.real[: batch.examples], self.real[batch.examples :] = True, False
 
 
 def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _Graph:
@@ -325,8 +317,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
     return graph.replay
 
 
-@contextlib.contextmanager
-def _no_mask_for_none() -> Iterator[None]:
+def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
     """Keep Transformers from building an attention mask where none was given.
 
     Some releases (5.17 among them) do so during a capture, which makes attention several times slower.
@@ -334,13 +325,8 @@ def _no_mask_for_none() -> Iterator[None]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is None:
-        yield
-        return
-    masking.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
-    try:
-        yield
-    finally:
-        masking.is_tracing = is_tracing
+        return contextlib.nullcontext()
+    return replaced(masking, is_tracing=lambda tensor=None: tensor is not None and is_tracing(tensor))
 
 
 def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
@@ -373,11 +359,6 @@ class _Batch:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `key` has few values; numbers and strings may differ in every batch."""
-        return all(other is None or isinstance(other, bool) for other in self.others.values())
 
     @property
     def key(self) -> Hashable:

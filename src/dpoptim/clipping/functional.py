@@ -39,17 +39,18 @@ def clipped_sum(
     """
     sums = ClippedSums(model, clip_norm=clip_norm)
     if scale is not None:
-        _check_scale(scale, sums.parameters)
-        scale = {name: wide(scale[name]) for name in sums.parameters}
-    sums.scale = scale
+        for name, parameter in sums.parameters.items():
+            if name not in scale or scale[name].shape != parameter.shape:
+                raise ValueError(f"scale['{name}'] must be a tensor of the parameter's shape, {tuple(parameter.shape)}")
+        sums.scale = {name: wide(scale[name]) for name in sums.parameters}
     with _attached(sums.engine):
         try:
             losses = _losses(model, loss_fn, batch)
             losses.sum().backward()
         except UncheckedLossError:
-            with sums.engine.checked_losses(partial(_losses, model, loss_fn), batch):
-                losses = _losses(model, loss_fn, batch)
-                losses.sum().backward()
+            sums.engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=False)
+            losses = _losses(model, loss_fn, batch)
+            losses.sum().backward()
         sums.engine.flush()
         if not sums.norms:
             raise ValueError("loss_fn: no trainable parameter received a gradient; does the loss depend on the model?")
@@ -85,14 +86,10 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
     Traceback (most recent call last):
     dpoptim.validation.example_independence.ExampleMixingError: examples mix: output 0 of loss_fn changes ...
     """
-
     engine = Engine(model, lambda _: None)
     with _attached(engine):
-        if not engine.check_losses(partial(_losses, model, loss_fn), batch):
-            raise ValueError(
-                "batch must hold two different examples or more, as tensors with the examples on the first axis, to "
-                "show whether examples mix"
-            )
+        if not engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=True):
+            raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
 
 
 def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
@@ -104,17 +101,6 @@ def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
             "average over the positions of each example, never over the batch"
         )
     return losses
-
-
-def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(parameters) - set(scale))
-    if missing:
-        raise ValueError(f"scale lacks parameter '{missing[0]}'; pass one tensor for each trainable parameter")
-    for name, parameter in parameters.items():
-        if scale[name].shape != parameter.shape:
-            raise ValueError(
-                f"scale['{name}'] has shape {tuple(scale[name].shape)}; the parameter has {tuple(parameter.shape)}"
-            )
 
 
 @contextlib.contextmanager

@@ -4,12 +4,13 @@
 * `RowUpdates`: g_j has value_jt added to row id_jt, a table looked up at T positions;
 * `Materialized`: g_j itself.
 
-Nothing here has noise: nothing outside `dpoptim.clipping` may import this file.
+All fields are tensors with the examples on the first axis. Nothing here has noise: nothing outside `dpoptim.clipping`
+may import this file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,28 +21,18 @@ from dpoptim.kernels.norms import wide_dtype, with_padding
 _FEW_ROWS = 16  # gradients of a table this small are always formed
 
 
-@dataclass(frozen=True)
-class OuterProduct:
+class OuterProduct(NamedTuple):
     """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements per row."""
 
     left: Tensor  # [examples, positions, rows]
     right: Tensor  # [examples, positions, cols]
     left_lengths: Tensor | None = None  # ‖left[j, t]‖, if known
 
-    @property
-    def examples(self) -> int:
-        return self.left.shape[0]
-
     def sketch(self) -> Tensor:
         """[examples, numbers]: g_j times a few random vectors, from both sides."""
-        by_row, by_col = (_directions(factor) for factor in (self.left, self.right))
-        return torch.cat(
-            [((self.left @ by_row).mT @ self.right).flatten(1), ((self.right @ by_col).mT @ self.left).flatten(1)], 1
-        )
-
-    def select(self, keep: Tensor) -> OuterProduct:
-        lengths = None if self.left_lengths is None else self.left_lengths[keep]
-        return OuterProduct(self.left[keep], self.right[keep], lengths)
+        from_left = (self.left @ _directions(self.left)).mT @ self.right
+        from_right = (self.right @ _directions(self.right)).mT @ self.left
+        return torch.cat([from_left.flatten(1), from_right.flatten(1)], 1)
 
     @property
     def extra_bytes(self) -> int:
@@ -64,24 +55,16 @@ class OuterProduct:
         return Materialized(grads if left is self.left else grads[:, : self.left.shape[2]])
 
 
-@dataclass(frozen=True)
-class RowUpdates:
+class RowUpdates(NamedTuple):
     """Row ids[j, t] of g_j receives values[j, t], for a parameter of shape [rows, cols]."""
 
     ids: Tensor  # [examples, positions], integers
     values: Tensor  # [examples, positions, cols]
 
-    @property
-    def examples(self) -> int:
-        return self.ids.shape[0]
-
     def sketch(self) -> Tensor:
         """[examples, numbers]: two sums of the rows of g_j, weighted by functions of their ids."""
         angles = self.ids[..., None].double() * torch.tensor([2.399963, 1.618034], device=self.ids.device).double()
         return (angles.cos().to(self.values.dtype).mT @ self.values).flatten(1)
-
-    def select(self, keep: Tensor) -> RowUpdates:
-        return RowUpdates(self.ids[keep], self.values[keep])
 
     @property
     def _shared(self) -> bool:
@@ -100,25 +83,23 @@ class RowUpdates:
         return Materialized(chosen.mT @ self.values)
 
 
-@dataclass(frozen=True)
-class Materialized:
+class Materialized(NamedTuple):
     """g_j = grads[j]."""
 
     grads: Tensor  # [examples, *parameter shape]
-
-    @property
-    def examples(self) -> int:
-        return self.grads.shape[0]
 
     def sketch(self) -> Tensor:
         """[examples, numbers]: g_j itself."""
         return self.grads.reshape(len(self.grads), self.grads.shape[1:].numel())
 
-    def select(self, keep: Tensor) -> Materialized:
-        return Materialized(self.grads[keep])
-
 
 GradientFactors = OuterProduct | RowUpdates | Materialized
+AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
+
+
+def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
+    """Return the factors of the examples where `keep` is true."""
+    return type(factors)(*[None if part is None else part[keep] for part in factors])
 
 
 def _directions(factor: Tensor) -> Tensor:

@@ -73,16 +73,8 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
         found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
         if found is not None and forward is found.forward:
             return rule
-    if isinstance(module, nn.Embedding) and _is_scaled(forward):
-        return scaled_embedding
-    return None
-
-
-def _is_scaled(forward: Any) -> bool:
-    """Return whether this is one of the copies of transformers' embedding times `embed_scale`."""
-    return forward.__module__.startswith("transformers.") and forward.__qualname__.endswith(
-        "ScaledWordEmbedding.forward"
-    )
+    is_scaled = isinstance(module, nn.Embedding) and forward.__qualname__.endswith("ScaledWordEmbedding.forward")
+    return scaled_embedding if is_scaled and forward.__module__.startswith("transformers.") else None
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
@@ -111,14 +103,10 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
                 continue
             rule = generic
             inside_generic.update(module.modules())
-        if _forward_was_replaced(module):
+        forward = module.__dict__.get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(
                 f"the forward of layer '{name}' was replaced on the instance. Create the private optimizer before that"
             )
         layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
     return layers
-
-
-def _forward_was_replaced(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

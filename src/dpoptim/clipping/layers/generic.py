@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Materialized
-from dpoptim.clipping.layers.rule import GradientSink, LayerCall, differentiated_once, plain
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
 from dpoptim.validation.layer_inputs import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -26,15 +26,15 @@ _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.W
 
 class PerExampleCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, examples: int, sink: GradientSink, call: LayerCall) -> Tensor:
-        ctx.sink, ctx.call, ctx.parameter = sink, call, parameter
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, record: Recorder) -> Tensor:
+        ctx.record, ctx.parameter = record, parameter
         return parameter.detach().expand(examples, *parameter.shape)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.sink.record(ctx.parameter, Materialized(grad), ctx.call)
-        return None, None, None, None
+        ctx.record(ctx.parameter, Materialized(grad))
+        return None, None, None
 
 
 def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,9 +56,9 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
-    call = sink.layer_call()
+    record = sink.recorder()
     copies = {
-        key: PerExampleCopy.apply(parameter, examples, sink, call)
+        key: PerExampleCopy.apply(parameter, examples, record)
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -125,12 +125,7 @@ def _seen_axes(
 
 
 def _check(
-    run: Callable[[dict[str, Tensor]], Any],
-    module: nn.Module,
-    name: str,
-    examples: int,
-    args: Any,
-    kwargs: Any,
+    run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
 ) -> None:
     """Refuse a module whose result changes when its examples run one at a time."""
     modes = [(part, part.training) for part in module.modules()]

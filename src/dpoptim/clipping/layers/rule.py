@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,8 @@ from torch.autograd import Function
 
 from dpoptim.clipping.gradient_factors import GradientFactors
 
-
-class LayerCall(NamedTuple):
-    """One call of a layer: the call of the model, and the backward in which an activation checkpoint recomputed it."""
-
-    model_call: int | None
-    recomputed_in: int | None
+Recorder = Callable[[nn.Parameter, GradientFactors], None]
+"""Records the gradient of one use of a parameter, in the backward of a layer call."""
 
 
 class GradientSink(Protocol):
@@ -37,8 +33,7 @@ class GradientSink(Protocol):
     def checking(self) -> bool: ...
     def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None: ...
-    def layer_call(self) -> LayerCall: ...
-    def record(self, parameter: nn.Parameter, factors: GradientFactors, call: LayerCall) -> None: ...
+    def recorder(self) -> Recorder: ...
 
 
 RuleFunction = Callable[[GradientSink, str, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -34,7 +34,7 @@ def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any,
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
         if trainable(table):
-            return norm(PerExampleCopy.apply(table, len(hidden), sink, sink.layer_call()))
+            return norm(PerExampleCopy.apply(table, len(hidden), sink.recorder()))
         return norm(table.expand(len(hidden), -1, -1))
 
     with replaced(module, get_rel_embedding=copies):
@@ -72,13 +72,8 @@ def _position_scores(
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
     if sink.capturing and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
-        check_same(
-            sink,
-            name,
-            module,
-            lambda: _scores(module, *few, rows[:1], scale_factor),
-            lambda: own(*few, rows[0], scale_factor),
-        )
+        ours = partial(_scores, module, *few, rows[:1], scale_factor)
+        check_same(sink, name, module, ours, partial(own, *few, rows[0], scale_factor))
     return _scores(module, query, key, relative_pos, rows, scale_factor)
 
 
@@ -118,14 +113,8 @@ def deberta_prediction_head(
         return type(module).forward(module, hidden, words)
     if sink.capturing:
         hidden = sink.expand_to_batch(hidden, name)
-        one = hidden[:1]
-        check_same(
-            sink,
-            name,
-            module,
-            lambda: _predicted(sink, module, one, words),
-            lambda: type(module).forward(module, one, words),
-        )
+        ours = partial(_predicted, sink, module, hidden[:1], words)
+        check_same(sink, name, module, ours, partial(type(module).forward, module, hidden[:1], words))
     return _predicted(sink, module, hidden, words)
 
 

@@ -22,7 +22,7 @@ _TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-b
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
     """Replace methods or parts of one module in this context.
 
     >>> layer = nn.Sequential(nn.ReLU())

@@ -24,12 +24,12 @@ def vit_embeddings(sink: GradientSink, name: str, module: Any, args: tuple[Any, 
     if tuple(pixels.shape[-2:]) != tuple(module.image_size):
         return generic(sink, name, module, args, kwargs)
     pixels = sink.expand_to_batch(pixels, name)
-    patches, call = module.patch_embeddings(pixels), sink.layer_call()
+    patches, record = module.patch_embeddings(pixels), sink.recorder()
 
     def copies(parameter: Tensor) -> Tensor:
         if not parameter.requires_grad:
             return parameter.expand(pixels.shape[0], -1, -1)
-        return PerExampleCopy.apply(parameter, pixels.shape[0], sink, call).squeeze(1)
+        return PerExampleCopy.apply(parameter, pixels.shape[0], record).squeeze(1)
 
     tokens = torch.cat([copies(module.cls_token), patches], dim=1)
     return module.dropout(tokens + copies(module.position_embeddings))
