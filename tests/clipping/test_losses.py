@@ -105,7 +105,7 @@ def test_kernels_follow_float64(tied, scaled, dtype, tolerance):
 
 @pytest.mark.parametrize(
     ("inputs", "labels", "words"),
-    [((2, 3), (2, 3), "inputs must be"), ((2, 3, WIDTH), (2, 4), "labels"), ((2, 3, 5), (2, 3), "width 5")],
+    [((2, 3), (2, 3), "inputs must be"), ((2, 3, WIDTH), (2, 4), "labels")],
 )
 def test_bad_shapes_are_named(inputs, labels, words):
     with pytest.raises(ValueError, match=words):

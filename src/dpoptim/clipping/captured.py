@@ -59,7 +59,7 @@ class Captured:
         self._sums: ClippedSums = mechanism._sums
         self._engine = self._sums.engine
         self._workspace: _GraphWorkspace  # set by `_check_addresses`
-        self._addresses: tuple[Hashable, ...] | None = None
+        self._addresses: list[Hashable] | None = None
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._has_warned = False
@@ -86,7 +86,7 @@ class Captured:
         if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # may often differ
-            self._warn_once("batches run without graphs: pass tensors, True, False and None only", stacklevel=3)
+            self._warn_once("batches run without graphs: pass tensors, True, False and None only")
             return self._run(batch)
         self._check_addresses()
         rows = _padded_rows(batch.examples, self._pad_to_multiple)
@@ -97,12 +97,18 @@ class Captured:
             else:
                 self._warn_once(
                     f"batches have more than {MAX_GRAPHS} shapes, and later shapes run without graphs. Pad them to "
-                    "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)",
-                    stacklevel=3,
+                    "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)"
                 )
             return self._run(batch)
         if key not in self._graphs:
-            self._graphs[key] = self._try_capture(batch, rows)
+            try:
+                self._graphs[key] = _capture(self._sums, batch.padded(rows), self._workspace)
+            except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
+                self._graphs[key] = None
+                self._warn_once(
+                    f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and "
+                    "losses must not wait for the device (.item(), print), and must run the model once, on all rows"
+                )
         graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
@@ -124,11 +130,8 @@ class Captured:
 
     def _check_addresses(self) -> None:
         """Drop all graphs if a parameter or buffer has moved in memory or changed its dtype."""
-        model = self._engine.model
-        addresses = (
-            tuple((parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in model.parameters()),
-            tuple((buffer.data_ptr(), buffer.dtype) for buffer in model.buffers()),
-        )
+        tensors = [*self._engine.model.parameters(), *self._engine.model.buffers()]
+        addresses: list[Hashable] = [(tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
         if addresses == self._addresses:
             return
         if torch.cuda.is_initialized():
@@ -142,22 +145,10 @@ class Captured:
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
         return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
-    def _try_capture(self, batch: _Batch, rows: int) -> _Graph | None:
-        try:
-            return _capture(self._sums, batch.padded(rows), self._workspace)
-        except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
-            self._warn_once(
-                f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and losses "
-                "must not wait for the device (.item(), .tolist(), print) and must run the model once, on all rows; "
-                "detach() losses that you keep",
-                stacklevel=4,
-            )
-            return None
-
-    def _warn_once(self, line: str, *, stacklevel: int) -> None:
+    def _warn_once(self, line: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
+            warnings.warn(line, RuntimeWarning, stacklevel=3)
 
     def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
         """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
@@ -201,10 +192,7 @@ class Captured:
         with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
             is_private = self._engine.attached and self._engine.capturing
         if not is_private or torch._C._current_graph_task_id() != -1:
-            raise ValueError(
-                "a captured batch is still open inside public_data() or another batch's backward. Call "
-                "optimizer.step() or the next batch first"
-            )
+            raise ValueError("a captured batch is still open inside public_data() or another batch's backward")
 
 
 class _GraphWorkspace:
@@ -285,10 +273,7 @@ def _padded_rows(examples: int, multiple: int | None) -> int:
 
 
 def _can_capture(devices: Sequence[torch.device]) -> bool:
-    """Return whether there is one device with Triton kernels and no outer autocast.
-
-    Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
-    """
+    # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
     return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
 
 
@@ -330,10 +315,7 @@ def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
 
 
 def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
-    """Finish what torch's `capture_end` leaves undone after a failed capture.
-
-    Otherwise memory would still come from the graph's pool, and dropout would wait for the graph.
-    """
+    """Let memory and random numbers come from the device again, which torch's `capture_end` leaves undone."""
     device: int = torch.cuda.current_device()
     with contextlib.suppress(Exception):
         torch._C._cuda_endAllocateToPool(device, workspace.memory)
@@ -406,8 +388,8 @@ def _read_batch(
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
     if len(first_axes) != 1 or first_axes == {torch.Size([])}:
         raise ValueError(
-            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Do not pass what "
-            "all examples share (class weights, position ids): read it inside the function, and update it in place"
+            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Read what all "
+            "examples share (class weights) inside the function, and update it in place"
         )
     return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
 

@@ -96,7 +96,7 @@ def linear_cross_entropy(layer: nn.Linear, inputs: Tensor, labels: Tensor, *, ig
     labels = labels.masked_fill(labels == ignore_index, -1)
     sink, name = sink_of(layer, inputs)
     if sink is not None:
-        inputs = sink.expand_to_batch(inputs, name, is_tied=True)
+        inputs = sink.expand_to_batch(inputs, name, has_labels=True)
     if torch.is_autocast_enabled(inputs.device.type):  # as autocast does for a linear layer
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     weight, bias = cast(nn.Parameter, layer.weight), cast(nn.Parameter | None, layer.bias)

@@ -193,12 +193,10 @@ class Engine:
                 del module.__dict__["forward"]
 
     def _watch_calls(self) -> Iterator[RemovableHandle]:
-        """Watch calls of the model and of its larger parts that hold layers; the outermost call counts.
-
-        Members of a list are not watched, because the module that holds them calls them.
-        """
+        """Watch calls of the model and of its larger parts that hold layers; the outermost call counts."""
         _keep_compilers_out(_Hooks, "begin", "end")
         hooks = _Hooks(self)
+        # Members of a list are called by the module that holds them.
         lists = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList))
         for name, module in self.model.named_modules():
             is_near = name.count(".") < _WATCHED_DEPTH and not name.startswith(lists)
@@ -317,11 +315,8 @@ class Engine:
                 _losses_checked[self.model] = self._seen
         return is_conclusive
 
-    def expand_to_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
-        """Return the tensor with the batch as first axis; shared rows are expanded.
-
-        `is_tied` marks an input whose first two axes are checked against labels.
-        """
+    def expand_to_batch(self, tensor: Tensor, layer: str, *, has_labels: bool = False) -> Tensor:
+        """Return the tensor with the batch as first axis; shared rows are expanded."""
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
         if ModelCheck.running is not None:
@@ -331,7 +326,7 @@ class Engine:
             self.flush()
         self.buffers.begin(restart=False)  # a loop may call single layers
         is_bare = self.call is None and not is_recomputed
-        if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
+        if is_bare and self.examples != 1 and not (has_labels and tensor.requires_grad and self.examples is not None):
             self._need_checked_loss(f"layer '{layer}' ran outside a call of {type(self.model).__name__}")
         if self.examples is None:
             self.examples = tensor.shape[0]
@@ -339,9 +334,8 @@ class Engine:
         if tensor.shape[0] == self.examples:
             if self.examples > 1 and not is_bare and found not in self._seen.examples:
                 raise ValueError(
-                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked, "
-                    "so nothing shows that the first axis of its input is the batch. Run the same layers in every "
-                    "call, or first run dpoptim.check_example_independence(model, loss_fn, batch) on such a batch"
+                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked. "
+                    "Run the same layers in every call, or run dpoptim.check_example_independence on such a batch first"
                 )
             return tensor
         if tensor.shape[0] == 1 and found in self._seen.shared:
@@ -399,15 +393,12 @@ class Engine:
             return batch
         if call.model_call in self._closed_calls:
             self._refuse(
-                "a backward came through a call of the model whose batch was closed by a later forward or step: its "
-                "examples would count twice; add up the losses of one call and run one backward"
+                "a later forward or step closed the batch of this backward, so its examples would count twice. Add up "
+                "the losses of a call and run one backward"
             )
         if batch.is_open and not (call.model_call in batch.calls or {backward, call.recomputed_in} & batch.backwards):
             if call.recomputed_in is not None:
-                self._refuse(
-                    "the order of reentrant activation checkpoints hides which examples they belong to; "
-                    "use checkpoint(..., use_reentrant=False)"
-                )
+                self._refuse("reentrant checkpoints hide their examples here; use checkpoint(..., use_reentrant=False)")
             self.flush()
             self.buffers.begin(restart=True)
             batch = self.batch
@@ -422,9 +413,8 @@ class Engine:
         """Refuse a gradient that reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
         if gradient is not None and not _public.get():
             self._refuse(
-                f"parameter '{name}' was used outside the layer that owns it (for example F.linear(x, layer.weight)), "
-                "where its per-example gradient cannot be seen; call the layer itself, or freeze the parameter. Public "
-                "data goes inside `with dpoptim.public_data():`"
+                f"parameter '{name}' was used outside the layer that owns it, as in F.linear(x, layer.weight). Call "
+                "the layer itself or freeze the parameter; public data goes inside `with dpoptim.public_data():`"
             )
 
     def _refuse(self, why: str) -> NoReturn:
@@ -445,8 +435,8 @@ class Engine:
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(
-                        f"an input that the gradient of '{name}' needs was changed in place after backward (a "
-                        "reused buffer?); call optimizer.step() before the next batch is written, or copy the batch"
+                        f"an input that '{name}' needs was changed in place after backward. Call optimizer.step() "
+                        "before a buffer is reused, or copy the batch"
                     )
             with torch.no_grad(), full_precision(next(self.model.parameters()).device.type):
                 self.on_batch(batch)
@@ -468,18 +458,14 @@ def _refuse_scalars(module: nn.Module, output: Any) -> None:
     for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
             raise ValueError(
-                f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model does for "
-                "`labels`: that loss is an average over the batch and mixes examples. Call the model without labels "
-                "and compute one loss per example (shape [examples]) from its logits."
+                f"{type(module).__name__} returned a scalar that needs a gradient: an average over the batch mixes "
+                "examples. Call a Hugging Face model without labels, and compute one loss per example from its logits"
             )
 
 
 @functools.cache
 def _keep_compilers_out(cls: type, *methods: str) -> None:
-    """Make torch.compile leave these methods alone, with all that they call.
-
-    This is not a decorator, because the decorator imports the compiler, which takes seconds.
-    """
+    """Make torch.compile leave these methods alone; a decorator would import the compiler, which takes seconds."""
     for name in methods:
         setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
 

@@ -97,8 +97,8 @@ def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"loss_fn returned {shape} where a vector with one loss per example is needed. Use reduction='none' and "
-            "average over the positions of each example, never over the batch"
+            f"loss_fn returned {shape} where a vector with one loss per example is needed. Use reduction='none', and "
+            "average over positions only"
         )
     return losses
 

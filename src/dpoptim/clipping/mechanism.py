@@ -71,11 +71,8 @@ class PrivateMechanism:
         self.plan = plan if plan.release == release else plan.with_release(release)
         if allow_mixing is not None:
             self.plan = self.plan.replace(allow_mixing=allow_mixing)
-            warnings.warn(
-                "allow_mixing: examples may mix, which the guarantee does not cover. Publish "
-                "optimizer.plan.statement(), which states the reason",
-                stacklevel=2,
-            )
+            line = "allow_mixing: the guarantee does not cover mixed examples. Publish optimizer.plan.statement()"
+            warnings.warn(line, stacklevel=2)
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
         self.noise_memory = noise_memory
@@ -146,10 +143,7 @@ class PrivateMechanism:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of a `state`, and drop what has been accumulated.
-
-        The strategy comes from the state, because a search may round differently on a different machine.
-        """
+        """Continue the run of a `state`, and drop what has been accumulated."""
         run_id, step = state["run_id"], check_whole("step", state["step"], low=0)
         if self.step > 0 and (run_id != self.run_id or step < self.step):
             which = "belongs to a different run" if run_id != self.run_id else f"lies behind step {self.step}"
@@ -162,6 +156,7 @@ class PrivateMechanism:
                 f"noise_memory has bits={self.noise_memory.bits}, but the run started with {state['noise_bits']}, so "
                 "its noise would change. Pass the run's noise_memory=NoiseMemory(bits=...)"
             )
+        # Strategies come from the state, because a search may round differently on a different machine.
         strategies = {
             stream: saved_strategy(state["strategies"][stream], like=own) for stream, own in self._strategies.items()
         }
@@ -215,14 +210,12 @@ class PrivateMechanism:
         if ticket.step != self.step:
             self._refuse_batch(
                 f"the loader is at step {ticket.step} and the optimizer at step {self.step}. Call step() once per "
-                "batch (a batch that was only looked at counts), or create the loader again with "
-                f"private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, start_step={self.step})"
+                f"batch, or create the loader with its own key, run_id and start_step={self.step}"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
-                "the number of differentiated examples is not the (secret) size of the batch. Run one call of the "
-                "model, one backward and one optimizer.step() per batch of the loader; to save memory use "
-                "private_loader(micro_batch_size=...), not gradient accumulation"
+                "the number of differentiated examples is not the (secret) size of the batch. Run one model call, one "
+                "backward and one step() per batch; save memory by private_loader(micro_batch_size=...)"
             )
         self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
@@ -248,17 +241,14 @@ class PrivateMechanism:
         if self._has_loader:
             self._refuse_batch("step() was called twice for one batch of the loader. Call it once per batch")
         if batch_handshake.pending_elsewhere(self._drawn_for):
-            self._refuse_batch(
-                "the batches come from a private_loader with a different plan object. Pass loader and optimizer the "
-                "same (calibrated) plan"
-            )
+            self._refuse_batch("the private_loader has a different plan object. Pass both the same (calibrated) plan")
         if self.needs_loader:
             self._refuse_batch("the batch was not drawn by this optimizer's private loader. Loop over that loader")
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "no private_loader with this plan feeds this optimizer, so nothing checks that batches are drawn as "
-                f"the plan says ({self.plan.sampling}). Pass external_batches=True if they are",
+                "no private_loader with this plan feeds this optimizer. Pass external_batches=True if your batches are "
+                f"drawn as the plan says ({self.plan.sampling})",
                 stacklevel=6,
             )
 
@@ -310,10 +300,7 @@ class PrivateMechanism:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
-        """Describe a release before its noise, so that equal contents mean equal releases of a step.
-
-        It is NOT private: store only a keyed digest.
-        """
+        """Describe a release before its noise. NOT private: store only a keyed digest."""
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
@@ -322,22 +309,18 @@ class PrivateMechanism:
         return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
-        """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private.
-
-        Counting waits for an accelerator, so this happens only every 64 steps there.
-        """
+        """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private."""
+        # Counting waits for an accelerator, so this happens only every 64 steps there.
         waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
         if self.plan.is_private or (waits and self.step % 64 and self.step < self.plan.steps - 1):
             return
         if self._nonfinite_reported or not self._sums.counts.nonfinite:
             return
         self._nonfinite_reported = True
-        warnings.warn(
-            "an example's gradient was not finite and was left out; optimizer.mechanism.counts_not_private counts such "
-            "examples (a plan with noise never warns, since that would reveal something about the data)",
-            RuntimeWarning,
-            stacklevel=6,
+        line = (
+            "an example's gradient was not finite and was left out; mechanism.counts_not_private counts such examples"
         )
+        warnings.warn(line, RuntimeWarning, stacklevel=6)
 
     def _second_release(
         self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None

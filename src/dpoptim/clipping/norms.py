@@ -46,16 +46,7 @@ class NormMethod(enum.Enum):
 
 @dataclass
 class ParameterGradients:
-    """All uses of one parameter in one backward: g_j is the sum of the uses.
-
-    >>> g = ParameterGradients(shape=torch.Size([2, 3]))
-    >>> g.add(OuterProduct(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
-    >>> g.add(RowUpdates(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
-    >>> g.norm_method(scaled=True).name
-    'PARTS'
-    >>> g.measured()[0]        # three entries of 2 and three of 1
-    tensor([15., 15., 15., 15.], dtype=torch.float64)
-    """
+    """All uses of one parameter in one backward: g_j is the sum of the uses."""
 
     shape: torch.Size
     precision: torch.dtype = torch.float32  # of norms and sums; float64 for float64 parameters

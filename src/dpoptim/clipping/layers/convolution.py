@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
+from dpoptim.clipping.layers.rule import (
+    GradientSink,
+    Recorder,
+    apply_fast,
+    differentiated_once,
+    only_input,
+    refuse_unbatched,
+    trainable,
+)
 from dpoptim.kernels.norms import wide
 
 Settings = tuple[list[int], list[int], list[int], int]
@@ -126,9 +134,7 @@ def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
-        raise ValueError(
-            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
-        )
+        refuse_unbatched(name, inputs)
     inputs = sink.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))

@@ -46,10 +46,7 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be found. Pass it the batch")
     examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
-        raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) cannot run on an empty batch. For an empty sample skip forward "
-            "and backward, and call optimizer.step()"
-        )
+        raise ValueError(f"layer '{name}' got an empty batch. For an empty sample skip forward and backward")
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
     leaves = [
@@ -146,8 +143,7 @@ def _check(
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
                 f"layer '{name}' ({type(module).__name__}) gives a different result when its examples run one at a "
-                "time, so it mixes examples or takes an argument whose first axis only looks like the batch. Freeze or "
-                "replace it"
+                "time: it mixes them, or the first axis of an argument is not the batch. Freeze or replace it"
             )
 
 

@@ -20,6 +20,7 @@ from dpoptim.clipping.layers.rule import (
     by_position,
     differentiated_once,
     only_input,
+    refuse_unbatched,
     trainable,
 )
 from dpoptim.kernels.norms import wide_dtype
@@ -66,8 +67,7 @@ def apply_linear(sink: GradientSink, inputs: Tensor, weight: nn.Parameter, bias:
 
 def linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Linear`."""
-    inputs = _with_batch(sink, name, only_input(args, kwargs))
-    return apply_linear(sink, inputs, module.weight, module.bias)
+    return apply_linear(sink, _with_batch(sink, name, only_input(args, kwargs)), module.weight, module.bias)
 
 
 def conv1d_of_transformers(
@@ -80,7 +80,5 @@ def conv1d_of_transformers(
 
 def _with_batch(sink: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
-        raise ValueError(
-            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
-        )
+        refuse_unbatched(name, inputs)
     return sink.expand_to_batch(inputs, name)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,7 @@ class Layer:
 
 
 def apply_fast(function: type[Function], *args: Any) -> Any:
-    """Return function.apply(*args).
-
-    Outside torch.func's transforms, skip torch's search for them, which takes longer than a layer rule.
-    """
+    """Return function.apply(*args) without torch's search for function transforms, which is slower than a rule."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return _apply_of(function)(*args)
@@ -65,17 +62,14 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse gradients of gradients.
-
-    torch's own decorator is slower, and does not notice a gradient that is a constant, such as that of a sum.
-    """
+    """Refuse gradients of gradients; torch's own decorator is slower and misses constant gradients, as of a sum."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise ValueError(
-                "create_graph=True asks for gradients of gradients (a gradient penalty?), which no layer rule sees. "
-                "Remove the penalty, or compute it on public data inside `with dpoptim.public_data():`"
+                "create_graph=True asks for gradients of gradients (a penalty?), which no layer rule sees. Remove it, "
+                "or compute it on public data inside `with dpoptim.public_data():`"
             )
         return backward(ctx, *grads)
 
@@ -96,6 +90,13 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the only argument, given by position or by keyword."""
     (tensor,) = (*args, *kwargs.values())
     return tensor
+
+
+def refuse_unbatched(name: str, inputs: Tensor) -> NoReturn:
+    shape = tuple(inputs.shape)
+    raise ValueError(
+        f"layer '{name}' got an input of shape {shape}, whose axes do not include the batch; add that axis"
+    )
 
 
 def by_position(tensor: Tensor) -> Tensor:

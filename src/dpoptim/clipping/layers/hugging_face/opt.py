@@ -67,9 +67,4 @@ def opt_positions(sink: GradientSink, name: str, module: Any, args: tuple[Any, .
     positions = kwargs.get("position_ids")
     if positions is None:
         return generic(sink, name, module, args, kwargs)
-    if positions.ndim != 2:
-        raise ValueError(
-            f"layer '{name}' got position_ids of shape {tuple(positions.shape)}. Pass [examples, positions] or "
-            "[1, positions], since one axis alone does not show whether it holds the examples"
-        )
     return embedding(sink, name, module, (positions + module.offset,), {})

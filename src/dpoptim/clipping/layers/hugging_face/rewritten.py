@@ -23,15 +23,7 @@ _TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-b
 
 @contextlib.contextmanager
 def replaced(module: Any, **attributes: Any) -> Iterator[None]:
-    """Replace methods or parts of one module in this context.
-
-    >>> layer = nn.Sequential(nn.ReLU())
-    >>> with replaced(layer, extra_repr=lambda: "a stand-in"):
-    ...     layer.extra_repr()
-    'a stand-in'
-    >>> layer.extra_repr()
-    ''
-    """
+    """Replace methods or parts of one module in this context."""
     own = module.__dict__
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -59,8 +51,8 @@ def check_same(
             part.training = training
     if not _same(found, expected):
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than in "
-            "the one that its rule was written for. Freeze its parameters, or install transformers 5.22"
+            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than "
+            "its rule. Freeze its parameters, or install transformers 5.22"
         )
     if expected.numel():
         _compared.add(module)
