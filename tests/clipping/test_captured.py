@@ -102,6 +102,11 @@ def test_replays_add_what_the_ordinary_way_adds(monkeypatch, variant, reduction)
     assert 0 < ordinary.mechanism.counts_not_private.clipped < 56
 
 
+def test_padding_adds_at_most_an_eighth_of_the_rows():
+    assert [captured._padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
+    assert captured._padded_rows(100, 64) == 128
+
+
 def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
     replays = tape_graphs(monkeypatch)
     batches = batches_of((8, 4), (8, 4), (3, 4), (8, 4), (7, 4), (1, 4), (1, 4), (8, 4))

@@ -61,7 +61,7 @@ def model(part: type[nn.Module]) -> Model:
 @pytest.mark.parametrize("examples", [5, 16])
 def test_positions_that_are_as_many_as_examples_are_not_taken_for_them(examples):
     """Taken so, one example would have moved the table's sum by sqrt(examples) clip norms."""
-    with pytest.raises(ValueError, match="only looks like the batch"):
+    with pytest.raises(ValueError, match="the first axis of an argument is not the batch"):
         clipped_sum(model(Positions), squares, ids(examples, examples), clip_norm=1.0)
 
 
@@ -113,7 +113,7 @@ def test_what_was_shared_and_becomes_the_examples_own_is_refused():
     squares(made, ids(5, 5)).sum().backward()
     made.factors = lambda ids: ids.double() / 30  # [examples, positions] where [1, positions] was
     for _ in range(2):
-        with pytest.raises(ValueError, match="only looks like the batch"):
+        with pytest.raises(ValueError, match="the first axis of an argument is not the batch"):
             squares(made, ids(5, 5))
 
 

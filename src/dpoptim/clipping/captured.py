@@ -152,6 +152,7 @@ class Captured:
 
     def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
         """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
+        # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
         graph.batch.fill(batch)
@@ -164,10 +165,7 @@ class Captured:
         return losses
 
     def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
-        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between.
-
-        `held_scale` keeps the scale's tensors alive, since a new scale at the same address would look unchanged.
-        """
+        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
         self._follow_stream()
         if bounds != self._sums.bounds():
@@ -263,11 +261,7 @@ def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _G
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:
-    """Return the number of rows of a graph for this many examples.
-
-    >>> [_padded_rows(examples, None) for examples in (1, 8, 100, 2048)], _padded_rows(100, 64)
-    ([1, 8, 104, 2048], 128)
-    """
+    """Return the number of rows of a graph for this many examples: by default, at most an eighth more."""
     multiple = multiple or 1 << max(examples.bit_length() - 4, 0)
     return -(-examples // multiple) * multiple
 
@@ -303,10 +297,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
 
 
 def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
-    """Keep Transformers from building an attention mask where none was given.
-
-    Some releases (5.17 among them) do so during a capture, which makes attention several times slower.
-    """
+    """Keep Transformers from building an attention mask where none was given, as 5.17 does during a slow capture."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is None:

@@ -22,6 +22,9 @@ from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
 
+Gradients = Mapping[str, ParameterGradients]  # by parameter name
+Scale = Mapping[str, Tensor] | None
+
 
 @dataclass
 class ClippingCounts:
@@ -52,7 +55,7 @@ class ClippedSums:
         check_number("clip_norm", clip_norm, above=0, infinity=True)
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
-        self.scale: Mapping[str, Tensor] | None = None
+        self.scale: Scale = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.with_squares = squares
         self.clear_sums()
@@ -81,10 +84,7 @@ class ClippedSums:
         return self._explanation
 
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
-        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, and empty the accumulator.
-
-        Parameters that received no gradient have zeros.
-        """
+        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) of all parameters, and empty the accumulator."""
         try:
             self.engine.end_step()
             self._settle()
@@ -129,9 +129,7 @@ class ClippedSums:
         for j in rows():  # only now, to keep the device busy
             self._clip_and_sum_one(batch, j, factor)
 
-    def _clip(
-        self, gradients: Mapping[str, ParameterGradients], scale: Mapping[str, Tensor] | None, factor: int
-    ) -> tuple[ClipResult, bool]:
+    def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
         squared, min_trusted_norm = _measured(gradients, scale)
         is_double = any(own.precision == torch.float64 for own in gradients.values())
@@ -153,9 +151,7 @@ class ClippedSums:
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 
-    def clip_and_sum_into(
-        self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None
-    ) -> ClipResult:
+    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Scale) -> ClipResult:
         """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device (a graph can hold it).
 
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
@@ -223,9 +219,7 @@ class ClippedSums:
         _sum(alone, found.weights, self._sums, self._square_sums)
 
 
-def _measured(
-    gradients: Mapping[str, ParameterGradients], scale: Mapping[str, Tensor] | None
-) -> tuple[Tensor, Tensor | None]:
+def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None]:
     """Squared norms over all parameters, and the smallest norms that can be trusted (None: all can)."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     squared: Tensor | float = 0.0
@@ -244,9 +238,7 @@ def _measured(
     return squared, min_trusted_norm
 
 
-def _sum(
-    gradients: Mapping[str, ParameterGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
-) -> None:
+def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:
     """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     sums.add_dense(dense, weights)
@@ -281,9 +273,8 @@ class _Accumulator:
     """Sums by parameter in flat storage; parameters that received nothing are 0 when the sums are taken."""
 
     def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
-        """If `sums` is given, it is used as storage and existing contents are overwritten."""
         self._parameters = parameters
-        self._sums = sums
+        self._sums = sums  # storage; existing contents are overwritten
         self._begun: set[str] = set()
 
     def _target(self, name: str) -> Tensor:

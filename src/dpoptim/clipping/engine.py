@@ -7,8 +7,7 @@ Everything in one backward, or from one call of the model, is one batch.
 
 The first real batch of each call signature is checked by value: examples must not mix. The check also shows which
 layers get examples on their first axis, and which get one row that all examples share. A layer that later runs
-differently, or outside a checked call, is refused. A call of a part of the model (`self.bert(...)` in a Lightning step)
-is checked like a call of the model. A batch of one example has nothing to mix with.
+differently, or outside a checked call, is refused. A call of a part (`self.bert(...)`) is checked too.
 """
 
 from __future__ import annotations

@@ -23,18 +23,7 @@ class ParameterNormMethod(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The norm methods of all parameters of a physical batch; `str` prints a table.
-
-    >>> from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-    >>> weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
-    >>> weight.add(OuterProduct(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
-    >>> bias.add(Materialized(torch.ones(4, 9)))
-    >>> print(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False))
-    a physical batch of 4 examples
-      2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)
-      0.bias [9]: gradients formed once, measured and summed (144 B held)
-    clipping_memory=1440 (1.4 kB more per physical batch) would form all gradients
-    """
+    """The norm methods of all parameters of a physical batch; `str` prints a table."""
 
     examples: int
     parameters: tuple[ParameterNormMethod, ...]

@@ -46,10 +46,7 @@ class OuterProduct(NamedTuple):
         return self.left.is_cuda or self.left.dtype == wide_dtype(self.left.dtype)
 
     def formed(self) -> Materialized:
-        """Return g_j in the dtype of the factors, rounded once; norms and sums see the same numbers.
-
-        It costs no more than the weight gradient that it replaces.
-        """
+        """Return g_j in the dtype of the factors, rounded once; norms and sums see the same numbers."""
         left = with_padding(self.left) if self.left.is_cuda else self.left
         grads = torch.bmm(left.mT, self.right)
         return Materialized(grads if left is self.left else grads[:, : self.left.shape[2]])

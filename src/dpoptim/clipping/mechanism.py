@@ -80,9 +80,7 @@ class PrivateMechanism:
         if self.plan.noise_stddevs().square:
             strategies["square"] = self.plan.square_strategy
         self._set_strategies(strategies)
-        averages_squares = isinstance(release, JointMoments) or (
-            isinstance(release, IndependentMoments) and release.squares == "average_of"
-        )
+        averages_squares = isinstance(release, JointMoments) or getattr(release, "squares", None) == "average_of"
         self._sums = ClippedSums(
             model,
             clip_norm=plan.clip_norm,
@@ -152,9 +150,9 @@ class PrivateMechanism:
                 "a new model and optimizer to resume a run"
             )
         if state["noise_bits"] != self.noise_memory.bits:
+            bits = self.noise_memory.bits
             raise ValueError(
-                f"noise_memory has bits={self.noise_memory.bits}, but the run started with {state['noise_bits']}, so "
-                "its noise would change. Pass the run's noise_memory=NoiseMemory(bits=...)"
+                f"noise_memory has bits={bits}, but the run started with {state['noise_bits']}; pass those"
             )
         # Strategies come from the state, because a search may round differently on a different machine.
         strategies = {
@@ -266,13 +264,9 @@ class PrivateMechanism:
 
     def _check_ready(self) -> None:
         if not self._sums.engine.attached:
-            raise ValueError(
-                "this optimizer was detached, or another was created for its model. Create only one optimizer per model"
-            )
+            raise ValueError("the optimizer was detached or replaced by another. Create only one optimizer per model")
         if self.step >= self.plan.steps:
-            raise ValueError(
-                f"all steps={self.plan.steps} releases of the plan are spent. Calibrate a plan with more steps"
-            )
+            raise ValueError(f"all steps={self.plan.steps} releases of the plan are spent. Calibrate one with more")
 
     def privatize(self) -> Released:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""
@@ -291,7 +285,7 @@ class PrivateMechanism:
         bound = self._bounding_factor(sums) if squares_sums else None
         if self.before_step is not None:
             self.before_step(self.step, self._content(sums, square_sums, bound))
-        square = self._second_release(sums, square_sums, bound)  # before noise is added to the sums, in place
+        square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
         for vector in sums.vectors:
             vector /= self.plan.batch_size
@@ -317,14 +311,10 @@ class PrivateMechanism:
         if self._nonfinite_reported or not self._sums.counts.nonfinite:
             return
         self._nonfinite_reported = True
-        line = (
-            "an example's gradient was not finite and was left out; mechanism.counts_not_private counts such examples"
-        )
+        line = "an example's gradient was not finite and was left out; counts_not_private counts such examples"
         warnings.warn(line, RuntimeWarning, stacklevel=6)
 
-    def _second_release(
-        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None
-    ) -> FlatTensors | None:
+    def _square(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> FlatTensors | None:
         batch_size = self.plan.batch_size
         match self.plan.release:
             case IndependentMoments() | JointMoments() if square_sums is not None:

@@ -217,11 +217,9 @@ class ParameterGradients:
         return squared * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish.
-
-        With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
-        caches better than L Lᵀ. The lengths of L's rows may be known.
-        """
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish."""
+        # With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
+        # caches better than L Lᵀ. The lengths of L's rows may be known.
         known = self.outers[0].left_lengths if len(self.outers) == 1 else None
         left, right = (wide(factor) for factor in self._factors())
         narrow, broad, lengths = (right, left, known) if left.shape[2] >= right.shape[2] else (left, right, None)
@@ -339,10 +337,7 @@ class ParameterGradients:
 
 
 def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Divide each example's factors by their largest entry, or by the largest of known `lengths`; return both.
-
-    Unless `always`, factors stay unchanged if no square can overflow or vanish.
-    """
+    """Divide each example's factors by their largest entry or length if squares could overflow or vanish, or always."""
     size = torch.linalg.vector_norm(factors, ord=math.inf, dim=(1, 2)) if lengths is None else lengths.amax(1)
     size = torch.where(size > 0, size, 1.0)
     if not always and bool(((size > 1e-6) & (size < 1e6)).all()):

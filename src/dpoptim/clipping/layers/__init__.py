@@ -13,12 +13,12 @@ from dpoptim.clipping.layers.attention import attention
 from dpoptim.clipping.layers.convolution import convolution
 from dpoptim.clipping.layers.embedding import embedding, scaled_embedding
 from dpoptim.clipping.layers.generic import generic
-from dpoptim.clipping.layers.hugging_face.deberta import deberta_attention, deberta_encoder, deberta_prediction_head
+from dpoptim.clipping.layers.hugging_face.deberta import deberta_attention, deberta_encoder, deberta_lm_head
 from dpoptim.clipping.layers.hugging_face.opt import opt_decoder_layer, opt_positions
 from dpoptim.clipping.layers.hugging_face.relative_bias import mpnet_encoder, t5_attention
 from dpoptim.clipping.layers.hugging_face.vision import vit_embeddings
-from dpoptim.clipping.layers.linear import conv1d_of_transformers, linear
-from dpoptim.clipping.layers.norm_layers import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.clipping.layers.linear import linear, transposed_linear
+from dpoptim.clipping.layers.norm_layers import frozen_batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from dpoptim.clipping.layers.recurrent import recurrent
 from dpoptim.clipping.layers.rule import Layer, RuleFunction, any_trainable
 
@@ -36,12 +36,12 @@ _RULES: dict[Any, RuleFunction] = {
     nn.GRU.forward: recurrent,
     nn.RNN.forward: recurrent,
     _InstanceNorm.forward: instance_norm,
-    _BatchNorm.forward: batch_norm_in_eval,
+    _BatchNorm.forward: frozen_batch_norm,
 }
 """The key is a forward function, so a subclass with a different forward never gets its parent's rule."""
 
 _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
-    ("pytorch_utils", "Conv1D"): conv1d_of_transformers,
+    ("pytorch_utils", "Conv1D"): transposed_linear,
     ("models.vit.modeling_vit", "ViTEmbeddings"): vit_embeddings,
     ("models.opt.modeling_opt", "OPTLearnedPositionalEmbedding"): opt_positions,
     ("models.opt.modeling_opt", "OPTDecoderLayer"): opt_decoder_layer,
@@ -51,16 +51,16 @@ _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("models.mpnet.modeling_mpnet", "MPNetEncoder"): mpnet_encoder,
     ("models.deberta_v2.modeling_deberta_v2", "DebertaV2Encoder"): deberta_encoder,
     ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
-    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_prediction_head,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_lm_head,
 }
 """Looked up only if transformers has been imported."""
 
 _REWRITE = {
-    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_prediction_head,
+    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_lm_head,
 }  # fmt: skip
 """These change what the layers inside get, and run if anything inside is trained."""
 
-_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_prediction_head}
+_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_lm_head}
 """These use parameters of other modules (tables of positions or words) and always run."""
 
 
@@ -78,12 +78,7 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Return the layer of every module that must run through the engine.
-
-    A module that owns parameters and has no rule runs by the generic rule, with everything inside it, unless all its
-    parameters belong to a layer with a rule too (the decoder bias of a masked-LM head). If such a module uses the
-    parameter itself, the engine raises.
-    """
+    """Return the layer of every module that must run through the engine."""
     ruled = {
         id(parameter)
         for module in model.modules()
@@ -98,9 +93,9 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         rewrites = rule in _REWRITE and (rule in _OF_DEBERTA or any_trainable(module))
         if module in inside_generic or not (own or rewrites):
             continue
-        if rule is None:
+        if rule is None:  # the generic rule runs everything inside the module
             if all(id(parameter) in ruled for parameter in own):
-                continue
+                continue  # its parameters belong to other layers too, as the decoder bias of a masked-LM head does
             rule = generic
             inside_generic.update(module.modules())
         forward = module.__dict__.get("forward")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.layers.generic import generic
 from dpoptim.clipping.layers.linear import apply_linear
-from dpoptim.clipping.layers.rule import GradientSink, refuse_unbatched
+from dpoptim.clipping.layers.rule import GradientSink
 
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
@@ -26,7 +26,7 @@ def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     options = given.arguments
     query, key, value = (options[role] for role in ("query", "key", "value"))
     if query.ndim != 3:
-        refuse_unbatched(name, query)
+        raise ValueError(f"layer '{name}' got a query of shape {tuple(query.shape)} without a batch axis; add it")
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     query, key, value = (sink.expand_to_batch(tensor, name) for tensor in (query, key, value))

@@ -1,6 +1,4 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches if that is fast, else one grouped convolution whose
-groups are the examples.
-"""
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: linear maps of patches where that is fast, else one grouped convolution."""
 
 from __future__ import annotations
 
@@ -11,15 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import (
-    GradientSink,
-    Recorder,
-    apply_fast,
-    differentiated_once,
-    only_input,
-    refuse_unbatched,
-    trainable,
-)
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide
 
 Settings = tuple[list[int], list[int], list[int], int]
@@ -134,7 +124,7 @@ def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
-        refuse_unbatched(name, inputs)
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     inputs = sink.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))

@@ -37,9 +37,7 @@ def embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     return apply_fast(_Embedding, ids, module.weight, module.padding_idx, sink.recorder())
 
 
-def scaled_embedding(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def scaled_embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of embeddings times a number, as in Gemma and BART."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):

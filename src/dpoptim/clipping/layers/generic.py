@@ -1,8 +1,7 @@
-"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with a copy of the
-parameters.
+"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with its own parameters.
 
 The copies are views, and their gradients are the per-example gradients. The first call of each module is compared with
-its own forward, so a module that cannot run one example at a time is refused.
+its own forward.
 """
 
 from __future__ import annotations

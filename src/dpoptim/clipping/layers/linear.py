@@ -20,7 +20,6 @@ from dpoptim.clipping.layers.rule import (
     by_position,
     differentiated_once,
     only_input,
-    refuse_unbatched,
     trainable,
 )
 from dpoptim.kernels.norms import wide_dtype
@@ -70,9 +69,7 @@ def linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kw
     return apply_linear(sink, _with_batch(sink, name, only_input(args, kwargs)), module.weight, module.bias)
 
 
-def conv1d_of_transformers(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def transposed_linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
     inputs = _with_batch(sink, name, only_input(args, kwargs))
     return apply_fast(_Linear, inputs, module.weight, module.bias, True, sink.recorder())
@@ -80,5 +77,5 @@ def conv1d_of_transformers(
 
 def _with_batch(sink: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
-        refuse_unbatched(name, inputs)
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     return sink.expand_to_batch(inputs, name)

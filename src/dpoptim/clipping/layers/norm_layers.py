@@ -140,9 +140,7 @@ def instance_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, .
     return _apply(sink, name, module, F.instance_norm(inputs, eps=module.eps))
 
 
-def batch_norm_in_eval(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def frozen_batch_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """BatchNorm with frozen statistics is an affine map; in training mode it is refused earlier."""
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpoptim.clipping.layers.linear import apply_linear
-from dpoptim.clipping.layers.rule import GradientSink, refuse_unbatched
+from dpoptim.clipping.layers.rule import GradientSink
 
 State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size]
 
@@ -21,7 +21,7 @@ def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     if isinstance(inputs, PackedSequence):
         raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples. Pass a padded tensor")
     if inputs.ndim != 3:
-        refuse_unbatched(name, inputs)
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     inputs = sink.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)

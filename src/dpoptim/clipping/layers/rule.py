@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,13 +90,6 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the only argument, given by position or by keyword."""
     (tensor,) = (*args, *kwargs.values())
     return tensor
-
-
-def refuse_unbatched(name: str, inputs: Tensor) -> NoReturn:
-    shape = tuple(inputs.shape)
-    raise ValueError(
-        f"layer '{name}' got an input of shape {shape}, whose axes do not include the batch; add that axis"
-    )
 
 
 def by_position(tensor: Tensor) -> Tensor:

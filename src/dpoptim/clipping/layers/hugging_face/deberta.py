@@ -104,11 +104,9 @@ def _projections(module: Any) -> tuple[Any, Any]:
     return getattr(module, "pos_query_proj", nn.Identity()), getattr(module, "pos_key_proj", nn.Identity())
 
 
-def deberta_prediction_head(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def deberta_lm_head(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DebertaV2LMPredictionHead`, which multiplies by the word table of the embedding layer."""
-    hidden, words = _bind(*args, **kwargs)
+    hidden, words = (*args, *kwargs.values())
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
     if sink.capturing:
@@ -121,7 +119,3 @@ def deberta_prediction_head(
 def _predicted(sink: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
     hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
     return apply_linear(sink, hidden, words.weight, module.bias)
-
-
-def _bind(hidden_states: Tensor, word_embeddings: Any) -> tuple[Tensor, Any]:
-    return hidden_states, word_embeddings

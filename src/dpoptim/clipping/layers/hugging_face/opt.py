@@ -23,7 +23,8 @@ def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[An
     hidden = args[0] if args else kwargs["hidden_states"]
     if sink.capturing:
         one = sink.expand_to_batch(hidden, name)[:1]
-        with replaced(module, self_attn=_no_attention):  # attention does not depend on the fold, and fills a cache
+        # Attention does not depend on the fold, and fills a cache.
+        with replaced(module, self_attn=lambda hidden_states, **options: (hidden_states, None)):
             check_same(sink, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
 
@@ -56,10 +57,6 @@ def _unfolded(
         hidden_states = hidden_states + F.dropout(changed, module.dropout, module.training)
         hidden_states = hidden_states if norm_comes_first else norm(hidden_states)
     return hidden_states
-
-
-def _no_attention(hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
-    return hidden_states, None
 
 
 def opt_positions(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,7 @@
 """Helpers for modules whose forward is rewritten so that every layer inside has the examples as first axis.
 
-Some modules of transformers fold examples and positions into one axis, or run rows that all examples share through the
-layers of the batch. They are recognized by their forward function and computed without the fold, and all other checks
-apply. The first call of each module is compared with the original, so a different version is refused.
+Some modules of transformers fold examples and positions into one axis, or run shared rows through the layers of the
+batch. The first call of each module is compared with the original, so a different version is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`ViTEmbeddings`: a class token before the patches, plus positions; both are parameters of the module itself.
-
-Each example gets a copy of both as a view, whose gradients are the per-example gradients. Patches use the convolution's
-rule.
-"""
+"""`ViTEmbeddings`: a class token before the patches, plus positions, both parameters of the module itself."""
 
 from __future__ import annotations
 
