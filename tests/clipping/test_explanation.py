@@ -1,4 +1,4 @@
-"""What is chosen for which shapes, and that memory to spare changes speed alone."""
+"""Which norm method is chosen for which shapes; extra memory changes only the speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(made, scale, extra_memory):
 
 
 @pytest.mark.parametrize(("name", "scaled"), [(name, i % 2 == 1) for i, name in enumerate(CASES)])
-def test_memory_to_spare_changes_no_sum(name, scaled):
+def test_extra_memory_does_not_change_sums(name, scaled):
     made = case(name)
     scale = random_scale(made.model) if scaled else None
     lean, _ = run(made, scale, 0)
@@ -62,7 +62,7 @@ def test_choice_by_memory():
     assert rich.held_bytes == lean.held_bytes + lean.extra_bytes
 
 
-def test_memory_is_spent_once_a_batch():
+def test_memory_is_spent_once_per_batch():
     """Two layers, and memory for one of them."""
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).double()
     made = Case(model, squares, torch.randn(3, 4, 16).double())
@@ -70,7 +70,7 @@ def test_memory_is_spent_once_a_batch():
     assert sorted(parameter.norm_method.name for parameter in found) == ["FORMED", "GRAM"]
 
 
-def test_the_optimizer_explains_itself():
+def test_explain_describes_the_last_batch():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     plan = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=10, noise_multiplier=1.0)
     optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, external_batches=True, clipping_memory=0)

@@ -76,7 +76,7 @@ class Captured:
         Tensors among the arguments have the examples on their first axis and are moved to the model's device.
         """
         if not self._engine.attached:
-            raise ValueError("the optimizer was detached or replaced by another; call optimizer.captured again")
+            raise ValueError("the optimizer was detached or replaced; call optimizer.captured again")
         if not self._engine.capturing:
             raise ValueError("inside no_grad() or public_data() call the model, not a captured function")
         self._follow_stream()

@@ -89,10 +89,8 @@ def linear_cross_entropy(layer: nn.Linear, inputs: Tensor, labels: Tensor, *, ig
     True
     """
     if inputs.ndim != 3 or labels.shape != inputs.shape[:2]:
-        raise ValueError(
-            "inputs must be [examples, positions, width] and labels [examples, positions], got "
-            f"{tuple(inputs.shape)} and {tuple(labels.shape)}"
-        )
+        shapes = tuple(inputs.shape), tuple(labels.shape)
+        raise ValueError(f"inputs must be [examples, positions, width] and labels [examples, positions], got {shapes}")
     labels = labels.masked_fill(labels == ignore_index, -1)
     sink, name = sink_of(layer, inputs)
     if sink is not None:

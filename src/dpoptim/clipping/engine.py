@@ -295,9 +295,7 @@ class Engine:
         def run(given: Any) -> Tensor:
             found, rows = losses(given), Arguments.of(given, "loss_fn").examples
             if len(found) != rows:
-                raise ValueError(
-                    f"loss_fn returned {len(found)} losses for a batch of {rows} examples. Return one loss per example"
-                )
+                raise ValueError(f"loss_fn must return one loss per example, got {len(found)} for {rows} examples")
             return found
 
         if lasting:

@@ -56,9 +56,7 @@ def clipped_sum(
             raise ValueError("loss_fn: no trainable parameter received a gradient; does the loss depend on the model?")
         norms = torch.cat(sums.norms)
         if len(norms) != len(losses):
-            raise ValueError(
-                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples. Return one per example"
-            )
+            raise ValueError(f"loss_fn must return one loss per example, got {len(losses)} for {len(norms)} examples")
         return dict(sums.take()[0]), norms
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from dpoptim.kernels.norms import wide_dtype, with_padding
 
-_FEW_ROWS = 16  # gradients of a table this small are always formed
-
 
 class OuterProduct(NamedTuple):
     """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements per row."""
@@ -70,8 +68,8 @@ class RowUpdates(NamedTuple):
 
     def is_small_formed(self, num_rows: int) -> bool:
         """Whether g_j takes little more memory than the values and is cheap to form."""
-        shared = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
-        return num_rows <= _FEW_ROWS or shared
+        is_dense = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
+        return num_rows <= 16 or is_dense
 
     def formed(self, num_rows: int) -> Materialized:
         """Return g_j in the dtype of the values."""

@@ -264,7 +264,7 @@ class PrivateMechanism:
 
     def _check_ready(self) -> None:
         if not self._sums.engine.attached:
-            raise ValueError("the optimizer was detached or replaced by another. Create only one optimizer per model")
+            raise ValueError("the optimizer was detached or replaced. Create only one optimizer per model")
         if self.step >= self.plan.steps:
             raise ValueError(f"all steps={self.plan.steps} releases of the plan are spent. Calibrate one with more")
 

@@ -44,6 +44,8 @@ _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("pytorch_utils", "Conv1D"): transposed_linear,
     ("models.vit.modeling_vit", "ViTEmbeddings"): vit_embeddings,
     ("models.opt.modeling_opt", "OPTLearnedPositionalEmbedding"): opt_positions,
+}
+_REWRITTEN: dict[tuple[str, str], RuleFunction] = {
     ("models.opt.modeling_opt", "OPTDecoderLayer"): opt_decoder_layer,
     ("models.t5.modeling_t5", "T5Attention"): t5_attention,
     ("models.mt5.modeling_mt5", "MT5Attention"): t5_attention,
@@ -53,11 +55,6 @@ _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
     ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_lm_head,
 }
-"""Looked up only if transformers has been imported."""
-
-_REWRITE = {
-    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_lm_head,
-}  # fmt: skip
 """These change what the layers inside get, and run if anything inside is trained."""
 
 _OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_lm_head}
@@ -69,7 +66,7 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
-    for (home, kind), rule in _OF_TRANSFORMERS.items():
+    for (home, kind), rule in (_OF_TRANSFORMERS | _REWRITTEN).items():  # looked up only if transformers is imported
         found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
         if found is not None and forward is found.forward:
             return rule
@@ -90,7 +87,7 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         rule = own_rule(module)
-        rewrites = rule in _REWRITE and (rule in _OF_DEBERTA or any_trainable(module))
+        rewrites = rule in _REWRITTEN.values() and (rule in _OF_DEBERTA or any_trainable(module))
         if module in inside_generic or not (own or rewrites):
             continue
         if rule is None:  # the generic rule runs everything inside the module

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import (
-    GradientSink,
-    Recorder,
-    apply_fast,
-    by_position,
-    differentiated_once,
-    only_input,
-    trainable,
-)
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide_dtype
+
+
+def by_position(tensor: Tensor) -> Tensor:
+    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
+    return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 class _Linear(torch.autograd.Function):

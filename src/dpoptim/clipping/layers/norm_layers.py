@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Materialized
-from dpoptim.clipping.layers.rule import (
-    GradientSink,
-    Recorder,
-    apply_fast,
-    by_position,
-    differentiated_once,
-    only_input,
-    trainable,
-)
+from dpoptim.clipping.layers.linear import by_position
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels import normalization
 from dpoptim.kernels.choose import on_gpu
 from dpoptim.kernels.norms import wide, wide_dtype

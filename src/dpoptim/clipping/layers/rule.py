@@ -92,11 +92,6 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return tensor
 
 
-def by_position(tensor: Tensor) -> Tensor:
-    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
-    return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
-
-
 def trainable(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.requires_grad
 

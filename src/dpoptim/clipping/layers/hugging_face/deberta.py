@@ -65,8 +65,7 @@ def _position_scores(
         return own(query, key, relative_pos, rows, scale_factor)
     if relative_pos is None or relative_pos.shape.numel() != query.shape[1] * key.shape[1] or query.shape != key.shape:
         raise ValueError(
-            f"layer '{name}' got custom relative positions or queries, which its rule does not support. Leave them "
-            "to the model, or freeze the encoder"
+            f"layer '{name}' got custom positions or queries. Leave them to the model, or freeze the encoder"
         )
     if rows.ndim == 2:
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)

@@ -48,10 +48,7 @@ def _with_biases_for_each(
         with replaced(table, forward=look_up):
             own(*given, **options)
         if len(asked) != 1 or asked[0].ndim != 2:
-            raise ValueError(
-                f"layer '{name}' got custom positions, which its rule does not support. Leave them to the model, or "
-                "freeze 'relative_attention_bias'"
-            )
+            raise ValueError(f"layer '{name}' got custom positions. Leave them to the model, or freeze their table")
 
         def of_each(examples: int) -> Tensor:  # [examples, heads, queries, keys]
             looked_up: Tensor = table(asked[0].expand(examples, -1, -1))
