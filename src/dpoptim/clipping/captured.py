@@ -1,8 +1,7 @@
 """Run the private part of a step as one CUDA graph: forward, backward, norms and clipped sums.
 
-A private step has several hundred small operations. If a physical batch is small, the GPU waits for the host to launch
-them. A graph launches them all at once, for one batch shape. The first batch of a shape runs without a graph, with
-every check. The second is captured, and later ones are replayed.
+If a batch is small, the GPU waits for the host to launch several hundred operations. A graph launches them all at once,
+for one batch shape. The first batch of a shape runs with every check, the second is captured, and others are replayed.
 
 A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
 parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
@@ -33,8 +32,7 @@ from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
 
-MAX_GRAPHS = 64
-"""More shapes are not captured: each graph takes memory and a fraction of a second."""
+MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
 
 
 class Captured:
@@ -297,7 +295,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
 
 
 def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
-    """Keep Transformers from building an attention mask where none was given, as 5.17 does during a slow capture."""
+    """Keep Transformers from building a mask where none was given; 5.17 does so in captures, which slows attention."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is None:
@@ -372,8 +370,7 @@ def _read_batch(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> _Batch:
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    tensors = {i: _copy_to(device, tensor.detach()) for i, tensor in given.items()}
+    tensors = {i: _copy_to(device, leaf.detach()) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     if not tensors:
         raise ValueError("a captured function got no tensor. Pass the batch's tensors, or **batch")
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
@@ -382,7 +379,7 @@ def _read_batch(
             f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Read what all "
             "examples share (class weights) inside the function, and update it in place"
         )
-    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
+    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in tensors}, structure)
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -131,10 +131,9 @@ class PublicGradients:
 
     def __call__(self) -> dict[str, Tensor]:
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            raise ValueError("batches is empty; pass at least one public batch") from None
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError("batches is empty; pass at least one public batch")
         with public_data(), torch.enable_grad():
             loss = self.loss_fn(self.model, batch).mean()
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
