@@ -94,7 +94,7 @@ AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
 
 def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
     """Return the factors of the examples where `keep` is true."""
-    return type(factors)(*[None if part is None else part[keep] for part in factors])
+    return factors._make(None if part is None else part[keep] for part in factors)
 
 
 def _directions(factor: Tensor) -> Tensor:
