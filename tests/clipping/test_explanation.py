@@ -8,7 +8,9 @@ from torch import nn
 
 import dpoptim
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.norms import NormMethod
+from dpoptim.clipping.explanation import explain
+from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
+from dpoptim.clipping.norms import NormMethod, ParameterGradients
 from tests.clipping.models import CASES, Case, case, squares
 from tests.clipping.one_at_a_time import random_scale
 
@@ -68,6 +70,18 @@ def test_memory_is_spent_once_per_batch():
     made = Case(model, squares, torch.randn(3, 4, 16).double())
     found = run(made, None, norm_method_of(4, 16, scaled=False).extra_bytes)[1].parameters
     assert sorted(parameter.norm_method.name for parameter in found) == ["FORMED", "GRAM"]
+
+
+def test_printed_table():
+    weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
+    weight.add(OuterProduct(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
+    bias.add(Materialized(torch.ones(4, 9)))
+    assert str(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False)).splitlines() == [
+        "a physical batch of 4 examples",
+        "  2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)",
+        "  0.bias [9]: gradients formed once, measured and summed (144 B held)",
+        "clipping_memory=1440 (1.4 kB more per physical batch) would form all gradients",
+    ]
 
 
 def test_explain_describes_the_last_batch():
