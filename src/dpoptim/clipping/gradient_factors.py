@@ -10,7 +10,7 @@ may import this file.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +68,7 @@ class RowUpdates(NamedTuple):
 
     def is_small_formed(self, num_rows: int) -> bool:
         """Whether g_j takes little more memory than the values and is cheap to form."""
-        is_dense = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
-        return num_rows <= 16 or is_dense
+        return num_rows <= 16 or (self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1])
 
     def formed(self, num_rows: int) -> Materialized:
         """Return g_j in the dtype of the values."""
@@ -94,7 +93,8 @@ AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
 
 def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
     """Return the factors of the examples where `keep` is true."""
-    return factors._make(None if part is None else part[keep] for part in factors)
+    parts: list[Any] = [None if part is None else part[keep] for part in factors]
+    return type(factors)(*parts)
 
 
 def _directions(factor: Tensor) -> Tensor:

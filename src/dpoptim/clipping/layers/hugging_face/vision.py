@@ -13,11 +13,10 @@ from dpoptim.clipping.layers.rule import GradientSink
 
 def vit_embeddings(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule for unmasked images of the configured size; others use the generic rule."""
-    pixels = args[0] if args else kwargs.get("pixel_values")
+    pixels: Any = args[0] if args else kwargs.get("pixel_values")
     options = [*args[1:], *(value for key, value in kwargs.items() if key != "pixel_values")]
-    if not isinstance(pixels, Tensor) or any(option is not None and option is not False for option in options):
-        return generic(sink, name, module, args, kwargs)
-    if tuple(pixels.shape[-2:]) != tuple(module.image_size):
+    fits = isinstance(pixels, Tensor) and tuple(pixels.shape[-2:]) == tuple(module.image_size)
+    if not fits or any(option is not None and option is not False for option in options):
         return generic(sink, name, module, args, kwargs)
     pixels = sink.expand_to_batch(pixels, name)
     patches, record = module.patch_embeddings(pixels), sink.recorder()
