@@ -192,8 +192,8 @@ norm-without-biases: Gradients of biases are summed but do not count in the norm
 
 norm-without-scale: Gradients are clipped by their plain norm, while the noise is divided by the scale.
     in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
-    - self._measured(batch.gradients, self.scale)
-    + self._measured(batch.gradients, None)
+    - self._clip(batch.gradients, self.scale, factor)
+    + self._clip(batch.gradients, None, factor)
 
 not-finite-counts: An example whose norm is not a number is not left out.
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
