@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpoptim.clipping import clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.validation.example_independence import ExampleMixingError
 
 B, D = 20, 6
 
@@ -44,6 +45,35 @@ def test_a_model_inside_a_checkpoint_is_checked_and_runs(reentrant):
         checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
         sums.take()
     assert sums.counts.examples == 2 * B
+
+
+def test_a_call_ends_even_if_it_switches_gradients_off():
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, 1)
+
+        def forward(self, x: Tensor, center: bool = False) -> Tensor:
+            return self.linear(x - x.mean(0) if center else x)
+
+    class SwitchesOff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.part(x)
+            torch.set_grad_enabled(False)
+            return found
+
+    model, x = SwitchesOff(), torch.randn(B, D)
+    ClippedSums(model, clip_norm=1.0).engine.attach()
+    try:
+        model(x)
+    finally:
+        torch.set_grad_enabled(True)
+    with pytest.raises(ExampleMixingError):
+        model.part(x, center=True)
 
 
 def test_the_generic_rule_compares_the_whole_batch():
