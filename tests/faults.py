@@ -237,9 +237,9 @@ decay-coupled: AdamW adds its weight decay to the gradient as well.
 dropout-not-reseeded: Dropout draws from the public seed instead of the run's secret key.
     in data/secret_randomness.py, found by data/test_secret_randomness.py
     - seed_for_step(optimizer)
-    -             if
+    -             try
     + pass
-    +             if
+    +             try
 
 loss-over-the-batch: A masked language model's losses are divided by the targets of the whole batch.
     in integrations/losses.py, found by integrations/test_token_losses.py

@@ -197,7 +197,7 @@ def test_resuming_from_a_state_gives_the_rest_of_the_run():
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="next_step"):
         resumed.load_state_dict({**state, "next_step": 9})
-    with pytest.raises(ValueError, match="dataset of a different size"):
+    with pytest.raises(ValueError, match="saved with different examples"):
         resumed.load_state_dict({**state, "dataset": "0" * 16})
 
 

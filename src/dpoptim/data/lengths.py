@@ -77,15 +77,12 @@ def checked_lengths(lengths: Any, micro_batch_tokens: int | None, bucket: int, *
     if lengths is None and micro_batch_tokens is None:
         return None
     if lengths is None or micro_batch_tokens is None:
-        raise ValueError(
-            "Expected both lengths and micro_batch_tokens, or neither. lengths counts each example's tokens."
-        )
+        raise ValueError("Expected both lengths and micro_batch_tokens, or neither. lengths counts tokens per example.")
     check_whole("micro_batch_tokens", micro_batch_tokens)
     found = np.asarray(lengths.detach().cpu() if isinstance(lengths, Tensor) else lengths)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
-            f"Expected lengths with one integer per example, got {found.dtype} of shape {found.shape}. For texts pass "
-            "[len(text) for text in texts]."
+            f"Expected lengths with one integer per example (its tokens), got {found.dtype} of shape {found.shape}."
         )
     if len(found) != examples:
         raise ValueError(f"Expected one length per example, got {len(found)} lengths for {examples} examples.")

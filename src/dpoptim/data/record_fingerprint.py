@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -118,15 +117,8 @@ def _digest(record: Any, secret: bytes, *, read_files: bool = True) -> bytes:
 def _encode(value: Any, to: bytearray, read_files: bool) -> None:
     """Append bytes that no other value has: a letter for the type, the size, the content."""
     kind = type(value)
-    if kind is str:
-        data = value.encode("utf-8", "surrogatepass")
-        to += b"s%d:" % len(data) + data
-    elif kind is int:
-        to += b"i%d;" % value
-    elif kind is bool or value is None:
-        to += b"n" if value is None else b"T" if value else b"F"
-    elif kind is float:
-        to += b"f" + struct.pack("<d", value)
+    if value is None or kind in (str, bool, int, float):
+        to += f"{value!r};".encode("utf-8", "surrogatepass")
     elif isinstance(value, Mapping):
         to += b"d%d:" % len(value)
         for name in value:  # in their order, which a collator may follow

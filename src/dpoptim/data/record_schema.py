@@ -62,11 +62,11 @@ and types.
         return {None: _kind(record)}
 
 
-def check_all_records(dataset: Any) -> None:
+def check_records(name: str, records: Any) -> None:
     """Read every record once and refuse the first with a different schema."""
-    schema = RecordSchema("dataset")
-    for place in range(len(dataset)):
-        schema.check(place, dataset[place])
+    schema = RecordSchema(name)
+    for place in range(len(records)):
+        schema.check(place, records[place])
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -81,9 +81,7 @@ def is_in_memory(dataset: Any) -> bool:
 def collate_checked(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
     """Collate the records of a batch, once their schemas have been compared."""
     if isinstance(records, list):  # otherwise the dataset has made the batch
-        schema = RecordSchema("a batch of dataset")
-        for place, record in enumerate(records):
-            schema.check(place, record)
+        check_records("a batch of dataset", records)
     return collate(records)
 
 
