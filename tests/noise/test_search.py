@@ -36,7 +36,6 @@ from dpoptim.noise import (
 )
 from dpoptim.noise.search import banded_inverse, buffered
 from dpoptim.noise.search.banded import log_error, optimal_banded
-from dpoptim.noise.search.banded_toeplitz import _falling
 from dpoptim.noise.search.objective import Objective, SearchObjective
 from tests.noise.explicit import patterns, scaled_error
 
@@ -135,18 +134,6 @@ def test_gradient_of_banded_toeplitz(steps: int, bands: int) -> None:
     assert check_grad(lambda x: value_and_slope(x)[0], lambda x: value_and_slope(x)[1], at) < 1e-5
     strategy = ToeplitzStrategy(steps=steps, strategy_coefs=(1.0, *at.tolist()))
     assert value_and_slope(at)[0] == pytest.approx(2 * np.log(scaled_error(strategy)), rel=1e-12)
-
-
-@given(ratios=st.lists(st.floats(0, 1), min_size=1, max_size=8), seed=st.integers(0, 2**16))
-@settings(max_examples=30, deadline=None)
-def test_gradient_in_the_ratios(ratios: list[float], seed: int) -> None:
-    """c is linear in each ratio, so differences are exact."""
-    at, pull = np.array(ratios), np.random.default_rng(seed).normal(size=len(ratios))
-    tail, back = _falling(at)
-    np.testing.assert_allclose(tail, np.cumprod(at), rtol=1e-14)
-    for index, found in enumerate(back(pull)):
-        unit = np.eye(len(at))[index]
-        assert found == pytest.approx(pull @ (_falling(at + unit)[0] - tail), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
-from dpoptim.noise.search.objective import SearchObjective, check_workload
+from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import check_participation
@@ -58,66 +57,25 @@ def optimized_bands(search: SearchObjective, bands: int) -> Array:
     """Return the coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS.
 
     The search starts from the square root's coefficients and must end at a stationary point. If the best coefficients
-    increase, as they may for an erratic learning rate, it repeats among non-increasing ones, so that the sensitivity
-    is exact.
+    increase, as they may for an erratic learning rate, the increases are cut off, so that the sensitivity is exact.
 
     >>> optimized_bands(SearchObjective(steps=2), 2)[1] < 0.5  # below the square root's
     np.True_
     """
     if bands == 1:
         return np.ones(1)
-    coefs, slope = _minimum(search, lambda tail: (tail, lambda pull: pull), sqrt_series(bands)[1:])
-    if not slope < 1e-6 or (np.diff(coefs) > 0).any():
-        coefs, slope = _minimum(search, _falling, np.minimum(sqrt_series(bands)[1:] / sqrt_series(bands)[:-1], 0.999))
+
+    def value_and_slope(tail: Series) -> tuple[float, Series]:
+        coefs = np.concatenate([[1.0], tail])
+        padded = np.concatenate([coefs, np.zeros(search.steps - bands)])
+        value, pull = search.by_strategy(padded, inverse_series(coefs, search.steps))
+        return value, pull[1:bands]
+
+    bounds = [(0.0, 1.0)] * (bands - 1)  # beyond 1 the inverse of the series grows without bound
+    start, options = sqrt_series(bands)[1:], {"maxcor": 30, "maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-10}
+    found = lbfgs(value_and_slope, start, bounds=bounds, **options)
+    inward = np.where(found.x <= 0, np.minimum(found.jac, 0), found.jac)
+    slope = np.abs(np.where(found.x >= 1, np.maximum(found.jac, 0), inward)).max()
     if not slope < 1e-6:
         raise RuntimeError(f"The search for bands={bands}, {search} ended with slope {slope:.1e}. Use fewer bands.")
-    return coefs
-
-
-_Pull = Callable[[Series], Series]
-
-
-def _minimum(
-    search: SearchObjective, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series
-) -> tuple[Series, float]:
-    """Return the best (1, *tail_of(x)) for x in [0, 1], and its distance from a stationary point.
-
-    Beyond 1 the inverse of the series grows without bound.
-    """
-    from scipy import optimize
-
-    def value_and_slope(x: Series) -> tuple[float, Series]:
-        tail, back = tail_of(x)
-        coefs = np.concatenate([[1.0], tail])
-        padded = np.concatenate([coefs, np.zeros(search.steps - len(coefs))])
-        value, pull = search.by_strategy(padded, inverse_series(coefs, search.steps))
-        return value, back(pull[1 : len(coefs)])
-
-    found = optimize.minimize(
-        value_and_slope,
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0.0, 1.0)] * len(start),
-        options={"maxcor": 30, "maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-10},
-    )
-    inward = np.where(
-        found.x <= 0, np.minimum(found.jac, 0), np.where(found.x >= 1, np.maximum(found.jac, 0), found.jac)
-    )
-    return np.concatenate([[1.0], tail_of(found.x)[0]]), float(np.abs(inward).max())
-
-
-def _falling(ratios: Series) -> tuple[Series, _Pull]:
-    """Return c_i = ratios_1 ··· ratios_i, which never increases, and the map of gradients in c to the ratios."""
-    tail = np.asarray(np.cumprod(ratios), dtype=np.float64)
-
-    def back(pull: Series) -> Series:
-        before = np.concatenate([[1.0], tail[:-1]])
-        onward = np.zeros(len(pull))  # Σ_{j ≥ i} pull_j·c_j/c_i, from the last to the first
-        total = 0.0
-        for at in reversed(range(len(pull))):
-            total = pull[at] + (ratios[at + 1] * total if at + 1 < len(pull) else 0.0)
-            onward[at] = total
-        return before * onward
-
-    return tail, back
+    return np.minimum.accumulate(np.concatenate([[1.0], found.x]))
