@@ -195,10 +195,8 @@ def _horner_in_c(coefs: tuple[float, ...]) -> str:
 def _same_bits(fill: Fill) -> bool:
     edges = [0, 1, 2**11, 2**53 - 1, 2**62, 2**63 - 1, -1, -2, -(2**11), -(2**62), -(2**63)]
     some = np.array([[a, b] for a in edges for b in edges], dtype=np.int64).ravel()
-    many = np.arange(1, 1 << 14, dtype=np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    )  # spread over the whole range of words
-    words = np.concatenate([some, many[: len(many) // 2 * 2].view(np.int64)])
+    many = np.arange(1 << 14, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # spread over the whole range of words
+    words = np.concatenate([some, many.view(np.int64)])
     for dtype in (np.float32, np.float64):
         expected, found = np.empty(len(words), dtype), np.empty(len(words), dtype)
         box_muller(np, words, expected, np.empty((SCRATCH_ROWS, len(words) // 2)))

@@ -52,6 +52,18 @@ _SOURCE = """
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 
+static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t col,
+                      int64_t cols, int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    for (; col < cols; col++) {
+        float sum = 0;
+        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
+        sum *= scale[col];
+        total += (double)sum * sum;
+    }
+    return total;
+}
+
 static double lanes(const vector *four) {
     double total = 0;
     for (int k = 0; k < WIDTH; k++) total += (double)four[0][k] + four[1][k] + four[2][k] + four[3][k];
@@ -95,25 +107,8 @@ static double high_tiles(const float *left, const float *right, const float *sca
         }
     }
     total += lanes(squares);
-    for (; col < cols; col++)
-        for (int i = 0; i < HIGH; i++) {
-            float sum = 0;
-            for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride + i] * right[t * right_stride + col];
-            sum *= scale[i * cols + col];
-            total += (double)sum * sum;
-        }
-    return total;
-}
-
-static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
-                      int64_t left_stride, int64_t right_stride) {
-    double total = 0;
-    for (int64_t col = 0; col < cols; col++) {
-        float sum = 0;
-        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
-        sum *= scale[col];
-        total += (double)sum * sum;
-    }
+    for (int i = 0; i < HIGH; i++)
+        total += one_row(left + i, right, scale + i * cols, positions, col, cols, left_stride, right_stride);
     return total;
 }
 
@@ -159,7 +154,7 @@ void outer_squares(const float *left, const float *right, const float *scale, do
             for (; row + HIGH <= stop; row += HIGH)
                 out[j] += high_tiles(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
             for (; row < stop; row++)
-                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride);
         }
     }
 }

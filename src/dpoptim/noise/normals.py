@@ -236,9 +236,11 @@ class NormalSource:
 
     @cached_property
     def _device_normals(self) -> Any:
+        from dpoptim.kernels.normals_triton import DeviceNormals
+
         subkeys = [self.key.subkey(f"normals/{self.stream}", part.name) for part in self.parts]
         ranges = [(part.start, part.start + part.numel) for part in self.parts]
-        return choose.device_normals(subkeys, ranges, self.device)
+        return DeviceNormals(subkeys, ranges, torch.device(self.device))
 
     def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
         """Return row `step` of z, or elements [start, start + count) of it."""

@@ -96,7 +96,9 @@ class RowMemory:
     def add_products(self, row: torch.Tensor, steps: Sequence[int], coefs: Sequence[float]) -> None:
         """Add coefs[i]·(the row of steps[i]) to `row` for each i in turn."""
         if not self._dithered and choose.available(row.device):
-            choose.add_products(row, self._rows, [step % len(self._rows) for step in steps], coefs)
+            from dpoptim.kernels import normals_triton
+
+            normals_triton.add_products(row, self._rows, [step % len(self._rows) for step in steps], coefs)
             return
 
         def add(begin: int, end: int) -> None:
