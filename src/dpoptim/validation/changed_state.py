@@ -86,9 +86,8 @@ class StateChangeGuard:
             kind, *place = self._refused
             raise ValueError(
                 f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it takes in "
-                "(a running statistic, an observer, a count) is neither clipped nor noised. Put its module in eval "
-                "mode, remove the update, or build a table that grows with the input before training, by a run of the "
-                "longest input without gradients"
+                "(a running statistic, a count) is neither clipped nor noised. Put its module in eval mode, remove the "
+                "update, or run the longest input without gradients first if it is a table that grows"
             )
 
     def _tensors(self) -> Iterator[tuple[Name, Tensor]]:
