@@ -38,7 +38,7 @@ SAME: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_records_with_one_schema_are_taken(name):
+def test_records_with_one_schema_are_accepted(name):
     check(SAME[name])
     check(SAME[name][::-1])
 

@@ -1,4 +1,4 @@
-"""Loops in C have the bits of their Python functions, which replace them where there is no compiler."""
+"""C loops give the same bits as their Python functions, which replace them if the machine has no compiler."""
 
 from __future__ import annotations
 

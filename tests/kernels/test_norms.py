@@ -141,7 +141,7 @@ class TestPlain:
         )
 
 
-def test_layer_norm_is_torchs_and_its_gradient_autograds():
+def test_layer_norm_matches_torch_and_autograd():
     inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
     weight, bias = made(10, seed=2), made(10, seed=3)
     output, mean, rstd = normalization.layer_norm(inputs, weight, bias, 1e-5)
@@ -156,7 +156,7 @@ def test_layer_norm_is_torchs_and_its_gradient_autograds():
 
 
 @pytest.mark.parametrize(("channels", "groups", "places"), [(6, 3, 10), (5, 1, 4), (4, 4, 7), (8, 2, 1)])
-def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, places):
+def test_group_norm_matches_torch_and_autograd(channels, groups, places):
     inputs, grad = made(4, channels, places), made(4, channels, places, seed=1)
     weight, bias = made(channels, seed=2), made(channels, seed=3)
     output, mean, rstd = normalization.group_norm(inputs, weight, bias, groups, 1e-5)
@@ -172,7 +172,7 @@ def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, place
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_softmax_gradient_is_autograds(padding):
+def test_softmax_gradient_matches_autograd(padding):
     logits = made(6, 11 + padding)
     labels = torch.tensor([0, 10, 3, -100, 5, 5])
     free = logits[:, :11].clone().requires_grad_()

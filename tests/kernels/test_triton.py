@@ -202,7 +202,7 @@ def test_sums_over_many_examples(dtype):
 
 @needs_triton
 @pytest.mark.gpu
-def test_a_label_that_is_no_class_leaves_its_example_out():
+def test_invalid_label_drops_only_its_example():
     logits = made(3, 20, dtype=torch.float32, device=DEVICE)
     losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
     assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]

@@ -83,7 +83,7 @@ class TestSampler:
         gaps = [b - a for found in times.values() for a, b in itertools.pairwise(found)]
         assert min(gaps) >= sampling.min_separation(**numbers) == bands
 
-    def test_participations_of_a_broken_off_last_round(self):
+    def test_participations_with_an_incomplete_last_round(self):
         sampling = CyclicPoisson(bands=4)
         for steps, most in ((4, 1), (5, 2), (8, 2), (10, 3)):
             assert sampling.max_participations(num_examples=40, batch_size=10, steps=steps) == most

@@ -54,7 +54,7 @@ class Shuffled:
 
     Step t takes positions t·B … t·B + B − 1, modulo N, of the order. A batch may span the end of the order.
 
-    Guarantee: over T steps an example takes part at most ⌈T·B/N⌉ times, and two participations are at least ⌊N/B⌋
+    Guarantee: in T steps, each example takes part at most ⌈T·B/N⌉ times, and two participations are at least ⌊N/B⌋
     steps apart. The guarantee uses nothing else about the order, so it holds even if the order is known.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
