@@ -33,7 +33,7 @@ def cost(parts, bucket, price):
 
 
 def least_cost(lengths, *, max_tokens, max_examples, bucket, price):
-    """Every way to cut the sorted row, tried."""
+    """The cheapest of all ways to cut the sorted row."""
     row = sorted(lengths)
     costs = []
     for cuts in itertools.chain.from_iterable(

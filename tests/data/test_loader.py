@@ -1,4 +1,4 @@
-"""The loader: what it yields, the tickets it issues, and how a run is taken up again."""
+"""The loader: what it yields, the tickets it issues, and how a run resumes."""
 
 from __future__ import annotations
 

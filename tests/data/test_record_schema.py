@@ -117,7 +117,7 @@ def test_a_loader_checks_examples_in_memory_at_once(make):
 
 
 class OnDisk(torch.utils.data.Dataset[Any]):
-    """Records that are read one by one; `reads` are their places."""
+    """Records that are read one by one; `reads` lists their places."""
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.reads = rows, []  # type: ignore[var-annotated]

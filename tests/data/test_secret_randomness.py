@@ -63,7 +63,7 @@ def trained(seed: int, *, secret: bool, parts: int | None = None, stop: int = 3)
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resumed_run_draws_the_same_as_the_whole_run(workers):
-    """Otherwise a step that is released again would have the same noise over another sum, and noise would cancel."""
+    """Otherwise a repeated step would add the same noise to a different sum, and the noise would cancel out."""
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     plan = dpoptim.PrivacyPlan(num_examples=12, batch_size=4, steps=3, noise_multiplier=0.5)
     data: Any = list(torch.arange(36.0).view(12, 3) / 36)

@@ -27,7 +27,7 @@ def square_sum(grads, weights):
 
 
 def check_weighted_sums(grads, weights, tolerance):
-    """Against the definition, as new sums and as added ones; an example of weight 0 is not looked at."""
+    """New and added sums against the definition; an example of weight 0 is not read."""
     squared = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
     for times, add in enumerate((False, True), start=1):
         norms.many_weighted_sums(grads, weights, squared, add=add, squared=True)
@@ -55,7 +55,7 @@ def check_weighted_sums(grads, weights, tolerance):
 
 
 def check_square_sums(left, right, ids, values, weights, rows, tolerance):
-    """Of looked-up rows, of outer products and of both together; an example of weight 0 is not looked at."""
+    """Sums of looked-up rows, of outer products and of both; an example of weight 0 is not read."""
     left, values = left.clone(), values.clone()
     for _ in range(2):
         tables = values.new_zeros(len(ids), rows, values.shape[2], dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_other_dtypes_and_small_work_use_the_plain_functions(monkeypatch):
 
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_of_a_tied_table(looked_up, monkeypatch):
-    """The norm of the sum of both uses, as without the loop and as in float64."""
+    """The norm of the sum of both uses, against the plain function and float64."""
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
     own = ParameterGradients(torch.Size([50, 21]))

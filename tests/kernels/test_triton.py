@@ -25,7 +25,7 @@ if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both 
 
 
 def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
-    """A layer that normalises, and its gradient, against themselves in double; what is rounded to 16 bits by less."""
+    """A normalization and its gradient against the same in float64; results rounded to 16 bits, less strictly."""
     norm, gradient = getattr(normalization, kind), getattr(normalization, f"{kind}_gradient")
     rounding = {torch.float32: bound, torch.bfloat16: 5e-3, torch.float16: 1e-3}[inputs.dtype]
     found = norm(inputs, weight, bias, *settings)
@@ -111,7 +111,7 @@ class TestKernels:
         close(found, norms.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 
     def test_strides(self, shape, scaled, dtype):
-        """The same numbers laid out otherwise: ids of time-major batches, say."""
+        """The same numbers with different strides, such as ids of time-major batches."""
         examples, positions, rows, cols = shape
         ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
         given = ids, *(

@@ -49,7 +49,7 @@ def test_identical_gaussian_runs_are_one_with_less_noise(count):
 
 
 def test_gaussian_runs_add_their_squared_shifts():
-    """Three participations at σ = 2 and σ = 5, and two (another number of steps) at σ = 1."""
+    """Three participations at σ = 2 and σ = 5, and two (fewer steps) at σ = 1."""
     plans = [shuffled(2.0), shuffled(5.0), shuffled(1.0, steps=20)]
     squared = 3 / 4 + 3 / 25 + 2 / 1
     assert epsilon_of_runs(plans, delta=DELTA) == pytest.approx(gaussian_epsilon(squared**-0.5, DELTA), rel=1e-12)

@@ -91,7 +91,7 @@ class TestSampler:
             assert np.bincount(np.concatenate(batches)).max() == most
 
     def test_rate_and_its_rejection_of_wrong_rates(self):
-        """A band of 4.5 standard deviations around the rate, 7e-6 of chance on both sides together."""
+        """A band of 4.5 standard deviations around the rate: a false alarm has probability 7e-6."""
         count, size, bands, rounds = 2000, 40, 8, 100
         member = np.zeros((rounds, count), dtype=bool)
         for t in range(rounds * bands):

@@ -1,4 +1,4 @@
-"""Buffers that change on private data are refused before anything is released; changes elsewhere are free."""
+"""Buffers that change on private data are refused before anything is released; other changes are allowed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ByNumpy(Net):
 
 
 class OnlyOnce(Net):
-    """As a layer that takes its first batch for its mean."""
+    """Like a layer that stores the mean of its first batch."""
 
     def keep(self, x: Tensor) -> None:
         if not self.initialised:
@@ -145,7 +145,7 @@ class AfterTheFirst(Net):
 
 
 class GrowingTable(Net):
-    """For the longest sequence so far, whose length is private as well."""
+    """A table for the longest sequence so far, whose length is private too."""
 
     def keep(self, x: Tensor) -> None:
         if x.shape[1] + 8 > len(self.seen):
@@ -158,7 +158,7 @@ class CallsSeen(Net):
 
 
 class Codebook(Net):
-    """A parameter that is not trained, and filled with what comes by."""
+    """A frozen parameter that the forward overwrites with its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def test_stock_models_are_allowed(name):
 @pytest.mark.parametrize("scaling", ["default", "dynamic", "longrope"])
 @pytest.mark.parametrize("length", [6, 20])
 def test_rotary_angles(scaling, length):
-    """Two of these make other angles for texts longer than 8: then one text's length changes the others' losses."""
+    """Two of these change the angles for texts longer than 8, so one text's length changes the losses of others."""
     transformers = pytest.importorskip("transformers")
     settings: dict[str, dict[str, Any]] = {
         "default": {},

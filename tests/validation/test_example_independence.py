@@ -137,7 +137,7 @@ def movement(model: nn.Module, losses: Losses, batches: list[Any]) -> float:
 
 
 def worst_movement(model: nn.Module) -> float:
-    """Over two losses and a few labels, with one example replaced by extreme ones."""
+    """The largest change over two losses and a few labels, with one example replaced by extreme ones."""
     x, found = 1 + 0.5 * torch.randn(B, 6), []
     halves = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     for y in (torch.ones(B), torch.tensor([1.0, -1.0]).repeat(B // 2)):
