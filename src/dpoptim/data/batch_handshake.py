@@ -88,16 +88,6 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
 
     Refused to a `consumer` other than the one bound last: two optimizers under one plan would release twice what it
     covers.
-
-    >>> class Loader: generation = 0
-    >>> class Plan: pass
-    >>> plan, loader = Plan(), Loader()
-    >>> ticket = Ticket(
-    ...     step=0, key_fingerprint="", physical_examples=4, is_placeholder=False, opens_batch=True, closes_batch=True
-    ... )
-    >>> issue(plan, loader, ticket)
-    >>> take(plan) == ticket, take(plan)
-    (True, None)
     """
     channel = _channel(plan)
     if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:

@@ -42,11 +42,6 @@ def cut_by_length(
     `bucket`. Every position is in exactly one part; positions of equal length keep their order. A part has at most
     `max_examples` examples and `max_tokens` tokens (examples · width); an example above that is a part by itself. All
     parts but the last have a multiple of `multiple` examples, where the bounds allow it: a GPU then sees few shapes.
-
-    >>> [part.tolist() for part in cut_by_length(np.array([200, 30, 190, 64]), max_tokens=512, price=100)]
-    [[1, 3], [2, 0]]
-    >>> [part.tolist() for part in cut_by_length(np.array([200, 30, 190, 64]), max_tokens=2048, price=1000)]
-    [[1, 3, 2, 0]]
     """
     if len(lengths) == 0:
         return []

@@ -20,13 +20,6 @@ class RecordSchema:
 
     bool, int, float and None differ. Lists are compared by the types of their elements; an empty list matches any.
     With `columns`, only these keys of a dict count.
-
-    >>> schema = RecordSchema("dataset")
-    >>> schema.check(0, {"ids": [1, 2], "label": 0.5})
-    >>> schema.check(1, {"ids": [], "label": 1})
-    Traceback (most recent call last):
-    ValueError: dataset: record 1 has int at 'label', but earlier records have float. Give all records the same keys \
-and types.
     """
 
     def __init__(self, name: str, *, columns: Collection[str] | None = None) -> None:

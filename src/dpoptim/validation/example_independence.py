@@ -82,20 +82,14 @@ def check_independence(
     *,
     after_two_sizes: Callable[[], None],
 ) -> bool:
-    """Raise `ExampleMixingError` if `run` mixes examples.
+    """Raise `ExampleMixingError` if `run`, called `name` in messages, mixes examples of the real batch `arguments`.
 
-    Args:
-        name: What is run, for messages.
-        run: A function of the arguments. It returns tensors in tuples, lists, dicts or dataclasses.
-        take_gradients: Returns and forgets what backwards have recorded of per-example gradients.
-        arguments: Of a real batch with at least two examples.
-        after_two_sizes: Called once, when `run` has run on two different numbers of examples, which shows which axes
-            are those of the examples.
+    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and forgets what backwards
+    have recorded of per-example gradients. `after_two_sizes` is called once, when `run` has run on two different
+    numbers of examples, which shows which axes are those of the examples. The result is False if all examples of the
+    batch are the same integers, so that nothing could be seen.
 
-    Returns:
-        False if all examples of the batch are the same integers, so that nothing could be seen.
-
-    Guarantee: Random generators are left as they were, and messages hold no values. The cost is seven forwards and
+    Guarantee: random generators are left as they were, and messages hold no values. The cost is seven forwards and
     backwards of at most `MAX_ROWS` + 1 examples, whatever the size of the batch.
     """
     rows, replacements = _choose_rows(arguments)
