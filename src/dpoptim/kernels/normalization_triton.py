@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
 
-WIDEST = 4096  # of what a program holds a whole row
-_TILE = 2048  # elements that a program holds at once, where a row is shorter
-_PROGRAMS = 1056  # are enough for a large GPU
-_GROUP_TILE = 4096  # the same for group norm; it comes back to a group while that is still in the cache
+WIDEST = 4096  # a program holds a whole row of at most this width
+_TILE = 2048  # elements that a program holds at once if rows are shorter
+_PROGRAMS = 1056  # enough for a large GPU
+_GROUP_TILE = 4096  # the same for group norm, which reads a group again while it is still in the cache
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,7 +64,7 @@ def _layer_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight,
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows of a tile, columns of it, warps)."""
+    """(rows and columns of a tile, warps)."""
     columns = next_power_of_2(width)
     return max(1, _TILE // columns), columns, 4 if columns <= 1024 else 8
 
@@ -109,7 +109,7 @@ def layer_norm_gradient(
 
 @triton.jit
 def _places(first, c, s0, per_group, space, BS: tl.constexpr):
-    """Where a tile's elements lie, and which of them are there."""
+    """The offsets of a tile's elements, and a mask of those inside the group."""
     s = s0 + tl.arange(0, BS)
     return first + c[:, None] * space + s[None, :], (c[:, None] < per_group) & (s[None, :] < space)
 

@@ -24,9 +24,9 @@ WORTH_COMPILING = 1 << 28
 WORTH_COMPILING_SQUARES = 1 << 22
 """The same for squared elements."""
 
-_ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
+_ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
 
-_BAND = 128  # rows that all examples pass by, one after the other, while their scale stays in a cache
+_BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
 _SOURCE = """
 #include <stdint.h>
@@ -172,9 +172,9 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def _right(loops: ctypes.CDLL) -> bool:
-    """Whether the loops give what torch does for one small problem, and NaN where there is one.
+    """Return whether the loops agree with torch on a small problem, also with NaN and infinity.
 
-    A compiler may have been told elsewhere to take liberties that a norm does not survive.
+    A compiler may be configured to use unsafe optimizations, such as -ffast-math.
     """
     vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
     scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
