@@ -385,7 +385,7 @@ class TestTraining:
     def test_length_and_size_of_the_dataset(self):
         plan = make(num_examples=50, batch_size=2, steps=10, sampling=CyclicPoisson(bands=4))
         data = torch.utils.data.TensorDataset(torch.arange(50))
-        with pytest.raises(TypeError, match="random sample"):
+        with pytest.raises(TypeError, match="micro-batches is unknown"):
             len(private_loader(data, plan, micro_batch_size=2))
         with pytest.raises(ValueError, match="num_examples=50"):
             private_loader(torch.utils.data.TensorDataset(torch.arange(49)), plan)
