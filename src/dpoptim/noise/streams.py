@@ -52,14 +52,6 @@ class RowMemory:
     """Store the rows of the last `count` steps of a stream, written and read in parts.
 
     `stddev` is the largest standard deviation of what is written. `part` names the dither.
-
-    >>> from dpoptim.noise import NoiseKey
-    >>> source = NormalSource.of_tensor(NoiseKey.from_bytes(bytes(32)), "weight", numel=4)
-    >>> rows = RowMemory(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
-    >>> row = source.normals(0, dtype=torch.float32)
-    >>> rows.write(row, step=0)
-    >>> bool((rows.read(step=0) - row).abs().max() <= 2**-12), rows.memory_bytes
-    (True, 8)
     """
 
     def __init__(self, source: NormalSource, memory: NoiseMemory, *, count: int, stddev: float, part: str) -> None:
@@ -270,15 +262,6 @@ class BufferedStream(_StreamWithPast):
 
     Because c_i = Σ_j weights[j]·decays[j]^(i-1), the first line is row t of Cy = z, solved for y_t. `buffer_norms`
     are the largest standard deviations of the buffers.
-
-    >>> from dpoptim.noise import NoiseKey
-    >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> source = NormalSource.of_tensor(key, "weight", numel=3)
-    >>> buffers = dict(decays=[0.9, 0.5], weights=[0.1, 0.3], buffer_norms=[2.0, 1.2])
-    >>> a, b = BufferedStream(source, **buffers, steps=10), BufferedStream(source, **buffers, steps=10)
-    >>> rows = [a.row(step) for step in range(4)]
-    >>> torch.equal(b.row(3), rows[3]), b.memory_bytes
-    (True, 24)
     """
 
     def __init__(
