@@ -252,11 +252,11 @@ class NormalSource:
     def _plain(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Fill one vector with all parts; on a CPU, with one pool of threads."""
         out = torch.empty(stop - start, dtype=dtype, device=self.device)
-        jobs, at = [], 0
+        jobs, at, is_cpu = [], 0, out.device.type == "cpu"
         for part, begin, end in self._overlaps(start, stop):
             subkey = self.key.subkey(f"normals/{self.stream}", part.name)
             here = out[at : at + end - begin]
-            if out.device.type == "cpu":
+            if is_cpu:
                 jobs += _fill_jobs(here, subkey, step=step, start=part.start + begin)
             else:
                 _fill_on_device(here, subkey, step=step, start=part.start + begin)

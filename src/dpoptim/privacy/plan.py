@@ -176,7 +176,7 @@ class PrivacyPlan:
         ratio = self.sensitivity_ratio(strategy)
         if isinstance(self.release, IndependentMoments) and self._square_noise != self.noise:
             ratios = (ratio, self.sensitivity_ratio(square_strategy))
-            ratio = release_types.joint_ratio(self.release, ratios=ratios, **self.release_setting)
+            ratio = release_types.joint_ratio(self.release, ratios=ratios, **self._release_setting)
         return GaussianRun(sensitivity=self.adjacency.sensitivity_factor * ratio)
 
     def sensitivity_ratio(self, strategy: Strategy) -> float:
@@ -187,7 +187,7 @@ class PrivacyPlan:
         return sensitivity / strategy.column_norm
 
     @property
-    def release_setting(self) -> dict[str, Any]:
+    def _release_setting(self) -> dict[str, Any]:
         """What the functions of `release_types` need to know besides the release."""
         names = ("sampling", "adjacency", "clip_norm", "batch_size")
         return {name: getattr(self, name) for name in names}
@@ -258,7 +258,7 @@ class PrivacyPlan:
     def noise_stddevs(self) -> NoiseStddevs:
         """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
         multiplier = self._known_multiplier()
-        return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self.release_setting)
+        return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
 
     def statement(self, delta: float | None = None) -> str:
         """Return the privacy statement for an auditor: what is guaranteed, by which proof, on which assumptions."""
