@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpoptim.app.data.masking import record_hash, target_counts
 from dpoptim.data import pad_to_bucket
-from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
 from dpoptim.integrations.optional import require
+from dpoptim.integrations.token_losses import IGNORED
 
 Batch = dict[str, Tensor]
 """What a model and its loss get: tensors with the examples on their first axis."""

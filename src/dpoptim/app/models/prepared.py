@@ -27,13 +27,13 @@ from dpoptim.app.data.examples import (
     TextExample,
     TokenDataset,
 )
+from dpoptim.app.data.masking import evaluation_key, masked, training_key
 from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
-from dpoptim.integrations.masking import IGNORED, evaluation_key, masked, training_key
 from dpoptim.integrations.padding_check import check_padding
-from dpoptim.integrations.token_losses import can_read_targets
+from dpoptim.integrations.token_losses import IGNORED, can_read_targets
 
 MAX_LENGTH = {Task.MASKED_LM: 512, Task.CAUSAL_LM: 1024, Task.TEXT_CLASSIFICATION: 512}
 _CHUNK = 1024
@@ -213,7 +213,7 @@ def prepare(
         dataset=dataset,
         lengths=lengths,
         collate=collate,
-        targets_only=not task.is_classification and can_read_targets(module, len(tokenizer)),
+        targets_only=not task.is_classification and can_read_targets(module),
         max_length=length,
         bucket=bucket,
         seed=seed,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import dpoptim
-from dpoptim.integrations.masking import IGNORED, masked, record_hash, training_key
+from dpoptim.app.data.masking import masked, record_hash, training_key
+from dpoptim.integrations.token_losses import IGNORED
 from tests.app.cases import (
     WORDS,
     masked_lm,
