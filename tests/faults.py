@@ -167,8 +167,8 @@ ledger-ignores-scale: The ledger of released steps does not notice a different s
 
 clip-factor-above-one: Short gradients are stretched to the clip norm: c/n instead of min(1, c/n).
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
-    - weights = (clip_norm / norms).clamp(max=1.0)
-    + weights = clip_norm / norms
+    - weights = (limit / norms).clamp(max=1.0)
+    + weights = limit / norms
 
 norms-in-bf16: Norms and sums of a 16-bit model are taken in 16 bits.
     in kernels/norms.py, found by clipping/test_clipped_sum.py -k bf16_model
@@ -182,8 +182,8 @@ norm-of-repeated-ids: An embedding's norm treats look-ups of one row as if they 
 
 tied-cross-term: The norm of a tied weight lacks the cross term of its two uses.
     in kernels/clip_weights.py, found by clipping/test_clipped_sum.py -k "tied and at_a_time"
-    - (d_squared + 2 * cross + e_squared)
-    + (d_squared + e_squared)
+    - squares = squares.add_(cross, alpha=2).clamp_(min=0)
+    + squares = squares.clamp_(min=0)
 
 norm-without-biases: Gradients of biases are summed but do not count in the norm.
     in clipping/clipped_sums.py, found by clipping/test_clipped_sum.py -k "linear and at_a_time"
@@ -197,8 +197,8 @@ norm-without-scale: Gradients are clipped by their plain norm, while the noise i
 
 not-finite-counts: An example whose norm is not a number is added with weight 1.
     in kernels/clip_weights.py, found by kernels/test_clip_weights.py
-    - weights = torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0) * factor
-    + weights = torch.where(weights.isnan(), 1.0, weights) * factor
+    - weights = torch.where(is_kept, weights, 0.0)
+    + weights = torch.where(weights.isnan(), 1.0, weights)
 
 micro-batches-clipped-together: Example j of two micro-batches is clipped as one example.
     in clipping/engine.py, found by clipping/test_engine.py -k OneBatch
