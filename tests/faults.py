@@ -71,8 +71,8 @@ resume-loses-stream-state: A stream that resumes at a later step starts with emp
 
 sensitivity-of-one-participation: A Toeplitz strategy's sensitivity counts one participation only.
     in noise/strategies/toeplitz.py, found by noise/test_strategies.py -k random
-    - range(0, max_participations * min_separation, min_separation)
-    + range(0, min_separation, min_separation)
+    - count = fitting_participations(self.steps, max_participations, min_separation)
+    + count = 1
 
 sensitivity-ignores-separation: A banded strategy's sensitivity assumes that participations never overlap.
     in noise/strategies/matrix.py, found by noise/test_strategies.py -k random
@@ -237,9 +237,9 @@ decay-coupled: AdamW adds its weight decay to the gradient as well.
 dropout-not-reseeded: Dropout draws from the public seed instead of the run's secret key.
     in data/secret_randomness.py, found by data/test_secret_randomness.py
     - seed_for_step(optimizer)
-    -             if
+    -             try
     + pass
-    +             if
+    +             try
 
 loss-over-the-batch: A masked language model's losses are divided by the targets of the whole batch.
     in integrations/losses.py, found by integrations/test_token_losses.py

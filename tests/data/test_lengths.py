@@ -33,7 +33,7 @@ def cost(parts, bucket, price):
 
 
 def least_cost(lengths, *, max_tokens, max_examples, bucket, price):
-    """Every way to cut the sorted row, tried."""
+    """The cheapest of all ways to cut the sorted row."""
     row = sorted(lengths)
     costs = []
     for cuts in itertools.chain.from_iterable(
@@ -85,7 +85,7 @@ def test_an_example_above_the_bound_is_alone():
     assert cut_by_length(np.array([], dtype=np.int64), max_tokens=256) == []
 
 
-def test_bounds_that_no_number_of_tokens_reaches():
+def test_very_large_bounds():
     (part,) = cut_by_length(np.array([10, 900]), max_tokens=10**20, max_examples=10**20)
     assert part.tolist() == [0, 1]
 
@@ -189,7 +189,7 @@ def test_how_a_step_is_cut_changes_no_release(sampling):
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-11, atol=1e-12)
 
 
-def test_lengths_of_any_kind_are_kept_as_an_array_of_their_own():
+def test_lengths_of_any_type_are_copied_to_an_array():
     kinds: list[Any] = [LENGTHS.tolist(), LENGTHS.astype(np.uint16), torch.tensor(LENGTHS)]
     for given in kinds:
         loader = private_loader(DATA, tokens_plan(Shuffled()), lengths=given, micro_batch_tokens=128)
@@ -201,7 +201,7 @@ def test_lengths_of_any_kind_are_kept_as_an_array_of_their_own():
             len(loader)
 
 
-def test_lengths_go_by_the_dataset_where_its_size_is_private():
+def test_lengths_match_the_dataset_if_its_size_is_private():
     plan = tokens_plan(Poisson(), adjacency=Adjacency.ADD_REMOVE, num_examples=50)
     assert private_loader(DATA, plan, lengths=LENGTHS, micro_batch_tokens=64).lengths is not None
     with pytest.raises(ValueError, match="50 lengths for 60"):

@@ -1,4 +1,4 @@
-"""The loader: what it yields, the tickets it issues, and how a run is taken up again."""
+"""The loader: what it yields, the tickets it issues, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_collates_tuples_and_takes_a_collate_function():
     assert doubled == [2 * i for i in drawn(plan, 0)]
 
 
-def test_empty_samples_yield_a_placeholder_and_say_so():
+def test_empty_samples_yield_a_marked_placeholder():
     plan = make_plan(count=50, size=1, steps=60, sampling=Poisson())
     empty = 0
     for step, batch in enumerate(private_loader(Numbers(50), plan, **RUN)):
@@ -154,7 +154,7 @@ def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
         next(old)
 
 
-def test_a_loop_left_early_goes_on_and_does_not_draw_a_step_twice():
+def test_loop_left_early_resumes_without_drawing_a_step_twice():
     plan = make_plan()
     loader = private_loader(Numbers(20), plan, **RUN)
     for step, _ in enumerate(loader):
@@ -197,11 +197,11 @@ def test_resuming_from_a_state_gives_the_rest_of_the_run():
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="next_step"):
         resumed.load_state_dict({**state, "next_step": 9})
-    with pytest.raises(ValueError, match="dataset of a different size"):
+    with pytest.raises(ValueError, match="saved with different examples"):
         resumed.load_state_dict({**state, "dataset": "0" * 16})
 
 
-def test_a_state_saved_amid_micro_batches_draws_the_whole_step_again():
+def test_state_saved_between_micro_batches_redraws_the_whole_step():
     plan = make_plan()
     loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
     iterator = iter(loader)
@@ -278,7 +278,7 @@ def test_a_collator_with_its_own_seed_or_generator_is_refused(held):
         private_loader(Numbers(20), make_plan(), collate_fn=Collator(**held))
 
 
-def test_collators_that_draw_from_the_seeded_generators_are_taken():
+def test_collators_that_draw_from_the_seeded_generators_are_accepted():
     for collate in (Collator(seed=None, draw=random.random, rng=torch.default_generator), lambda rows: rows):
         private_loader(Numbers(20), make_plan(), collate_fn=collate)
 

@@ -109,7 +109,7 @@ def test_random_records_are_refused():
         fingerprint_records(Random([1, 2, 3]), KEY, name="data")
 
 
-def test_only_datasets_in_memory_are_read_unasked():
+def test_only_datasets_in_memory_are_fingerprinted_by_default():
     class OnDisk(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 2

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 
 import dpoptim
 from dpoptim.data import fingerprint_records
-from dpoptim.data.record_schema import RecordSchema, check_all_records
+from dpoptim.data.record_schema import RecordSchema, check_records
 from dpoptim.noise import NoiseKey
 
 KEY = NoiseKey.from_bytes(bytes(range(32)))
@@ -38,7 +38,7 @@ SAME: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_records_with_one_schema_are_taken(name):
+def test_records_with_one_schema_are_accepted(name):
     check(SAME[name])
     check(SAME[name][::-1])
 
@@ -117,7 +117,7 @@ def test_a_loader_checks_examples_in_memory_at_once(make):
 
 
 class OnDisk(torch.utils.data.Dataset[Any]):
-    """Records that are read one by one; `reads` are their places."""
+    """Records that are read one by one; `reads` lists their places."""
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.reads = rows, []  # type: ignore[var-annotated]
@@ -168,6 +168,6 @@ def test_schemas_may_differ_where_examples_are_collated_alone(make, options):
 
 
 def test_a_whole_dataset_can_be_checked_beforehand():
-    check_all_records(OnDisk(MIXED[:5]))
+    check_records("dataset", OnDisk(MIXED[:5]))
     with pytest.raises(ValueError, match="dataset: record 5 has nothing"):
-        check_all_records(OnDisk(MIXED))
+        check_records("dataset", OnDisk(MIXED))

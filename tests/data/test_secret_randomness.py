@@ -33,7 +33,7 @@ def test_draws_are_a_function_of_key_run_and_step():
         assert not torch.equal(first, changed)
 
 
-def test_nothing_of_the_secret_stays_in_the_generator():
+def test_generator_keeps_no_secret_state():
     states = []
     for number in (1, 2):
         with torch.random.fork_rng():
@@ -62,8 +62,8 @@ def trained(seed: int, *, secret: bool, parts: int | None = None, stop: int = 3)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_that_goes_on_draws_what_the_whole_run_drew(workers):
-    """Otherwise a step that is released again would have the same noise over another sum, and noise would cancel."""
+def test_resumed_run_draws_the_same_as_the_whole_run(workers):
+    """Otherwise a repeated step would add the same noise to a different sum, and the noise would cancel out."""
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     plan = dpoptim.PrivacyPlan(num_examples=12, batch_size=4, steps=3, noise_multiplier=0.5)
     data: Any = list(torch.arange(36.0).view(12, 3) / 36)
@@ -100,7 +100,7 @@ def test_a_plain_loop_draws_from_the_key_whatever_the_public_seed():
         assert torch.equal(found, torch.get_rng_state()), "the public generator is where it was"
 
 
-def test_parts_of_a_step_go_on_in_its_stream():
+def test_parts_of_a_step_continue_its_random_stream():
     """A step in parts seeds once: its parts must not have the same dropout."""
     seeds = []
     plan = dpoptim.PrivacyPlan(num_examples=12, batch_size=4, steps=2, noise_multiplier=0.5)

@@ -1,4 +1,4 @@
-"""Loops in C have the bits of their Python functions, which replace them where there is no compiler."""
+"""C loops give the same bits as their Python functions, which replace them if the machine has no compiler."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def _has_fused_multiply_add(loops):
 
 def test_without_a_compiler(monkeypatch):
     source = "int two(void) { return 2; }"
+    assert c_compiler.library.__wrapped__("no C at all") is None
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
         assert c_compiler.library.__wrapped__(source) is None

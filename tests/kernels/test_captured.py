@@ -1,4 +1,4 @@
-"""Graphs of the kernels: on a GPU as they are, and by Triton's interpreter with tapes in the place of graphs."""
+"""Graphs of the kernels on a GPU; Triton's interpreter replays tapes instead of graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tapes_or_graphs(monkeypatch):
 
 
 class Bert(nn.Module):
-    """One with its head for masked tokens, whose table is tied to it."""
+    """A masked language model whose head is tied to its table."""
 
     def __init__(self) -> None:
         from transformers import BertConfig, BertForMaskedLM
@@ -51,7 +51,7 @@ class Bert(nn.Module):
 
 
 def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of several lengths, with repeated tokens, and some places that are predicted."""
+    """Texts of several lengths with repeated tokens and a few masked places."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 20, (count, width), generator=generator)
     attends = torch.arange(width) < torch.randint(1, width + 1, (count, 1), generator=generator)
@@ -61,8 +61,8 @@ def texts(count: int, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", ["flat", "scaled", "in turns", "squares"])
-def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
-    """Full batches and others, of three widths, with memory that is taken and given back in between."""
+def test_graphs_add_the_same_sums_as_uncaptured_batches(variant, dtype):
+    """Full and partial batches of three widths, with memory allocated and freed in between."""
     sizes = [(4, 8), (4, 8), (4, 5), (3, 8), (4, 5), (4, 11), (2, 5), (4, 11), (4, 8), (1, 8), (4, 5)]
     sizes = [(4, 8), (3, 8)] if IS_INTERPRETED else sizes * 3
     found = []
@@ -92,8 +92,8 @@ def test_graphs_add_what_the_ordinary_way_adds(variant, dtype):
         assert found[0][1] == found[1][1]
 
 
-def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
-    """Those of an earlier batch were not finite."""
+def test_padding_rows_add_nothing_whatever_they_hold():
+    """The sums of an earlier batch were not finite."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), pad_to_multiple=8)
@@ -113,7 +113,7 @@ def test_rows_that_fill_a_batch_up_add_nothing_whatever_was_there():
     assert float(seen[3].norm()) > 0
 
 
-def test_dropout_is_drawn_anew_at_every_replay():
+def test_dropout_is_redrawn_at_every_replay():
     model = nn.Sequential(model_of(), nn.Dropout(0.5)).to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), pad_to_multiple=8)
@@ -131,8 +131,8 @@ def test_dropout_is_drawn_anew_at_every_replay():
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="tapes take what a graph does not")
-def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
-    """A loss that waits for the device; what torch leaves of a capture that failed must not stand in the way."""
+def test_batches_that_cannot_be_captured_run_uncaptured_with_dropout_too():
+    """A loss that waits for the device: what a failed capture leaves behind must not break the next one."""
     found = []
     for is_captured in (False, True):
         torch.manual_seed(0)
@@ -165,7 +165,7 @@ def test_what_cannot_be_captured_runs_as_before_with_dropout_too():
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes a minute for it")
 def test_a_graph_outlives_the_tables_of_others():
-    """Kernels' tables are cached, and more shapes come between than the caches hold."""
+    """The kernels' tables are cached, and more shapes follow than the caches hold."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(400, noise_multiplier=1e-9), lr=0.0, external_batches=True)
     run = optimizer.captured(losses_of(model), pad_to_multiple=8)
@@ -190,7 +190,7 @@ def test_a_graph_outlives_the_tables_of_others():
 
 
 def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tensor]]:
-    """What keeps the device busy for long after a call has returned; and what is released."""
+    """A loop whose device is still busy long after a call has returned, and what it releases."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(DEVICE)
     optimizer = dpoptim.dp_sgd(
@@ -204,7 +204,7 @@ def wide_run(batch_size: int) -> tuple[dpoptim.PrivateOptimizer, Any, list[Tenso
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="a CPU copies at once")
-def test_a_loop_may_fill_its_pinned_buffer_again_at_once():
+def test_loop_may_refill_its_pinned_buffer_immediately():
     optimizer, run, seen = wide_run(1024)
     parts = [torch.randn(256, 32, 2048) for _ in range(4)]
     buffer = torch.empty_like(parts[0]).pin_memory()
@@ -220,7 +220,7 @@ def test_a_loop_may_fill_its_pinned_buffer_again_at_once():
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="a CPU has one stream")
-def test_batches_may_run_on_another_stream_than_the_step():
+def test_batches_may_run_on_a_different_stream_than_the_step():
     optimizer, run, seen = wide_run(512)
     parts = [torch.randn(256, 32, 2048, device=DEVICE) for _ in range(2)]
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Arithmetic of one number an example, against the same by hand."""
+"""Clip weights against the same arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_weights():
     assert found.counts.tolist() == [3, 2, 1]  # infinity is more than the clip norm
 
 
-def test_a_bound_that_is_met_is_trusted_and_one_that_is_no_number_is_not():
+def test_norms_at_the_bound_are_trusted_and_nan_bounds_are_not():
     found = clip_weights(of(4, 4, 4), of(2, math.nan, 2.001), clip_norm=9.0, factor=1, dtype=torch.float64)
     assert found.needs_recompute.tolist() == [False, True, True]
 
@@ -38,7 +38,7 @@ def test_sums_of_parts(is_gram):
     assert float(min_trusted) == pytest.approx((3 + 300 + 140) / 1000 + math.sqrt(whole / 1000), rel=1e-14)
 
 
-def test_a_product_that_is_not_finite_makes_the_sum_no_number():
+def test_non_finite_product_makes_the_sum_nan():
     whole = sum_of_parts(
         of(1, 1, 1, 1), of(1, 1, 1, 1), of(-9, -math.inf, math.inf, math.nan), of(1, 1, 1, 1), of(1, 1, 1, 1),
         trust=1e3, is_gram=False,

@@ -1,4 +1,4 @@
-"""Noise kernels have the bits of the plain functions."""
+"""Noise kernels give the same bits as the plain functions."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def square_sum(grads, weights):
 
 
 def check_weighted_sums(grads, weights, tolerance):
-    """Against the definition, as new sums and as added ones; an example of weight 0 is not looked at."""
+    """New and added sums against the definition; an example of weight 0 is not read."""
     squared = [torch.full(grad.shape[1:], torch.nan, dtype=weights.dtype, device=weights.device) for grad in grads]
     for times, add in enumerate((False, True), start=1):
         norms.many_weighted_sums(grads, weights, squared, add=add, squared=True)
@@ -55,7 +55,7 @@ def check_weighted_sums(grads, weights, tolerance):
 
 
 def check_square_sums(left, right, ids, values, weights, rows, tolerance):
-    """Of looked-up rows, of outer products and of both together; an example of weight 0 is not looked at."""
+    """Sums of looked-up rows, of outer products and of both; an example of weight 0 is not read."""
     left, values = left.clone(), values.clone()
     for _ in range(2):
         tables = values.new_zeros(len(ids), rows, values.shape[2], dtype=torch.float64)
@@ -141,7 +141,7 @@ class TestPlain:
         )
 
 
-def test_layer_norm_is_torchs_and_its_gradient_autograds():
+def test_layer_norm_matches_torch_and_autograd():
     inputs, grad = made(4, 6, 10), made(4, 6, 10, seed=1)
     weight, bias = made(10, seed=2), made(10, seed=3)
     output, mean, rstd = normalization.layer_norm(inputs, weight, bias, 1e-5)
@@ -156,7 +156,7 @@ def test_layer_norm_is_torchs_and_its_gradient_autograds():
 
 
 @pytest.mark.parametrize(("channels", "groups", "places"), [(6, 3, 10), (5, 1, 4), (4, 4, 7), (8, 2, 1)])
-def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, places):
+def test_group_norm_matches_torch_and_autograd(channels, groups, places):
     inputs, grad = made(4, channels, places), made(4, channels, places, seed=1)
     weight, bias = made(channels, seed=2), made(channels, seed=3)
     output, mean, rstd = normalization.group_norm(inputs, weight, bias, groups, 1e-5)
@@ -172,7 +172,7 @@ def test_group_norm_is_torchs_and_its_gradient_autograds(channels, groups, place
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_softmax_gradient_is_autograds(padding):
+def test_softmax_gradient_matches_autograd(padding):
     logits = made(6, 11 + padding)
     labels = torch.tensor([0, 10, 3, -100, 5, 5])
     free = logits[:, :11].clone().requires_grad_()

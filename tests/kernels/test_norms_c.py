@@ -89,7 +89,7 @@ def test_the_number_of_threads_changes_nothing():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_an_example_that_is_not_finite_stays_alone(bad):
+def test_non_finite_example_does_not_affect_others(bad):
     left, right, scale = drawn(3, 5, 100, 37)
     expected = found_by_loop(left, right, scale)
     left[1, 2, 50] = bad
@@ -98,7 +98,7 @@ def test_an_example_that_is_not_finite_stays_alone(bad):
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
-def test_other_dtypes_and_little_work_are_left_to_others(monkeypatch):
+def test_other_dtypes_and_small_work_use_the_plain_functions(monkeypatch):
     left, right, scale = drawn(3, 5, 100, 37)
     assert norms_c.outer_squares(left.double(), right.double(), scale.double()) is None
     assert norms_c.outer_squares(left.bfloat16(), right.bfloat16(), scale) is None
@@ -108,7 +108,7 @@ def test_other_dtypes_and_little_work_are_left_to_others(monkeypatch):
 
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_of_a_tied_table(looked_up, monkeypatch):
-    """The norm of the sum of both uses, as without the loop and as in float64."""
+    """The norm of the sum of both uses, against the plain function and float64."""
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)
     own = ParameterGradients(torch.Size([50, 21]))

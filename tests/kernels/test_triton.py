@@ -27,7 +27,7 @@ if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both 
 
 
 def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
-    """A layer that normalises, and its gradient, against themselves in double; what is rounded to 16 bits by less."""
+    """A normalization and its gradient against the same in float64; results rounded to 16 bits, less strictly."""
     norm, gradient = getattr(normalization, kind), getattr(normalization, f"{kind}_gradient")
     rounding = {torch.float32: bound, torch.bfloat16: 5e-3, torch.float16: 1e-3}[inputs.dtype]
     found = norm(inputs, weight, bias, *settings)
@@ -113,7 +113,7 @@ class TestKernels:
         close(found, norms.outer_row_products(left.double(), right.double(), ids, values.double(), wide), 3e-5)
 
     def test_strides(self, shape, scaled, dtype):
-        """The same numbers laid out otherwise: ids of time-major batches, say."""
+        """The same numbers with different strides, such as ids of time-major batches."""
         examples, positions, rows, cols = shape
         ids = torch.randint(0, rows, (examples, positions), generator=torch.Generator().manual_seed(4)).to(DEVICE)
         given = ids, *(
@@ -232,7 +232,7 @@ def test_clip_weights_match_a_loop_over_examples(factor, has_bound, dtype):
 
 @needs_triton
 @pytest.mark.gpu
-def test_a_label_that_is_no_class_leaves_its_example_out():
+def test_invalid_label_drops_only_its_example():
     logits = made(3, 20, dtype=torch.float32, device=DEVICE)
     losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
     assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]

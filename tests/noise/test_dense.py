@@ -157,7 +157,7 @@ def test_present_in_every_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("times", "apart"), [(1, 1), (2, 1), (2, 5), (3, 2), (4, 3), (10, 1)])
-def test_the_soft_sensitivity_comes_down_to_the_hard_one(times: int, apart: int) -> None:
+def test_soft_sensitivity_converges_to_the_hard_one(times: int, apart: int) -> None:
     matrix = np.tril(np.random.default_rng(5).normal(size=(10, 10)))
     strategy = MatrixStrategy.from_matrix(matrix * np.sign(np.diag(matrix))[:, None])
     hard = strategy.sensitivity(max_participations=times, min_separation=apart) ** 2

@@ -21,7 +21,7 @@ def test_generated_keys_differ() -> None:
     assert NoiseKey.generate() != NoiseKey.generate()
 
 
-def test_repr_shows_the_fingerprint_alone() -> None:
+def test_repr_shows_only_the_fingerprint() -> None:
     key = NoiseKey.from_bytes(SECRET)
     for shown in (repr(key), str(key), f"{key}", repr([key])):
         assert key.fingerprint() in shown
@@ -123,7 +123,7 @@ def test_load_or_create_keeps_the_first_key(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_load_or_create_at_once_gives_one_key(tmp_path: Path) -> None:
+def test_concurrent_load_or_create_gives_one_key(tmp_path: Path) -> None:
     path = tmp_path / "noise.key"
     with ThreadPoolExecutor(8) as pool:
         keys = set(pool.map(NoiseKey.load_or_create, [path] * 32))

@@ -60,7 +60,7 @@ def test_words_are_little_endian() -> None:
     assert words(SUBKEY, step=5, start=0, count=8).tolist() == expected
 
 
-def test_last_block_and_not_beyond() -> None:
+def test_last_block_is_available_and_the_next_is_refused() -> None:
     assert len(keystream(SUBKEY, step=2**64 - 1, first_block=2**32 - 1, blocks=1)) == 64
     assert len(keystream(SUBKEY, step=0, first_block=2**32, blocks=0)) == 0
     with pytest.raises(ValueError, match="4294967295"):

@@ -67,7 +67,7 @@ SPECS: dict[str, Any] = {
 @pytest.mark.parametrize("pattern", [(1, 1), (3, 10)], ids=["one participation", "three"])
 @pytest.mark.parametrize("kind", ["momentum", "schedule", "adam", "biased"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_best_for_a_workload_is_best_for_it(spec: str, kind: str, pattern: tuple[int, int]) -> None:
+def test_strategy_optimized_for_a_workload_is_best_for_it(spec: str, kind: str, pattern: tuple[int, int]) -> None:
     """It beats independent noise and the strategy optimized for prefix sums."""
     workload = workloads(STEPS)[kind]
     arguments = {"steps": STEPS, "max_participations": pattern[0], "min_separation": pattern[1]}
@@ -388,6 +388,6 @@ def test_a_schedule_needs_one_rate_per_step_and_few_steps() -> None:
 @pytest.mark.parametrize(
     "workload", [DecayedSums(beta=0.9), PrefixSums(learning_rate=(1.0, 1.0, 1.0))], ids=["debiased", "schedule"]
 )
-def test_the_max_error_is_not_searched_where_it_may_not_be_the_last(workload: Workload) -> None:
+def test_max_error_objective_needs_the_last_row_to_be_the_largest(workload: Workload) -> None:
     with pytest.raises(ValueError, match="objective='max' is not available"):
         BufferedToeplitz(buffers=1, objective="max", workload=workload).optimize(steps=3)

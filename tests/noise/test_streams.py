@@ -289,20 +289,20 @@ def test_float32_rows_are_dithered_too() -> None:
     row = torch.stack([source.normals(step, dtype=torch.float32) for step in range(6)])
     store, read = RowMemory(source, SHORT, count=1, stddev=1.0, part="ring"), []
     for step in range(6):
-        store.write(0, row[step], step=step)
-        read.append(store.read(0, step=step).double())
-        assert store.read(0, step=step).dtype == torch.float32
+        store.write(row[step], step=step)
+        read.append(store.read(step=step).double())
+        assert store.read(step=step).dtype == torch.float32
     errors = (torch.stack(read) - row.double()).numpy()
     assert np.abs(errors).max() <= grid_of(1.0) / 2 * (1 + 1e-3)
     assert is_dithered(errors, row.double().numpy(), grid_of(1.0))
 
 
-def test_each_step_and_slot_has_its_own_dither() -> None:
+def test_each_step_has_its_own_dither() -> None:
     source = NormalSource.of_tensor(KEY, "weight", numel=1000, dtype=torch.float64)
     row, store = source.normals(0, dtype=torch.float64), RowMemory(source, SHORT, count=2, stddev=1.0, part="ring")
-    store.write(0, row, step=5)
-    store.write(1, row, step=5)
-    errors = [store.read(0, step=5) - row, store.read(1, step=5) - row, store.read(0, step=6) - row]
+    store.write(row, step=5)
+    store.write(row, step=6)
+    errors = [store.read(step=5) - row, store.read(step=6) - row, store.read(step=7) - row]
     assert [float(error.abs().max()) <= grid_of(1.0) / 2 for error in errors] == [True, True, False]
     assert abs(float(torch.corrcoef(torch.stack(errors[:2]))[0, 1])) < 0.15
 
@@ -310,8 +310,8 @@ def test_each_step_and_slot_has_its_own_dither() -> None:
 def test_values_beyond_the_grid_are_clamped() -> None:
     source = NormalSource.of_tensor(KEY, "weight", numel=4)
     store = RowMemory(source, SHORT, count=1, stddev=1.0, part="ring")
-    store.write(0, torch.tensor([1e6, -1e6, 15.9, -15.9]), step=0)
-    found = store.read(0, step=0)
+    store.write(torch.tensor([1e6, -1e6, 15.9, -15.9]), step=0)
+    found = store.read(step=0)
     assert found[:2].abs().max() < 16.01
     torch.testing.assert_close(found[2:], torch.tensor([15.9, -15.9]), rtol=0, atol=grid_of(1.0))
 

@@ -25,8 +25,7 @@ from dpoptim.privacy import (
     Shuffled,
     gaussian_epsilon,
 )
-from dpoptim.privacy.accounting import GaussianRun, PoissonRun
-from dpoptim.privacy.composition import calibrate_runs, epsilon_of_runs, repeat_run
+from dpoptim.privacy.composition import calibrate_runs, epsilon_of_runs
 
 DELTA = 1e-6
 
@@ -50,7 +49,7 @@ def test_identical_gaussian_runs_are_one_with_less_noise(count):
 
 
 def test_gaussian_runs_add_their_squared_shifts():
-    """Three participations at σ = 2 and σ = 5, and two (another number of steps) at σ = 1."""
+    """Three participations at σ = 2 and σ = 5, and two (fewer steps) at σ = 1."""
     plans = [shuffled(2.0), shuffled(5.0), shuffled(1.0, steps=20)]
     squared = 3 / 4 + 3 / 25 + 2 / 1
     assert epsilon_of_runs(plans, delta=DELTA) == pytest.approx(gaussian_epsilon(squared**-0.5, DELTA), rel=1e-12)
@@ -142,14 +141,6 @@ def test_runs_calibrated_together_keep_to_their_epsilon(plan, times):
     assert epsilon_of_runs([less] * times, delta=DELTA) > 1.5
 
 
-def test_repeated_runs_are_one_run():
-    run = PoissonRun(sampling_prob=0.1, steps=10, adjacency=Adjacency.ZERO_OUT)
-    assert repeat_run(run, 3) == PoissonRun(sampling_prob=0.1, steps=30, adjacency=Adjacency.ZERO_OUT)
-    assert repeat_run(GaussianRun(sensitivity=2.0), 9) == GaussianRun(sensitivity=6.0)
-    with pytest.raises(ValueError, match="times"):
-        repeat_run(run, 0)
-
-
 def test_edges():
     assert epsilon_of_runs([], delta=DELTA) == 0.0
     assert epsilon_of_runs([shuffled(), shuffled(0.0)], delta=DELTA) == math.inf
@@ -165,3 +156,5 @@ def test_edges():
         epsilon_of_runs([poisson(), poisson(2.0)], delta=1e-20)
     with pytest.raises(ValueError, match="not private"):
         calibrate_runs(baseline, 2, epsilon=1.0, delta=DELTA)
+    with pytest.raises(ValueError, match="times"):
+        calibrate_runs(poisson(None), 0, epsilon=1.0, delta=DELTA)

@@ -83,7 +83,7 @@ class TestSampler:
         gaps = [b - a for found in times.values() for a, b in itertools.pairwise(found)]
         assert min(gaps) >= sampling.min_separation(**numbers) == bands
 
-    def test_participations_of_a_broken_off_last_round(self):
+    def test_participations_with_an_incomplete_last_round(self):
         sampling = CyclicPoisson(bands=4)
         for steps, most in ((4, 1), (5, 2), (8, 2), (10, 3)):
             assert sampling.max_participations(num_examples=40, batch_size=10, steps=steps) == most
@@ -91,7 +91,7 @@ class TestSampler:
             assert np.bincount(np.concatenate(batches)).max() == most
 
     def test_rate_and_its_rejection_of_wrong_rates(self):
-        """A band of 4.5 standard deviations around the rate, 7e-6 of chance on both sides together."""
+        """A band of 4.5 standard deviations around the rate: a false alarm has probability 7e-6."""
         count, size, bands, rounds = 2000, 40, 8, 100
         member = np.zeros((rounds, count), dtype=bool)
         for t in range(rounds * bands):
@@ -385,7 +385,7 @@ class TestTraining:
     def test_length_and_size_of_the_dataset(self):
         plan = make(num_examples=50, batch_size=2, steps=10, sampling=CyclicPoisson(bands=4))
         data = torch.utils.data.TensorDataset(torch.arange(50))
-        with pytest.raises(TypeError, match="random sample"):
+        with pytest.raises(TypeError, match="micro-batches is unknown"):
             len(private_loader(data, plan, micro_batch_size=2))
         with pytest.raises(ValueError, match="num_examples=50"):
             private_loader(torch.utils.data.TensorDataset(torch.arange(49)), plan)

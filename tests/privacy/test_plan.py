@@ -1,4 +1,4 @@
-"""The plan refuses combinations without a proof and survives JSON; its statement says what holds."""
+"""The plan refuses combinations without a proof and survives JSON; its statement is correct."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_separated_bands_cost_what_independent_noise_costs():
     assert overlapping.epsilon(delta=1e-7) > 10.1
 
 
-def test_which_accountant_is_asked():
+def test_accountant_depends_on_the_sampling():
     assert isinstance(make().run, GaussianRun)
     assert isinstance(make(sampling=Poisson()).run, PoissonRun)
     assert isinstance(make(sampling=Poisson(max_batch_size=120)).run, TruncatedPoissonRun)
@@ -282,7 +282,7 @@ def test_statement_without_second_opinion_and_with_truncation():
         make(noise_multiplier=0.0, delta=1e-6, sampling=Poisson(), release=JointMoments()),
     ],
 )
-def test_statement_says_first_when_nothing_is_guaranteed(plan):
+def test_statement_without_a_guarantee_starts_with_not_private(plan):
     first = plan.statement().splitlines()[0]
     assert first.startswith("NOT PRIVATE: epsilon = inf")
     assert "Differentially private" not in plan.statement()

@@ -155,7 +155,7 @@ def test_joint_sensitivity_is_attained_and_not_exceeded(norm, weight):
         assert best >= limit * (1 - 1e-3)
 
 
-def test_joint_weight_just_above_one_half_is_where_replace_starts_to_pay():
+def test_replace_costs_more_above_joint_weight_one_half():
     def of(weight):
         return joint_sensitivity(square_weight=weight, sampling=Shuffled(), adjacency=REPLACE, clip_norm=1.0)
 

@@ -128,7 +128,7 @@ def test_rotated_contributions_do_not_exceed_the_sensitivity():
     assert 0.95 * limit <= largest <= limit * (1 + 1e-9)
 
 
-def test_two_strategies_accounted_for_as_one_would_be_too_little():
+def test_accounting_for_two_strategies_as_one_understates_epsilon():
     plan = make(Independent(), SquareRoot())
     as_one = plan.replace(release=IndependentMoments())
     assert as_one.run.sensitivity == pytest.approx(math.sqrt(3))
@@ -221,7 +221,7 @@ def test_survives_json_at_any_depth():
             PrivacyPlan.from_dict({**values, "release": {**values["release"], "square_noise": wrong}})
 
 
-def test_workloads_inside_of_noises_survive_json():
+def test_nested_workloads_survive_json():
     rates = tuple(1.0 / (t + 1) for t in range(6))
     noise = BandedToeplitz(bands=2, workload=PrefixSums(learning_rate=rates, momentum=0.5))
     plan = make(noise, BandedToeplitz(bands=3, workload=DecayedSums(beta=0.9)))
@@ -238,7 +238,7 @@ def test_bad_specifications_are_named():
             IndependentMoments(square_noise=wrong)  # type: ignore[arg-type]
 
 
-def test_without_noise_nothing_is_undefined():
+def test_results_are_defined_without_noise():
     plan = make(Independent(), SquareRoot(), balance="mse", clip_norm=math.inf, noise_multiplier=0.0)
     assert plan.epsilon(delta=1e-6) == math.inf
     assert math.isfinite(plan.run.sensitivity)
@@ -266,7 +266,7 @@ class TestVariant:
     def made(self, plan, **options):
         return dpoptim.independent_moments(torch.nn.Linear(2, 1), plan, **options).plan
 
-    def test_what_is_not_given_comes_from_the_plan(self):
+    def test_defaults_come_from_the_plan(self):
         plan = make(Independent(), SquareRoot(), balance="mse", squares="average_of")
         assert self.made(plan) == plan
         assert self.made(plan, balance=0.5).release == IndependentMoments(

@@ -1,4 +1,4 @@
-"""Buffers that change on private data are refused before anything is released; changes elsewhere are free."""
+"""Buffers that change on private data are refused before anything is released; other changes are allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = [torch.tensor([float(i), i * i / 4, 1.0]) for i in range(8)]
 
 
 class Net(nn.Module):
-    """Three numbers an example; `keep` does what a case is about with what the forward sees."""
+    """A model of three numbers per example; each case overrides `keep`, which gets what the forward sees."""
 
     seen: Tensor
     inner: nn.Module
@@ -57,7 +57,7 @@ class ByNumpy(Net):
 
 
 class OnlyOnce(Net):
-    """As a layer that takes its first batch for its mean."""
+    """Like a layer that stores the mean of its first batch."""
 
     def keep(self, x: Tensor) -> None:
         if not self.initialised:
@@ -145,7 +145,7 @@ class AfterTheFirst(Net):
 
 
 class GrowingTable(Net):
-    """For the longest sequence so far, whose length is private as well."""
+    """A table for the longest sequence so far, whose length is private too."""
 
     def keep(self, x: Tensor) -> None:
         if x.shape[1] + 8 > len(self.seen):
@@ -158,7 +158,7 @@ class CallsSeen(Net):
 
 
 class Codebook(Net):
-    """A parameter that is not trained, and filled with what comes by."""
+    """A frozen parameter that the forward overwrites with its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,14 +208,14 @@ def test_a_buffer_that_changes_is_refused(kind, persistent):
 
 
 def not_saved(kind: type[Net]) -> Net:
-    """What it takes in is not in the state, and still met by later examples."""
+    """Later examples see what it takes in, although it is not in the state."""
     model = kind()
     model._non_persistent_buffers_set.add("seen")
     return model
 
 
-def test_a_first_look_at_private_data_is_seen():
-    """A layer that takes its first batch for its mean, in a forward that has no backward."""
+def test_state_initialised_from_private_data_is_refused():
+    """A layer that stores the mean of its first batch, in a forward without a backward."""
     model = OnlyOnce()
     plan = dpoptim.PrivacyPlan(num_examples=8, batch_size=4, steps=4, noise_multiplier=1.0)
     optimizer = dpoptim.dp_sgd(model, plan, lr=0.1, external_batches=True)
@@ -226,7 +226,7 @@ def test_a_first_look_at_private_data_is_seen():
         optimizer.step()
 
 
-def test_a_table_that_was_made_before_stays():
+def test_table_built_before_training_is_allowed():
     model = GrowingTable()
     with torch.no_grad():
         model(torch.zeros(1, 3))
@@ -245,7 +245,7 @@ def test_after_a_refusal_nothing_is_released_through_the_optimizer():
     assert all(map(torch.equal, start, weights(model)))
 
 
-def test_modules_that_the_loop_calls_by_themselves():
+def test_modules_called_directly_by_the_loop():
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -292,7 +292,7 @@ def _public(model: Net) -> None:
 
 
 @pytest.mark.parametrize("between", [_load, _move, _evaluate, _anneal, _public])
-def test_changes_between_steps_are_free(between):
+def test_changes_between_steps_are_allowed(between):
     class Still(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -319,8 +319,8 @@ def test_changes_between_steps_are_free(between):
     trained(Still(), between=between)
 
 
-def test_a_forward_with_gradients_that_is_only_looked_at():
-    """An evaluation that forgot no_grad, and then the best weights are loaded."""
+def test_forward_with_gradients_whose_output_is_only_read():
+    """An evaluation without no_grad, after which the best weights are loaded."""
 
     def look_and_load(model: Net) -> None:
         model.eval()(torch.stack(DATA))
@@ -339,7 +339,7 @@ def test_a_forward_with_gradients_that_is_only_looked_at():
         "LoRA on GPT-2", "batch norm in eval", "reentrant checkpoints",
     ],
 )  # fmt: skip
-def test_stock_models_are_free(name):
+def test_stock_models_are_allowed(name):
     found = case(name)
     clipped_sum(found.model, found.loss_fn, found.batch)
 
@@ -347,7 +347,7 @@ def test_stock_models_are_free(name):
 @pytest.mark.parametrize("scaling", ["default", "dynamic", "longrope"])
 @pytest.mark.parametrize("length", [6, 20])
 def test_rotary_angles(scaling, length):
-    """Two of these make other angles for texts longer than 8: then one text's length changes the others' losses."""
+    """Two of these change the angles for texts longer than 8, so one text's length changes the losses of others."""
     transformers = pytest.importorskip("transformers")
     settings: dict[str, dict[str, Any]] = {
         "default": {},

@@ -1,4 +1,4 @@
-"""The check by value refuses every way in which examples mix, and nothing else; brute force says which is which."""
+"""The check by value refuses every model that mixes examples, and no other; brute force decides which do."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def movement(model: nn.Module, losses: Losses, batches: list[Any]) -> float:
 
 
 def worst_movement(model: nn.Module) -> float:
-    """Over two losses and a few labels, with one example replaced by extreme ones."""
+    """The largest change over two losses and a few labels, with one example replaced by extreme ones."""
     x, found = 1 + 0.5 * torch.randn(B, 6), []
     halves = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
     for y in (torch.ones(B), torch.tensor([1.0, -1.0]).repeat(B // 2)):
@@ -151,7 +151,7 @@ def worst_movement(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_what_mixes_examples_is_refused_and_breaks_the_bound(name):
+def test_models_that_mix_examples_are_refused_and_break_the_bound(name):
     torch.manual_seed(0)
     model = LEAKS[name]()
     for examples in (2, 3, 4, 5, B):
@@ -163,7 +163,7 @@ def test_what_mixes_examples_is_refused_and_breaks_the_bound(name):
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_what_does_not_mix_examples_is_accepted_and_keeps_the_bound(name):
+def test_models_that_do_not_mix_examples_are_accepted_and_keep_the_bound(name):
     torch.manual_seed(0)
     model = SOUND[name]()
     for examples in (1, 2, 3, 4, 5, B):
@@ -175,7 +175,7 @@ def test_what_does_not_mix_examples_is_accepted_and_keeps_the_bound(name):
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_what_has_no_row_per_example(name):
+def test_outputs_without_one_row_per_example(name):
     reduce, mixes = SUMS[name]
     attached(model := Mixed(linear(), lambda x: (x, reduce(x)), nn.Identity()))
     if mixes:
@@ -338,7 +338,7 @@ def test_a_check_inside_an_open_batch_keeps_the_batch():
     assert [len(norms) for norms in sums.norms] == [3, 5]
 
 
-def test_what_differs_between_identical_runs_is_refused():
+def test_models_that_differ_between_identical_runs_are_refused():
     own = torch.Generator().manual_seed(0)
     model = two_layers(lambda x: x * torch.rand((), generator=own))
     attached(model)
@@ -346,7 +346,7 @@ def test_what_differs_between_identical_runs_is_refused():
         model(torch.randn(B, 6))
 
 
-def test_rows_that_belong_to_nobody_are_refused():
+def test_rows_without_an_example_are_refused():
     class Chosen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -367,7 +367,7 @@ def test_a_batch_that_shows_nothing_is_refused(batch):
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-def test_masks_tell_every_row_from_every_other(count):
+def test_masks_separate_every_pair_of_rows(count):
     masks = list(_masks(count))
     assert all(any(mask[i] and not mask[j] for mask in masks) for i in range(count) for j in range(count) if i != j)
 

@@ -31,8 +31,7 @@ from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.norms import ParameterGradients
-from dpoptim.kernels.norms import wide_dtype
-from dpoptim.kernels.precision import full_precision
+from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
 from dpoptim.validation.layer_inputs import BatchAxisError, LayerAxes, ModelCheck

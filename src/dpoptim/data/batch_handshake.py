@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,16 @@ class Ticket:
     closes_batch: bool  # the last of its step; noise is added and the update is made
 
 
-class Issuer(Protocol):
-    """A loader. Each new iteration raises its generation, which voids the tickets of older ones."""
-
-    @property
-    def generation(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class _Entry:
     ticket: Ticket
-    issuer: weakref.ref[Issuer]
-    generation: int
+    loader: weakref.ref[Any]
+    generation: int  # each new iteration of the loader raises its own, which voids the tickets of older ones
 
     @property
     def is_valid(self) -> bool:
-        issuer = self.issuer()
-        return issuer is not None and issuer.generation == self.generation
+        loader = self.loader()
+        return loader is not None and loader.generation == self.generation
 
 
 @dataclass
@@ -75,8 +68,8 @@ def _channel(plan: object) -> _Channel:
     return _channels[identity]
 
 
-def issue(plan: object, loader: Issuer, ticket: Ticket) -> None:
-    """Queue a ticket for the optimizer of this plan object.
+def issue(plan: object, loader: Any, ticket: Ticket) -> None:
+    """Queue a loader's ticket for the optimizer of this plan object.
 
     Refused while an optimizer has not stepped on an earlier batch: a skipped batch would shift all later ones.
     """
@@ -95,16 +88,6 @@ def take(plan: object, consumer: object | None = None) -> Ticket | None:
 
     Refused to a `consumer` other than the one bound last: two optimizers under one plan would release twice what it
     covers.
-
-    >>> class Loader: generation = 0
-    >>> class Plan: pass
-    >>> plan, loader = Plan(), Loader()
-    >>> ticket = Ticket(
-    ...     step=0, key_fingerprint="", physical_examples=4, is_placeholder=False, opens_batch=True, closes_batch=True
-    ... )
-    >>> issue(plan, loader, ticket)
-    >>> take(plan) == ticket, take(plan)
-    (True, None)
     """
     channel = _channel(plan)
     if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:

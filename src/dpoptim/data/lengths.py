@@ -42,11 +42,6 @@ def cut_by_length(
     `bucket`. Every position is in exactly one part; positions of equal length keep their order. A part has at most
     `max_examples` examples and `max_tokens` tokens (examples · width); an example above that is a part by itself. All
     parts but the last have a multiple of `multiple` examples, where the bounds allow it: a GPU then sees few shapes.
-
-    >>> [part.tolist() for part in cut_by_length(np.array([200, 30, 190, 64]), max_tokens=512, price=100)]
-    [[1, 3], [2, 0]]
-    >>> [part.tolist() for part in cut_by_length(np.array([200, 30, 190, 64]), max_tokens=2048, price=1000)]
-    [[1, 3, 2, 0]]
     """
     if len(lengths) == 0:
         return []
@@ -77,15 +72,12 @@ def checked_lengths(lengths: Any, micro_batch_tokens: int | None, bucket: int, *
     if lengths is None and micro_batch_tokens is None:
         return None
     if lengths is None or micro_batch_tokens is None:
-        raise ValueError(
-            "Expected both lengths and micro_batch_tokens, or neither. lengths counts each example's tokens."
-        )
+        raise ValueError("Expected both lengths and micro_batch_tokens, or neither. lengths counts tokens per example.")
     check_whole("micro_batch_tokens", micro_batch_tokens)
     found = np.asarray(lengths.detach().cpu() if isinstance(lengths, Tensor) else lengths)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
-            f"Expected lengths with one integer per example, got {found.dtype} of shape {found.shape}. For texts pass "
-            "[len(text) for text in texts]."
+            f"Expected lengths with one integer per example (its tokens), got {found.dtype} of shape {found.shape}."
         )
     if len(found) != examples:
         raise ValueError(f"Expected one length per example, got {len(found)} lengths for {examples} examples.")

@@ -6,6 +6,7 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch.utils.data
@@ -17,12 +18,13 @@ from dpoptim.data import batch_handshake as tickets
 from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
-from dpoptim.data.record_schema import check_all_records, collate_checked, is_in_memory
+from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
 from dpoptim.data.rng_check import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLoader:
     """The steps of a plan, each as one or more collated batches; made by `private_loader`.
 
@@ -31,31 +33,23 @@ class PrivateLoader:
     An empty Poisson sample yields one example as a placeholder, which the optimizer leaves out: the step is pure noise.
     """
 
-    def __init__(
-        self,
-        dataset: torch.utils.data.Dataset[Any],
-        plan: PrivacyPlan,
-        *,
-        key: NoiseKey,
-        run_id: str,
-        micro_batch_size: int | None,
-        lengths: Integers | None,
-        micro_batch_tokens: int | None,
-        bucket: int,
-        start_step: int,
-        digest: str | None,
-        **fetching: Any,
-    ) -> None:
-        self.dataset, self.plan, self.key = dataset, plan, key
-        self.micro_batch_size, self.lengths = micro_batch_size, lengths
-        self.micro_batch_tokens, self.bucket = micro_batch_tokens, bucket
-        self.generation = 0
-        self.step_ends = False
-        self._begin_run(run_id)
-        self._dataset_size = len(cast(Sized, dataset))
-        self._next_step = start_step
-        self._digest, self._digest_is_known = digest, digest is not None
-        self._fetching = fetching  # collate_fn and workers, for torch's DataLoader
+    dataset: torch.utils.data.Dataset[Any]
+    plan: PrivacyPlan
+    key: NoiseKey
+    run_id: str
+    micro_batch_size: int | None
+    lengths: Integers | None
+    micro_batch_tokens: int | None
+    bucket: int
+    next_step: int  # the first that has not been yielded completely
+    digest: str | None
+    fetching: dict[str, Any]  # collate_fn and workers, for torch's DataLoader
+    generation: int = field(default=0, init=False)
+    step_ends: bool = field(default=False, init=False)  # whether the last batch was the last of its step
+
+    def __post_init__(self) -> None:
+        self._begin_run(self.run_id)
+        self._dataset_size = len(cast(Sized, self.dataset))
 
     def _begin_run(self, run_id: str) -> None:
         """Draw from (key, run_id, step): the privacy losses of two runs add up only if their draws are independent."""
@@ -68,45 +62,35 @@ class PrivateLoader:
         """How many steps the plan has."""
         return self.plan.steps
 
-    @property
-    def next_step(self) -> int:
-        """The first step that has not been yielded completely."""
-        return self._next_step
-
     def __len__(self) -> int:
         """How many physical batches remain, if the plan determines it."""
-        remaining = self.steps - self._next_step
+        remaining = self.steps - self.next_step
         if self.lengths is None:
             if self.micro_batch_size is None:
                 return remaining
             if not self.plan.sampling.is_random:
                 return remaining * -(-self.plan.batch_size // self.micro_batch_size)
-        raise TypeError(
-            "the number of micro-batches is unknown before a random sample is drawn or cut by length. Use .steps for "
-            "the number of steps."
-        )
+        raise TypeError("the number of micro-batches is unknown before a batch is drawn and cut. Use .steps instead.")
 
     def __iter__(self) -> Iterator[Any]:
-        if self._next_step >= self.steps:
+        if self.next_step >= self.steps:
             raise ValueError(
-                f"all {self.steps} steps of the plan have been drawn. For a longer run, calibrate a longer plan."
+                f"all {self.steps} steps of the plan have been drawn. To train longer, calibrate a new plan."
             )
         self.generation += 1
         return self._iterate(self.generation)
 
-    def _worker_seed(self) -> torch.Generator:
-        """The seed of the workers. Torch would use the global generator, and change the dropout of a resumed run."""
-        secret = self._draws.subkey("workers", str(self._next_step))
-        return torch.Generator().manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
-
     def _iterate(self, generation: int) -> Iterator[Any]:
         pending: deque[Ticket] = deque()
+        # By default torch seeds workers from the global generator, which changes the dropout of a resumed run.
+        secret = self._draws.subkey("workers", str(self.next_step))
+        seed = torch.Generator().manual_seed(int.from_bytes(secret[:8], "little") % 2**63)
         # The batch sampler runs in this process, ahead of the workers; batches come back in its order.
         loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            _OneByOne(self.dataset) if _is_transformed(self.dataset) else self.dataset,
+            cast(Any, _OneByOne(self.dataset)) if _is_transformed(self.dataset) else self.dataset,
             batch_sampler=self._index_lists(pending),
-            generator=self._worker_seed(),
-            **self._fetching,
+            generator=seed,
+            **self.fetching,
         )
         for batch in loader:
             if generation != self.generation:
@@ -115,12 +99,12 @@ class PrivateLoader:
             tickets.issue(self.plan, self, ticket)
             self.step_ends = ticket.closes_batch
             if ticket.closes_batch:
-                self._next_step = ticket.step + 1
+                self.next_step = ticket.step + 1
             yield batch
 
     def _index_lists(self, pending: deque[Ticket]) -> Iterator[list[int]]:
         """The batch sampler of the DataLoader; it queues the ticket of every index list that it yields."""
-        for step in range(self._next_step, self.steps):
+        for step in range(self.next_step, self.steps):
             for indices, ticket in self.physical_batches(step):
                 pending.append(ticket)
                 yield indices
@@ -164,22 +148,22 @@ class PrivateLoader:
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint. It contains the key's fingerprint, never the key."""
         return {
-            "next_step": self._next_step,
+            "next_step": self.next_step,
             "run_id": self.run_id,
             "key_fingerprint": self.key.fingerprint(),
             "dataset": self._dataset_fingerprint(),
-            "records": self._records_digest(),
+            "records": self._records_digest,
         }
 
     def _dataset_fingerprint(self) -> str:
         """A keyed digest of the size, which is private under add-remove adjacency."""
         return self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16]
 
+    @functools.cached_property
     def _records_digest(self) -> str | None:
         """A keyed digest of the given digest, or of a dataset in memory; None for others."""
-        if not self._digest_is_known:
-            self._digest, self._digest_is_known = fingerprint_in_memory(self.dataset, self.key), True
-        return None if self._digest is None else self.key.subkey("dataset digest", self._digest).hex()[:32]
+        digest = fingerprint_in_memory(self.dataset, self.key) if self.digest is None else self.digest
+        return None if digest is None else self.key.subkey("dataset digest", digest).hex()[:32]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` with the same key and examples; see `digest` in `private_loader`."""
@@ -188,33 +172,25 @@ class PrivateLoader:
                 f"the state was saved with key {state['key_fingerprint']}, but this loader has key "
                 f"{self.key.fingerprint()}. Pass the run's key to private_loader(key=...)."
             )
-        if state["dataset"] != self._dataset_fingerprint():
+        same_size = state["dataset"] == self._dataset_fingerprint()
+        if not same_size or state.get("records") not in (None, self._records_digest):
             raise ValueError(
-                f"the state was saved with a dataset of a different size than {self._dataset_size}. Load the original "
-                "dataset of the run."
-            )
-        if state.get("records") not in (None, self._records_digest()):
-            raise ValueError(
-                "the state was saved with different examples, or in a different order. Load the original dataset of "
-                "the run."
+                "the state was saved with different examples, or in a different order. Load the run's original dataset."
             )
         next_step = _checked_step("next_step", state["next_step"], self.steps)
         self.generation += 1
         self._begin_run(str(state["run_id"]))
-        self._next_step = next_step
+        self.next_step = next_step
 
 
-class _OneByOne(torch.utils.data.Dataset[Any]):
+@dataclass
+class _OneByOne:
     """A dataset without `__getitems__`, so that records are read one by one."""
 
-    def __init__(self, dataset: torch.utils.data.Dataset[Any]) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self._dataset))
+    dataset: torch.utils.data.Dataset[Any]
 
     def __getitem__(self, place: int) -> Any:
-        return self._dataset[place]
+        return self.dataset[place]
 
 
 def _is_transformed(dataset: Any) -> bool:
@@ -290,23 +266,21 @@ def private_loader(
     check_rng(collate_fn=collate_fn)
     if check_schema and micro_batch_size != 1:
         if is_in_memory(dataset):
-            check_all_records(dataset)
+            check_records("dataset", dataset)
         else:
             collate_fn = functools.partial(collate_checked, collate_fn or torch.utils.data.default_collate)
     return PrivateLoader(
-        dataset,
-        plan,
+        dataset=dataset,
+        plan=plan,
         key=key if key is not None else NoiseKey.generate(),
         run_id=os.urandom(16).hex() if run_id is None else run_id,
         micro_batch_size=micro_batch_size,
         lengths=checked_lengths(lengths, micro_batch_tokens, bucket, examples=size),
         micro_batch_tokens=micro_batch_tokens,
         bucket=bucket,
-        start_step=start_step,
+        next_step=start_step,
         digest=digest,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        fetching={"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory},
     )
 
 
@@ -317,7 +291,7 @@ def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> 
     ):
         raise ValueError(
             f"Expected a map-style dataset (__getitem__ and __len__), got {type(dataset).__name__}. Put a stream into "
-            "a list or an indexed file first."
+            "a list first."
         )
     size = len(cast(Sized, dataset))
     if size == 0:

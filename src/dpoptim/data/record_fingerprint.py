@@ -6,9 +6,7 @@ a different order could take part more often than the plan allows.
 
 from __future__ import annotations
 
-import array
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +23,7 @@ from dpoptim.noise import NoiseKey
 
 _READ_TWICE = 4  # records at either end
 _ROWS_AT_ONCE = 1000
+_SCALARS = frozenset({str, bool, int, float, type(None)})  # a repr tells any two of them apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,24 +115,21 @@ def _digest(record: Any, secret: bytes, *, read_files: bool = True) -> bytes:
 
 
 def _encode(value: Any, to: bytearray, read_files: bool) -> None:
-    """Append bytes that no other value has: a letter for the type, the size, the content."""
+    """Append bytes that no other value has: its repr, or a letter for the type, the size and the content."""
     kind = type(value)
-    if kind is str:
-        data = value.encode("utf-8", "surrogatepass")
-        to += b"s%d:" % len(data) + data
-    elif kind is int:
-        to += b"i%d;" % value
-    elif kind is bool or value is None:
-        to += b"n" if value is None else b"T" if value else b"F"
-    elif kind is float:
-        to += b"f" + struct.pack("<d", value)
+    if kind in _SCALARS:
+        to += f"{value!r};".encode("utf-8", "surrogatepass")
     elif isinstance(value, Mapping):
         to += b"d%d:" % len(value)
         for name in value:  # in their order, which a collator may follow
             _encode(name, to, read_files)
             _encode(value[name], to, read_files)
-    elif isinstance(value, list | tuple | range):
-        _encode_sequence(value, to, read_files)
+    elif isinstance(value, list | tuple | range) and _SCALARS.issuperset(map(type, value)):  # fast for tokens
+        _append(repr([*value]).encode("utf-8", "surrogatepass"), to)
+    elif isinstance(value, list | tuple):
+        to += b"l%d:" % len(value)
+        for part in value:
+            _encode(part, to, read_files)
     elif isinstance(value, bytes):
         to += b"b%d:" % len(value)
         _append(value, to)
@@ -162,15 +158,3 @@ def _encode(value: Any, to: bytearray, read_files: bool) -> None:
 def _append(data: bytes | memoryview, to: bytearray) -> None:
     """Append the bytes, or their digest if there are many."""
     to += data if len(data) < 1 << 20 else b"+" + blake2b(data, digest_size=32).digest()
-
-
-def _encode_sequence(values: Any, to: bytearray, read_files: bool) -> None:
-    if len(values) and type(values[0]) is int and set(map(type, values)) == {int}:
-        with contextlib.suppress(OverflowError):
-            numbers = array.array("q", values)  # the fast way for lists of tokens
-            to += b"I%d:" % len(numbers)
-            _append(numbers.tobytes(), to)
-            return
-    to += b"l%d:" % len(values)
-    for value in values:
-        _encode(value, to, read_files)

@@ -20,13 +20,6 @@ class RecordSchema:
 
     bool, int, float and None differ. Lists are compared by the types of their elements; an empty list matches any.
     With `columns`, only these keys of a dict count.
-
-    >>> schema = RecordSchema("dataset")
-    >>> schema.check(0, {"ids": [1, 2], "label": 0.5})
-    >>> schema.check(1, {"ids": [], "label": 1})
-    Traceback (most recent call last):
-    ValueError: dataset: record 1 has int at 'label', but earlier records have float. Give all records the same keys \
-and types.
     """
 
     def __init__(self, name: str, *, columns: Collection[str] | None = None) -> None:
@@ -62,11 +55,11 @@ and types.
         return {None: _kind(record)}
 
 
-def check_all_records(dataset: Any) -> None:
+def check_records(name: str, records: Any) -> None:
     """Read every record once and refuse the first with a different schema."""
-    schema = RecordSchema("dataset")
-    for place in range(len(dataset)):
-        schema.check(place, dataset[place])
+    schema = RecordSchema(name)
+    for place in range(len(records)):
+        schema.check(place, records[place])
 
 
 def is_in_memory(dataset: Any) -> bool:
@@ -81,9 +74,7 @@ def is_in_memory(dataset: Any) -> bool:
 def collate_checked(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
     """Collate the records of a batch, once their schemas have been compared."""
     if isinstance(records, list):  # otherwise the dataset has made the batch
-        schema = RecordSchema("a batch of dataset")
-        for place, record in enumerate(records):
-            schema.check(place, record)
+        check_records("a batch of dataset", records)
     return collate(records)
 
 

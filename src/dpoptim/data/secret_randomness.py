@@ -9,27 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from dpoptim.data.loader import PrivateLoader
-from dpoptim.noise import NoiseKey
 
 
-class Optimizer(Protocol):
-    """The part of a private optimizer that is used here."""
-
-    observers: list[Callable[[Any], None]]
-
-    @property
-    def key(self) -> NoiseKey: ...
-    @property
-    def mechanism(self) -> Any: ...
-
-
-def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[Any]:
+def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
     """Iterate over the loader's batches, with torch, numpy and `random` seeded from the run's secret key.
 
         for batch in dpoptim.secret_randomness(loader, optimizer):      # replaces: for batch in loader
@@ -54,17 +42,14 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         while saved:
             saved.pop()()
 
+    batches, opens = iter(loader), True
     optimizer.observers.append(put_back)
-    batches: Iterator[Any] | None = None
-    opens = True
     try:
         while True:
             if opens:
                 put_back()
                 saved.append(save_rng_states())
                 seed_for_step(optimizer)
-            if batches is None:
-                batches = iter(loader)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -76,7 +61,7 @@ def secret_randomness(loader: PrivateLoader, optimizer: Optimizer) -> Iterator[A
         optimizer.observers.remove(put_back)
 
 
-def seed_for_step(optimizer: Optimizer) -> None:
+def seed_for_step(optimizer: Any) -> None:
     """Seed torch, numpy and `random` for the optimizer's current step, from (key, run, step) only."""
     mechanism = optimizer.mechanism
     secret = optimizer.key.for_run(mechanism.run_id).subkey("randomness of the model", str(mechanism.step))

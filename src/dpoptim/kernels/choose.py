@@ -1,11 +1,11 @@
-"""Decide where Triton kernels run, and call those for noise. Kernels make the same bits as the plain functions."""
+"""Decide where Triton kernels run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,17 +64,3 @@ def held_tables() -> Iterator[Any]:
     finally:
         tables_triton.held = None
     held.send()
-
-
-def device_normals(subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: str | torch.device) -> Any:
-    """Return the normals of elements [start, stop) of several tensors, with `combined(step, coefs, dtype)`."""
-    from dpoptim.kernels.normals_triton import DeviceNormals
-
-    return DeviceNormals(subkeys, ranges, torch.device(device))
-
-
-def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:
-    """Compute row += coefs[i]·ring[slots[i]] for each i in turn, in one pass over the ring."""
-    from dpoptim.kernels import normals_triton
-
-    normals_triton.add_products(row, ring, slots, coefs)

@@ -43,8 +43,9 @@ def _more(x, largest, total):
 
 @triton.jit
 def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: tl.constexpr, SIDE: tl.constexpr):
-    """One row, which is read twice; every lane takes SIDE columns at a time and has a maximum and a sum of its own
-    until the end. Only the last columns need a mask.
+    """Read one row twice. Every lane takes SIDE columns at a time and has its own maximum and sum until the end.
+
+    Only the last columns need a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]

@@ -17,14 +17,14 @@ _BLOCK = 256  # elements that a program sums over examples
 
 
 def _whole(grads: Tensor) -> Tensor:
-    """With each example's elements side by side; the examples may lie further apart."""
+    """Return the gradients with each example contiguous; there may be gaps between examples."""
     if grads.is_contiguous() or (len(grads) and grads.stride(0) > 0 and grads[0].is_contiguous()):
         return grads
     return grads.contiguous()
 
 
 class _Launch(NamedTuple):
-    """Tensors that one launch takes: of one dtype and one alignment, where `step` elements are loaded at once."""
+    """The tensors of one launch have one dtype and one alignment, so that `step` elements can be loaded at once."""
 
     dtype: torch.dtype
     step: int
@@ -32,10 +32,9 @@ class _Launch(NamedTuple):
 
 
 def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, list[_Launch]]:
-    """Group pairs (gradients, scale or sum) by launch.
+    """Group pairs (gradients, scale or sum) by launch: one table of all addresses [2, pairs], and the parts per launch.
 
-    Returns one table of addresses [2, pairs] for all launches, and for each launch which program works on what.
-    Tensors without elements are left out. Loads are of 16 bytes where everything begins at a multiple of that. The host
+    Tensors without elements are left out. Loads take 16 bytes if all tensors of a launch are aligned to that. The host
     does this at every step, so each tensor is asked as little as possible.
     """
     examples, device = grads[0].shape[0], grads[0].device
@@ -103,7 +102,7 @@ def _weighted_sums(addresses, parts, weights, examples, tensors, add, DTYPE: tl.
         there = (example < examples)[:, None] & inside[None, :]
         weight = tl.load(weights + example, mask=example < examples, other=0.0)[:, None]
         value = tl.load(grads + example.to(tl.int64)[:, None] * stride + at[None, :], mask=there, other=0.0)
-        share = tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # whatever it holds
+        share = tl.where(weight != 0, weight * value.to(tl.float32), 0.0)  # even if the value is NaN
         total += share * share if SQUARED else share
     found = tl.sum(total, 0)
     if add:

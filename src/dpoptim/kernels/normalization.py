@@ -43,9 +43,9 @@ def group_norm(inputs: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: f
     those of one of `groups` groups of neighbouring channels, [examples, groups].
     """
     if on_gpu(inputs, weight, bias):
-        from dpoptim.kernels import group_norm_triton
+        from dpoptim.kernels import normalization_triton
 
-        return group_norm_triton.group_norm(inputs, weight, bias, groups, eps)
+        return normalization_triton.group_norm(inputs, weight, bias, groups, eps)
     examples, channels, places = inputs.shape
     return torch.native_group_norm(inputs.contiguous(), weight, bias, examples, channels, places, groups, eps)
 
@@ -55,9 +55,9 @@ def group_norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the inputs; Σ_s grad·x̂ and Σ_s grad for each example, [examples, channels]) behind `group_norm`."""
     if on_gpu(grad, inputs, weight, mean, rstd):
-        from dpoptim.kernels import group_norm_triton
+        from dpoptim.kernels import normalization_triton
 
-        return group_norm_triton.group_norm_gradient(grad, inputs, weight, mean, rstd)
+        return normalization_triton.group_norm_gradient(grad, inputs, weight, mean, rstd)
     back = torch.ops.aten.native_group_norm_backward
     grad, inputs, groups = grad.contiguous(), inputs.contiguous(), mean.shape[1]
     to_inputs = back(grad, inputs, mean, rstd, weight, *inputs.shape, groups, [True, False, False])[0]

@@ -80,7 +80,8 @@ def _pair(radius_lo, radius_hi, angle_lo, angle_hi):
 
 
 @triton.jit
-def _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
+def _normals_of_block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
+    """The eight normals of a block of ChaCha20 with this key, counter and nonce."""
     zero = counter * 0
     i0 = zero + 0x61707865
     i1 = zero + 0x3320646E
@@ -99,24 +100,11 @@ def _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
         x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
-    return (
-        x0 + i0,
-        x1 + i1,
-        x2 + i2,
-        x3 + i3,
-        x4 + k0,
-        x5 + k1,
-        x6 + k2,
-        x7 + k3,
-        x8 + k4,
-        x9 + k5,
-        x10 + k6,
-        x11 + k7,
-        x12 + counter,
-        x13 + n0,
-        x14 + n1,
-        x15,
-    )
+    z0, z1 = _pair(x0 + i0, x1 + i1, x2 + i2, x3 + i3)
+    z2, z3 = _pair(x4 + k0, x5 + k1, x6 + k2, x7 + k3)
+    z4, z5 = _pair(x8 + k4, x9 + k5, x10 + k6, x11 + k7)
+    z6, z7 = _pair(x12 + counter, x13 + n0, x14 + n1, x15)
+    return z0, z1, z2, z3, z4, z5, z6, z7
 
 
 @triton.jit
@@ -155,22 +143,16 @@ def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, s
         past = (step - lag).to(tl.int64)
         n0 = (past & 0xFFFFFFFF).to(tl.uint32)
         n1 = (past >> 32).to(tl.uint32)
-        (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15) = _chacha(
-            k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1
-        )
+        z0, z1, z2, z3, z4, z5, z6, z7 = _normals_of_block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1)
         coef = tl.load(coefs + lag)
-        a, b = _pair(x0, x1, x2, x3)
-        s0 += coef * a
-        s1 += coef * b
-        a, b = _pair(x4, x5, x6, x7)
-        s2 += coef * a
-        s3 += coef * b
-        a, b = _pair(x8, x9, x10, x11)
-        s4 += coef * a
-        s5 += coef * b
-        a, b = _pair(x12, x13, x14, x15)
-        s6 += coef * a
-        s7 += coef * b
+        s0 += coef * z0
+        s1 += coef * z1
+        s2 += coef * z2
+        s3 += coef * z3
+        s4 += coef * z4
+        s5 += coef * z5
+        s6 += coef * z6
+        s7 += coef * z7
     element = block.to(tl.int64) * 8
     _store(out, s0, element, first, stop, at, 0)
     _store(out, s1, element, first, stop, at, 1)

@@ -7,7 +7,8 @@ weight 0 adds nothing, even if it is not finite. No kernel uses atomics, so resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,21 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor.dtype))
+
+
+@contextlib.contextmanager
+def full_precision(device: str) -> Iterator[None]:
+    """Turn off autocast and reduced matmul precision, which the loop may have set for its forward.
+
+    Gradients that a backward formed keep the precision of the loop; norms and sums see the same numbers.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def squares(grads: Tensor, scale: Tensor | None) -> Tensor:

@@ -24,9 +24,9 @@ WORTH_COMPILING = 1 << 28
 WORTH_COMPILING_SQUARES = 1 << 22
 """The same for squared elements."""
 
-_ROWS_TOGETHER = 512  # of the product that a job takes; its size decides the order of sums, so it is fixed
+_ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
 
-_BAND = 128  # rows that all examples pass by, one after the other, while their scale stays in a cache
+_BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
 _SOURCE = """
 #include <stdint.h>
@@ -51,6 +51,18 @@ _SOURCE = """
 
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+
+static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t col,
+                      int64_t cols, int64_t left_stride, int64_t right_stride) {
+    double total = 0;
+    for (; col < cols; col++) {
+        float sum = 0;
+        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
+        sum *= scale[col];
+        total += (double)sum * sum;
+    }
+    return total;
+}
 
 static double lanes(const vector *four) {
     double total = 0;
@@ -95,25 +107,8 @@ static double high_tiles(const float *left, const float *right, const float *sca
         }
     }
     total += lanes(squares);
-    for (; col < cols; col++)
-        for (int i = 0; i < HIGH; i++) {
-            float sum = 0;
-            for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride + i] * right[t * right_stride + col];
-            sum *= scale[i * cols + col];
-            total += (double)sum * sum;
-        }
-    return total;
-}
-
-static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
-                      int64_t left_stride, int64_t right_stride) {
-    double total = 0;
-    for (int64_t col = 0; col < cols; col++) {
-        float sum = 0;
-        for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
-        sum *= scale[col];
-        total += (double)sum * sum;
-    }
+    for (int i = 0; i < HIGH; i++)
+        total += one_row(left + i, right, scale + i * cols, positions, col, cols, left_stride, right_stride);
     return total;
 }
 
@@ -159,7 +154,7 @@ void outer_squares(const float *left, const float *right, const float *scale, do
             for (; row + HIGH <= stop; row += HIGH)
                 out[j] += high_tiles(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
             for (; row < stop; row++)
-                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride);
         }
     }
 }
@@ -177,9 +172,9 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def _right(loops: ctypes.CDLL) -> bool:
-    """Whether the loops give what torch does for one small problem, and NaN where there is one.
+    """Return whether the loops agree with torch on a small problem, also with NaN and infinity.
 
-    A compiler may have been told elsewhere to take liberties that a norm does not survive.
+    A compiler may be configured to use unsafe optimizations, such as -ffast-math.
     """
     vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
     scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)

@@ -64,9 +64,7 @@ def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows
 
 @triton.jit
 def _with_lookups(total, ids, values, example, lookups, cols, down, across, BT: tl.constexpr):
-    """The tile and what values[example, u] add to its rows ids[example, u]: rows are picked by a product with 0 and 1,
-    where there is one to pick.
-    """
+    """Add values[example, u] to the tile's rows ids[example, u], by a product with a matrix of 0 and 1."""
     for start in range(0, lookups, BT):
         u = start + tl.arange(0, BT).to(tl.int64)  # so that places in `values` are counted in 64 bits
         here = tl.load(ids + example * lookups + u, mask=u < lookups, other=-1)
@@ -128,7 +126,7 @@ def _outer_row_products(left, right, ids, values, scale, out, positions, tokens,
 
 
 class _Tiles:
-    """Two factors as descriptors, and the tiles that their product is cut into: what was fastest on an H200."""
+    """Two factors as descriptors, and the tiles of their product; the sizes are the fastest on an H200."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         dtype = left.dtype if left.dtype == right.dtype else torch.float32
@@ -148,7 +146,7 @@ class _Tiles:
 
 
 def _sizes(positions: int, rows: int, cols: int, dtype: torch.dtype) -> tuple[int, int, int, int, int, int]:
-    """(rows and columns of a tile, positions at a time, warps, stages, programs that a processor runs at once)."""
+    """(rows and columns of a tile, positions per load, warps, stages, programs per processor)."""
     if dtype == torch.float32:
         return 64, 64, 32, 4, 3, 3
     halves = cdiv(positions, 32)
@@ -166,9 +164,9 @@ def _processors(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=512)
 def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
-    """How many examples a program takes one after the other, so that all programs end at nearly the same time.
+    """Return how many examples each program takes, so that all programs end at nearly the same time.
 
-    `overhead` is what a program costs by itself, in examples: a scale to load, a sum to store.
+    `overhead` is the fixed cost of a program in examples: a scale to load, a sum to store.
     """
 
     def cost(group: int) -> float:
@@ -179,7 +177,7 @@ def _examples_together(tiles: int, examples: int, slots: int, *, most: int, over
 
 
 def _loadable(tensor: Tensor) -> Tensor:
-    """Strides and start at multiples of 16 bytes, as descriptors want them; copied where they are not."""
+    """Return the tensor, or a copy, with strides and start at multiples of 16 bytes, which descriptors need."""
     step = 16 // tensor.element_size()
     even = tensor.stride(2) == 1 and tensor.stride(0) % step == tensor.stride(1) % step == 0
     if even and tensor.data_ptr() % 16 == 0 and min(tensor.stride()) > 0:
@@ -228,7 +226,7 @@ def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor |
         return torch.zeros(rows, cols, dtype=weights.dtype, device=left.device)
     if not left.shape[1]:
         left, right = left.new_zeros(examples, 1, rows), right.new_zeros(examples, 1, cols)
-    if not left.dtype == right.dtype == values.dtype:  # one that is measured in full must be summed so, too
+    if not left.dtype == right.dtype == values.dtype:  # sums need the precision that the norms had
         left, right, values = left.float(), right.float(), values.float()
     tiles = _Tiles(left, right)
     share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
 
-_CHUNK = 64  # sorted look-ups that a program sums one after the other
+_CHUNK = 64  # sorted look-ups that a program sums in turn
 _TOGETHER = 64  # chunks' sums that a program adds at once
 
 
 @triton.jit(do_not_specialize=["positions"])
 def _row_squares(ids, order, values, scale, squares, bound, positions, width, SCALED: tl.constexpr, BW: tl.constexpr):
-    """Positions come sorted by id; a run of equal ids is summed, scaled and squared."""
+    """Sum, scale and square each run of equal ids; positions are sorted by id."""
     example = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BW)
     inside = col < width
     total = tl.zeros([BW], tl.float32)
-    run = tl.zeros([BW], tl.float64)  # in which many values that are added one by one do not drift apart
+    run = tl.zeros([BW], tl.float64)  # float64, because long sums in float32 drift
     alone = tl.zeros([BW], tl.float32)
     for at in range(positions):
         here = tl.load(ids + example * positions + at)
@@ -45,7 +45,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
     squares = torch.empty(examples, dtype=torch.float64, device=values.device)
     bound = torch.empty_like(squares)
     if examples:
-        sorted_ids, order = torch.sort(ids.long().contiguous(), dim=1, stable=True)  # which keeps strides
+        sorted_ids, order = torch.sort(ids.long().contiguous(), dim=1, stable=True)  # sort keeps strides
         given = values if scale is None else scale.float().contiguous()
         block = next_power_of_2(width)
         _row_squares[(examples,)](
@@ -58,8 +58,10 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None) -> tuple[Tens
 @triton.jit(do_not_specialize=["lookups", "positions"])
 def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions, width, CHUNK: tl.constexpr,
                 BW: tl.constexpr):  # fmt: skip
-    """Look-ups come sorted by id. A run of equal ids that lies within a chunk is added to its row. Of one that does not
-    the chunk's share is kept: `partial[chunk, 0]` of a run that began before, `partial[chunk, 1]` of one that begins.
+    """Sum runs of equal ids; look-ups are sorted by id. A run within one chunk is added to its row.
+
+    A longer run is stored in parts: partial[chunk, 0] if it began in an earlier chunk, partial[chunk, 1] if it begins
+    in this one.
     """
     chunk, col = tl.program_id(0), tl.program_id(1) * BW + tl.arange(0, BW)
     inside = col < width
@@ -71,7 +73,7 @@ def _sum_chunks(ids, order, values, weights, total, partial, lookups, positions,
         here, lookup = tl.load(ids + at), tl.load(order + at)
         weight = tl.load(weights + lookup // positions)
         value = tl.load(values + lookup * width + col, mask=inside, other=0.0).to(tl.float32)
-        run += tl.where(weight != 0, weight * value, 0.0).to(tl.float64)  # whatever it holds
+        run += tl.where(weight != 0, weight * value, 0.0).to(tl.float64)  # even if the value is NaN
         ends = (at == lookups - 1) | (tl.load(ids + tl.minimum(at + 1, lookups - 1)) != here)
         if ends | (at == last):
             found = run.to(tl.float32)

@@ -29,8 +29,8 @@ def next_power_of_2(number: int) -> int:
 class HeldTables:
     """Tables that the kernels of a CUDA graph read at every replay, in memory that outlives the graph.
 
-    They are written once, after the capture. A copy inside the graph, as for tables that do not fit, would run again at
-    every replay. The memory is not the graph's, which other tensors share.
+    They are written once, after the capture. A copy inside the graph, as for tables that do not fit, runs at every
+    replay. The memory lies outside of the graph's pool, which other tensors share.
     """
 
     def __init__(self) -> None:

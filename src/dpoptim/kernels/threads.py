@@ -17,13 +17,6 @@ def in_chunks(work: Callable[[int, int], None], count: int, *, chunk: int) -> No
 
     `work` must treat each element separately, so that pieces and threads cannot change the result. It should spend
     its time in calls that release Python's lock, such as numpy's. Errors in it are raised here.
-
-    >>> squares = [0] * 5
-    >>> def square(begin: int, end: int) -> None:
-    ...     squares[begin:end] = [i * i for i in range(begin, end)]
-    >>> in_chunks(square, 5, chunk=2)
-    >>> squares
-    [0, 1, 4, 9, 16]
     """
     in_threads([partial(work, begin, min(begin + chunk, count)) for begin in range(0, count, chunk)])
 

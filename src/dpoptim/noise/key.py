@@ -134,11 +134,10 @@ class NoiseKey:
     def __hash__(self) -> int:
         return hash(self.fingerprint())
 
-    def __copy__(self) -> Self:
+    def __copy__(self, memo: object = None) -> Self:
         return self
 
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
+    __deepcopy__ = __copy__
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A NoiseKey is a secret and cannot be pickled. Save it with key.save(path).")

@@ -129,21 +129,13 @@ def normals(
     >>> torch.equal(normals(key, stream="gradient", name="weight", step=7, start=3, count=4), whole[3:7])
     True
     """
-    start = check_whole("start", start, low=0)
     count = check_whole("count", count, low=0)
     if not dtype.is_floating_point:
         raise ValueError(f"Expected a floating dtype, got {dtype}. Use torch.float32 or torch.float64.")
-    subkey = key.subkey(f"normals/{stream}", name)
-    if torch.device(device).type == "cpu":
-        # numpy has no bfloat16, so torch rounds to the narrow dtypes at the end.
-        made = torch.empty(count, dtype=dtype if dtype in (torch.float32, torch.float64) else torch.float64)
-        in_threads(_fill_jobs(made, subkey, step=step, start=start))
-        return made.to(dtype)
-    # Box–Muller makes whole pairs; the odd element at either end is dropped.
-    first, stop = start - start % 2, start + count + (start + count) % 2
-    out = torch.empty(stop - first, dtype=dtype, device=device)
-    _fill_on_device(out, subkey, step, first)
-    return out[start - first : start - first + count]
+    source = NormalSource.of_tensor(key, name, numel=count, start=start, stream=stream, device=device)
+    # numpy has no bfloat16, so torch rounds to the narrow dtypes at the end.
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float64
+    return source._plain(step, wide, 0, count).to(dtype)
 
 
 def _fill_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> list[Callable[[], None]]:
@@ -171,14 +163,16 @@ def _fill_jobs(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> li
     return [partial(fill, begin, end) for begin, end in pairwise(edges) if begin < end]
 
 
-def _fill_on_device(out: torch.Tensor, subkey: bytes, step: int, first: int) -> None:
-    """Fill `out` with the normals from element `first` on; the CPU makes the keystream."""
-    size = min(len(out), _DEVICE_CHUNK)
-    scratch = torch.empty(SCRATCH_ROWS, size // 2, dtype=torch.float64, device=out.device)
-    for at in range(0, len(out), _DEVICE_CHUNK):
-        part = out[at : at + _DEVICE_CHUNK]
-        chunk = words(subkey, step=step, start=first + at, count=len(part))
-        box_muller(torch, torch.from_numpy(chunk.view(np.int64)).to(out.device), part, scratch)
+def _fill_on_device(out: torch.Tensor, subkey: bytes, *, step: int, start: int) -> None:
+    """Fill `out` with the normals from element `start` on; the CPU makes the keystream."""
+    for part in out.split(_DEVICE_CHUNK):
+        odd = start % 2  # Box–Muller makes whole pairs; the odd element at either end is dropped.
+        chunk = words(subkey, step=step, start=start - odd, count=odd + len(part) + (start + len(part)) % 2)
+        pairs = torch.empty(len(chunk), dtype=out.dtype, device=out.device)
+        scratch = torch.empty(SCRATCH_ROWS, len(chunk) // 2, dtype=torch.float64, device=out.device)
+        box_muller(torch, torch.from_numpy(chunk.view(np.int64)).to(out.device), pairs, scratch)
+        part.copy_(pairs[odd : odd + len(part)])
+        start += len(part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,33 +236,30 @@ class NormalSource:
 
     @cached_property
     def _device_normals(self) -> Any:
+        from dpoptim.kernels.normals_triton import DeviceNormals
+
         subkeys = [self.key.subkey(f"normals/{self.stream}", part.name) for part in self.parts]
         ranges = [(part.start, part.start + part.numel) for part in self.parts]
-        return choose.device_normals(subkeys, ranges, self.device)
+        return DeviceNormals(subkeys, ranges, torch.device(self.device))
 
     def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
         """Return row `step` of z, or elements [start, start + count) of it."""
         stop = self.numel if count is None else start + count
         if self._on_gpu is not None and (start, stop) == (0, self.numel):
             return self._on_gpu.combined(step, [1.0], dtype)
-        if torch.device(self.device).type == "cpu":
-            return self._on_cpu(step, dtype, start, stop)
-        where = {"stream": self.stream, "step": step, "dtype": dtype, "device": self.device}
-        pieces = [
-            normals(self.key, name=part.name, start=part.start + begin, count=end - begin, **where)  # type: ignore[arg-type]
-            for part, begin, end in self._overlaps(start, stop)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.device)
+        return self._plain(step, dtype, start, stop)
 
-    def _on_cpu(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        """Fill one vector with all parts, using one pool of threads."""
-        out = torch.empty(stop - start, dtype=dtype)
-        jobs, at = [], 0
+    def _plain(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Fill one vector with all parts; on a CPU, with one pool of threads."""
+        out = torch.empty(stop - start, dtype=dtype, device=self.device)
+        jobs, at, is_cpu = [], 0, out.device.type == "cpu"
         for part, begin, end in self._overlaps(start, stop):
             subkey = self.key.subkey(f"normals/{self.stream}", part.name)
-            jobs += _fill_jobs(out[at : at + end - begin], subkey, step=step, start=part.start + begin)
+            here = out[at : at + end - begin]
+            if is_cpu:
+                jobs += _fill_jobs(here, subkey, step=step, start=part.start + begin)
+            else:
+                _fill_on_device(here, subkey, step=step, start=part.start + begin)
             at += end - begin
         in_threads(jobs)
         return out

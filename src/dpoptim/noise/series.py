@@ -91,31 +91,21 @@ def inverse_sqrt_series(n: int) -> Series:
     return np.concatenate([[1.0], np.cumprod((2 * k - 3) / (2 * k))])
 
 
-def inverse_buffers(decays: ArrayLike, weights: ArrayLike) -> tuple[Series, Series]:
-    """Return the decays and weights of 1/c(x), for c(x) = 1 + x·Σ_j weights[j]/(1 - decays[j]·x).
+def noising_series(decays: ArrayLike, weights: ArrayLike, steps: int) -> Series:
+    """Return the first coefficients of 1/c(x), for c(x) = 1 + x·Σ_j weights[j]/(1 - decays[j]·x).
 
         1/c(x) = 1 - x·uᵀ(I - x(diag(decays) - uuᵀ))⁻¹u,    u = √weights
 
-    The decays are the eigenvalues of a symmetric matrix Q·diag·Qᵀ, and the weights are -(Qᵀu)². Symmetry keeps this
-    accurate for decays that are close together, unlike the roots of a polynomial. If the weights sum to at most 1,
-    the decays lie in [-1, 1).
-
-    >>> [found.round(12).tolist() for found in inverse_buffers([0.5], [0.3])]  # 1 + .3x/(1-.5x) = (1-.2x)/(1-.5x)
-    [[0.2], [-0.3]]
-    """
-    decays, root = np.asarray(decays, dtype=np.float64), np.sqrt(np.asarray(weights, dtype=np.float64))
-    values, vectors = np.linalg.eigh(np.diag(decays) - np.outer(root, root))
-    return values, -((vectors.T @ root) ** 2)
-
-
-def noising_series(decays: ArrayLike, weights: ArrayLike, steps: int) -> Series:
-    """Return the first coefficients of 1/c(x), with c(x) as in `inverse_buffers`.
+    So 1/c has as many buffers. Their decays are the eigenvalues of a symmetric matrix Q·diag·Qᵀ, in [-1, 1) if the
+    weights sum to at most 1, and their weights are -(Qᵀu)². Symmetry keeps this accurate for decays that are close
+    together, unlike the roots of a polynomial.
 
     >>> noising_series([0.5], [0.25], 4).round(12).tolist()
     [1.0, -0.25, -0.0625, -0.015625]
     """
-    inverse_decays, inverse_weights = inverse_buffers(decays, weights)
-    return np.concatenate([[1.0], inverse_weights @ powers(inverse_decays, steps - 1)])
+    root = np.sqrt(np.asarray(weights, dtype=np.float64))
+    inverse_decays, vectors = np.linalg.eigh(np.diag(np.asarray(decays, dtype=np.float64)) - np.outer(root, root))
+    return np.concatenate([[1.0], -((vectors.T @ root) ** 2) @ powers(inverse_decays, steps - 1)])
 
 
 def powers(bases: ArrayLike, count: int) -> Series:

@@ -10,14 +10,6 @@ class ShortRepr:
     """Give a dataclass a `repr` of the arguments that differ from their defaults.
 
     Fields with the metadata key "shown" always appear. The disk cache of strategies uses this text as its key.
-
-    >>> from dataclasses import dataclass
-    >>> @dataclass(frozen=True, kw_only=True, repr=False)
-    ... class Bands(ShortRepr):
-    ...     count: int
-    ...     wide: bool = False
-    >>> Bands(count=3), Bands(count=3, wide=True)
-    (Bands(count=3), Bands(count=3, wide=True))
     """
 
     def __repr__(self) -> str:

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,26 +48,10 @@ class NoiseMemory:
         return self.bits // 8
 
 
-class RowTerm(NamedTuple):
-    """A multiple of a stored row: its slot, the step it was written for, and the factor."""
-
-    slot: int
-    step: int
-    coef: float
-
-
 class RowMemory:
-    """Store `count` rows of a stream, written and read in parts.
+    """Store the rows of the last `count` steps of a stream, written and read in parts.
 
     `stddev` is the largest standard deviation of what is written. `part` names the dither.
-
-    >>> from dpoptim.noise import NoiseKey
-    >>> source = NormalSource.of_tensor(NoiseKey.from_bytes(bytes(32)), "weight", numel=4)
-    >>> rows = RowMemory(source, NoiseMemory(bits=16), count=1, stddev=1.0, part="ring")
-    >>> row = source.normals(0, dtype=torch.float32)
-    >>> rows.write(0, row, step=0)
-    >>> bool((rows.read(0, step=0) - row).abs().max() <= 2**-12), rows.memory_bytes
-    (True, 8)
     """
 
     def __init__(self, source: NormalSource, memory: NoiseMemory, *, count: int, stddev: float, part: str) -> None:
@@ -85,40 +68,43 @@ class RowMemory:
     def memory_bytes(self) -> int:
         return self._rows.numel() * self._rows.element_size()
 
-    def write(self, slot: int, part: torch.Tensor, *, step: int, start: int = 0) -> None:
-        """Store `part` from element `start` on. Reading it needs the same `step`, which names its dither."""
-        stored = self._rows[slot, start : start + len(part)]
+    def write(self, part: torch.Tensor, *, step: int, start: int = 0) -> None:
+        """Store `part` from element `start` on, in place of the row of step - count."""
+        stored = self._rows[step % len(self._rows), start : start + len(part)]
         if not self._dithered:
             stored.copy_(part)
             return
-        codes = (part / self._grid).add_(self._dither(slot, step, start, start + len(part))).round_()
+        codes = (part / self._grid).add_(self._dither(step, start, start + len(part))).round_()
         stored.copy_(codes.clamp_(-(2**15) + 1, 2**15 - 1))
 
-    def read(self, slot: int, *, step: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return elements [start, stop) of the row written to `slot` for `step`. Do not modify the result."""
-        part = self._rows[slot, start:stop]
+    def read(self, *, step: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return elements [start, stop) of the row of `step`. Do not modify the result."""
+        part = self._rows[step % len(self._rows), start:stop]
         if not self._dithered:
             return part
-        dither = self._dither(slot, step, start, start + len(part))
+        dither = self._dither(step, start, start + len(part))
         return part.to(self.dtype).sub_(dither).mul_(self._grid)
 
-    def add_products(self, row: torch.Tensor, terms: Sequence[RowTerm]) -> None:
-        """Add coef·(stored row) to `row` for each term in turn."""
+    def add_products(self, row: torch.Tensor, steps: Sequence[int], coefs: Sequence[float]) -> None:
+        """Add coefs[i]·(the row of steps[i]) to `row` for each i in turn."""
         if not self._dithered and choose.available(row.device):
-            choose.add_products(row, self._rows, [term.slot for term in terms], [term.coef for term in terms])
+            from dpoptim.kernels import normals_triton
+
+            normals_triton.add_products(row, self._rows, [step % len(self._rows) for step in steps], coefs)
             return
 
         def add(begin: int, end: int) -> None:
             total = row[begin:end]
             scratch = torch.empty_like(total)
-            for term in terms:
-                add_product(total, self.read(term.slot, step=term.step, start=begin, stop=end), term.coef, scratch)
+            for step, coef in zip(steps, coefs, strict=True):
+                add_product(total, self.read(step=step, start=begin, stop=end), coef, scratch)
 
         in_chunks_on(row.device, add, len(row))
 
-    def _dither(self, slot: int, step: int, start: int, stop: int) -> torch.Tensor:
+    def _dither(self, step: int, start: int, stop: int) -> torch.Tensor:
         """Return uniform numbers in [-½, ½) grid steps, a function of the key, the step and the element."""
-        shorts = self._source.uniform_shorts(f"{self._part}/{slot}", step, start=start, count=stop - start)
+        use = f"{self._part}/{step % len(self._rows)}"
+        shorts = self._source.uniform_shorts(use, step, start=start, count=stop - start)
         return shorts.to(self.dtype).mul_(2.0**-16)
 
 
@@ -135,20 +121,20 @@ def add_product(total: torch.Tensor, row: torch.Tensor, coef: float, scratch: to
         total += torch.mul(row, coef, out=scratch)
 
 
-class NoiseStream(Protocol):
+class NoiseStream(ABC):
     """Rows of C⁻¹z, for z iid standard normal."""
 
     @property
     def memory_bytes(self) -> int:
         """Bytes stored between steps."""
-        ...
+        return 0
 
+    @abstractmethod
     def row(self, step: int) -> torch.Tensor:
         """Return row `step` (from 0) of C⁻¹z, flat; a pure function of the key and the step."""
-        ...
 
 
-class HostStream:
+class HostStream(NoiseStream):
     """A stream that makes its rows in host memory and returns them on a device."""
 
     def __init__(self, stream: NoiseStream, device: str | torch.device) -> None:
@@ -163,7 +149,7 @@ class HostStream:
         return self._stream.row(step).to(self._device)
 
 
-class ConvolvedStream:
+class ConvolvedStream(NoiseStream):
     """Compute rows of C⁻¹z from the rows of C⁻¹, and recompute the old normals: no memory at all.
 
         row(t) = Σ_i noising_row(t)[i]·z_{t-i}
@@ -188,16 +174,12 @@ class ConvolvedStream:
         self.steps = steps
         self._noising_row = noising_row
 
-    @property
-    def memory_bytes(self) -> int:
-        return 0
-
     def row(self, step: int) -> torch.Tensor:
         _check_step(step, self.steps)
         return self.source.combined(step, self._noising_row(step))
 
 
-class _StreamWithPast(ABC):
+class _StreamWithPast(NoiseStream):
     """A stream that stores past rows. `_advance(step)` makes a row from them and stores it.
 
     Requests must come in order to be cheap: any other step, including the same one again, replays the steps before it
@@ -256,8 +238,7 @@ class RecurrentStream(_StreamWithPast):
         super().__init__(source, steps)
         self._strategy_row = strategy_row
         # Row t overwrites row t-(bands-1), which no later row needs.
-        self._size = max(bands - 1, 1)
-        self._ring = RowMemory(source, memory, count=self._size, stddev=row_norm, part="ring")
+        self._ring = RowMemory(source, memory, count=max(bands - 1, 1), stddev=row_norm, part="ring")
 
     @property
     def memory_bytes(self) -> int:
@@ -268,12 +249,9 @@ class RecurrentStream(_StreamWithPast):
         row = self.source.normals(step, dtype=self._ring.dtype)
         if diagonal != 1.0:
             row *= 1.0 / diagonal
-        terms = [
-            RowTerm(slot=(step - lag) % self._size, step=step - lag, coef=-coef / diagonal)
-            for lag, coef in enumerate(lagged[:step], start=1)
-        ]
-        self._ring.add_products(row, terms)
-        self._ring.write(step % self._size, row, step=step)
+        coefs = [-coef / diagonal for coef in lagged[:step]]
+        self._ring.add_products(row, range(step - 1, step - 1 - len(coefs), -1), coefs)
+        self._ring.write(row, step=step)
         return row
 
 
@@ -284,15 +262,6 @@ class BufferedStream(_StreamWithPast):
 
     Because c_i = Σ_j weights[j]·decays[j]^(i-1), the first line is row t of Cy = z, solved for y_t. `buffer_norms`
     are the largest standard deviations of the buffers.
-
-    >>> from dpoptim.noise import NoiseKey
-    >>> key = NoiseKey.from_bytes(bytes(32))
-    >>> source = NormalSource.of_tensor(key, "weight", numel=3)
-    >>> buffers = dict(decays=[0.9, 0.5], weights=[0.1, 0.3], buffer_norms=[2.0, 1.2])
-    >>> a, b = BufferedStream(source, **buffers, steps=10), BufferedStream(source, **buffers, steps=10)
-    >>> rows = [a.row(step) for step in range(4)]
-    >>> torch.equal(b.row(3), rows[3]), b.memory_bytes
-    (True, 24)
     """
 
     def __init__(
@@ -322,14 +291,14 @@ class BufferedStream(_StreamWithPast):
         def advance(begin: int, end: int) -> None:
             total = row[begin:end]
             scratch = torch.empty_like(total)
-            sums = [buffer.read(0, step=step - 1, start=begin, stop=end) for buffer in self._buffers if step > 0]
+            sums = [buffer.read(step=step - 1, start=begin, stop=end) for buffer in self._buffers if step > 0]
             for past, weight in zip(sums, self._weights, strict=False):
                 add_product(total, past, -weight, scratch)
             for index, buffer in enumerate(self._buffers):
                 following = total.clone()
                 if step > 0:
                     add_product(following, sums[index], self._decays[index], scratch)
-                buffer.write(0, following, step=step, start=begin)
+                buffer.write(following, step=step, start=begin)
 
         in_chunks_on(row.device, advance, len(row))
         return row

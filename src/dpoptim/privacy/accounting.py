@@ -142,7 +142,7 @@ def rdp_epsilon(run: Run, *, noise_multiplier: float, delta: float) -> float:
     """Return a second upper bound on ε, by Rényi divergences: a different proof and different code.
 
     ε is the minimum over orders α of the conversion of steps·D_α (Mironov 2017; Canonne, Kamath and Steinke 2020).
-    `has_rdp_bound` tells which runs it covers.
+    `has_rdp_bound` returns whether it covers a run.
 
     >>> run = PoissonRun(sampling_prob=0.01, steps=100, adjacency=Adjacency.ZERO_OUT)
     >>> rdp_epsilon(run, noise_multiplier=1.0, delta=1e-5) > epsilon(run, noise_multiplier=1.0, delta=1e-5)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dpoptim.arguments import check_delta, check_whole
 from dpoptim.noise import Independent
@@ -17,11 +16,6 @@ from dpoptim.privacy.adjacency import Adjacency
 from dpoptim.privacy.plan import PrivacyPlan
 from dpoptim.privacy.sampled_gaussian import MAX_COMPOSED_POINTS, grid_interval, one_step, smallest_interval
 from dpoptim.privacy.sampling import CyclicPoisson
-
-if TYPE_CHECKING:
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-
-WHOLE_RUN = "the whole run's: correlated noise is accounted for all steps at once"
 
 _CURVE_POINTS = 20
 
@@ -78,14 +72,6 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     return _composed(squared_shift, tuple(sampled.items()), plans[0].adjacency, delta)
 
 
-def repeat_run(run: Run, times: int) -> Run:
-    """Return `times` runs of one kind with one noise multiplier as a single run."""
-    times = check_whole("times", times)
-    if isinstance(run, GaussianRun):
-        return GaussianRun(sensitivity=run.sensitivity * math.sqrt(times))
-    return dataclasses.replace(run, steps=run.steps * times)
-
-
 def calibrate_runs(plan: PrivacyPlan, times: int, *, epsilon: float, delta: float) -> PrivacyPlan:
     """Return the plan with the least noise at which `times` runs of it TOGETHER keep to (ε, δ).
 
@@ -98,7 +84,13 @@ def calibrate_runs(plan: PrivacyPlan, times: int, *, epsilon: float, delta: floa
     """
     if not plan.replace(noise_multiplier=1.0).is_private:
         raise ValueError(f"release={plan.release!r} is not private at any noise multiplier. Use a different release.")
-    multiplier = calibration.calibrate(repeat_run(plan.run, times), epsilon=epsilon, delta=delta)
+    run, times = plan.run, check_whole("times", times)
+    merged: Run
+    if isinstance(run, GaussianRun):
+        merged = GaussianRun(sensitivity=run.sensitivity * math.sqrt(times))
+    else:
+        merged = dataclasses.replace(run, steps=run.steps * times)
+    multiplier = calibration.calibrate(merged, epsilon=epsilon, delta=delta)
     found = plan.replace(noise_multiplier=multiplier, delta=delta)
     while epsilon_of_runs([found] * times, delta=delta) > epsilon:  # a sum of squares and its root may round up
         multiplier *= 1.0 + 1e-12
@@ -112,37 +104,26 @@ def _composed(
 ) -> float:
     """Compose the privacy loss distributions of all kinds on one grid."""
     accounting.check_pld_delta(delta)
-    interval = _common_interval(squared_shift, sampled, adjacency)
-    total: PrivacyLossDistribution | None = None
-    for (run, multiplier), steps in sampled:
-        part = accounting.step_distribution(run, multiplier, interval).self_compose(steps)
-        total = part if total is None else total.compose(part)
-    assert total is not None
-    if not squared_shift:
-        return float(total.get_epsilon_for_delta(delta))
-    total = total.compose(one_step(_multiplier_of(squared_shift, adjacency), 1.0, adjacency, interval))
-    alone = gaussian_epsilon(1.0 / math.sqrt(squared_shift), delta)  # at a large ε the grid may lie slightly below it
-    return max(float(total.get_epsilon_for_delta(delta)), alone)
-
-
-def _multiplier_of(squared_shift: float, adjacency: Adjacency) -> float:
-    """Return the noise multiplier at which one participation has this shift; under REPLACE neighbours lie 2 apart."""
-    return adjacency.sensitivity_factor / math.sqrt(squared_shift)
-
-
-def _common_interval(squared_shift: float, sampled: tuple[tuple[Noised, int], ...], adjacency: Adjacency) -> float:
-    """Return the finest grid that any run needs, or a coarser one on which all of them fit in memory."""
     kinds = [(multiplier, run.sampling_prob, steps) for (run, multiplier), steps in sampled]
     if squared_shift:
-        kinds.append((_multiplier_of(squared_shift, adjacency), 1.0, 1))
+        # At this noise multiplier one participation has the shift; under REPLACE neighbours lie 2 apart.
+        gaussian = adjacency.sensitivity_factor / math.sqrt(squared_shift)
+        kinds.append((gaussian, 1.0, 1))
     wanted = min(grid_interval(multiplier, rate, adjacency, steps=steps) for multiplier, rate, steps in kinds)
     smallest = [smallest_interval(multiplier, rate, adjacency) for multiplier, rate, _ in kinds]
     # A step of a cut sample is also a REPLACE pair of twice the size, whose rate is at most 1.
     cut = [multiplier for (run, multiplier), _ in sampled if isinstance(run, TruncatedPoissonRun)]
     smallest += [smallest_interval(multiplier / 2, 1.0, Adjacency.REPLACE) for multiplier in cut]
-    factor = adjacency.sensitivity_factor
     mean_loss = sum(steps * rate / multiplier**2 / 2 for multiplier, rate, steps in kinds)
-    return max(wanted, *smallest, factor**2 * mean_loss / MAX_COMPOSED_POINTS)
+    # The finest grid that any run needs, or a coarser one on which all of them fit in memory.
+    interval = max(wanted, *smallest, adjacency.sensitivity_factor**2 * mean_loss / MAX_COMPOSED_POINTS)
+    parts = [accounting.step_distribution(run, noise, interval).self_compose(steps) for (run, noise), steps in sampled]
+    alone = 0.0
+    if squared_shift:
+        parts.append(one_step(gaussian, 1.0, adjacency, interval))
+        alone = gaussian_epsilon(1.0 / math.sqrt(squared_shift), delta)  # at a large ε the grid may lie slightly below
+    total = functools.reduce(lambda one, other: one.compose(other), parts)
+    return max(float(total.get_epsilon_for_delta(delta)), alone)
 
 
 class EpsilonSpent:
@@ -158,19 +139,17 @@ class EpsilonSpent:
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
-        self._plan = plan
         partial = isinstance(plan.noise, Independent) and not isinstance(plan.sampling, CyclicPoisson)
-        self.note = None if partial else WHOLE_RUN
+        self.note = None if partial else "the whole run's: correlated noise is accounted for all steps at once"
         by_share = {math.ceil(plan.steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
         by_doubling = {2**power for power in range(plan.steps.bit_length()) if 2**power <= plan.steps // _CURVE_POINTS}
         self._grid = sorted(by_share | by_doubling) if partial else [plan.steps]
-        self._value = functools.cache(self._epsilon)
+        self._value = functools.cache(
+            lambda steps: (plan.replace(steps=steps) if steps < plan.steps else plan).epsilon()
+        )
 
     def at(self, step: int) -> float:
         """Return the bound after `step` steps."""
         if step <= 0:
             return 0.0
         return self._value(self._grid[bisect.bisect_left(self._grid, step)])
-
-    def _epsilon(self, steps: int) -> float:
-        return self._plan.replace(steps=steps).epsilon() if steps < self._plan.steps else self._plan.epsilon()

@@ -175,14 +175,8 @@ class PrivacyPlan:
             return PoissonRun(sampling_prob=self.sampling_prob, steps=self.max_participations, adjacency=self.adjacency)
         ratio = self.sensitivity_ratio(strategy)
         if isinstance(self.release, IndependentMoments) and self._square_noise != self.noise:
-            ratio = release_types.joint_ratio(
-                self.release,
-                ratios=(ratio, self.sensitivity_ratio(square_strategy)),
-                sampling=self.sampling,
-                adjacency=self.adjacency,
-                clip_norm=self.clip_norm,
-                batch_size=self.batch_size,
-            )
+            ratios = (ratio, self.sensitivity_ratio(square_strategy))
+            ratio = release_types.joint_ratio(self.release, ratios=ratios, **self._release_setting)
         return GaussianRun(sensitivity=self.adjacency.sensitivity_factor * ratio)
 
     def sensitivity_ratio(self, strategy: Strategy) -> float:
@@ -191,6 +185,12 @@ class PrivacyPlan:
             max_participations=self.max_participations, min_separation=self.min_separation
         )
         return sensitivity / strategy.column_norm
+
+    @property
+    def _release_setting(self) -> dict[str, Any]:
+        """What the functions of `release_types` need to know besides the release."""
+        names = ("sampling", "adjacency", "clip_norm", "batch_size")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def is_private(self) -> bool:
@@ -257,14 +257,8 @@ class PrivacyPlan:
 
     def noise_stddevs(self) -> NoiseStddevs:
         """Return the noise per unit row on the clipped sum, and on the averaged square if one is released."""
-        return release_types.noise_stddevs(
-            self.release,
-            sampling=self.sampling,
-            adjacency=self.adjacency,
-            clip_norm=self.clip_norm,
-            batch_size=self.batch_size,
-            noise_multiplier=self._known_multiplier(),
-        )
+        multiplier = self._known_multiplier()
+        return release_types.noise_stddevs(self.release, noise_multiplier=multiplier, **self._release_setting)
 
     def statement(self, delta: float | None = None) -> str:
         """Return the privacy statement for an auditor: what is guaranteed, by which proof, on which assumptions."""

@@ -217,11 +217,7 @@ def noise_stddevs(
         return NoiseStddevs(std, std / (math.sqrt(weight) * batch_size))
     first = adjacency.sensitivity_factor * clip_norm / batch_size
     second = square_sensitivity(
-        squares=release.squares,
-        sampling=sampling,
-        adjacency=adjacency,
-        clip_norm=clip_norm,
-        batch_size=batch_size,
+        squares=release.squares, sampling=sampling, adjacency=adjacency, clip_norm=clip_norm, batch_size=batch_size
     )
     share = gradient_share(release, second / first)
     return NoiseStddevs(batch_size * unit * first / math.sqrt(share), unit * second / math.sqrt(1.0 - share))

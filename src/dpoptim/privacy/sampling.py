@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,8 @@ Indices = NDArray[np.int64]
 class Sampling(Protocol):
     """How batches are drawn. The accountant, the loader and the statement read the same object."""
 
-    @property
-    def is_random(self) -> bool:
-        """Whether each step draws its examples independently: batch sizes vary, and membership must be secret."""
+    is_random: ClassVar[bool]
+    """Whether each step draws its examples independently: batch sizes vary, and membership must be secret."""
 
     def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
         """Return the probability that an example is in a batch, at the steps where it can be."""
@@ -55,7 +54,7 @@ class Shuffled:
 
     Step t takes positions t·B … t·B + B − 1, modulo N, of the order. A batch may span the end of the order.
 
-    Guarantee: over T steps an example takes part at most ⌈T·B/N⌉ times, and two participations are at least ⌊N/B⌋
+    Guarantee: in T steps, each example takes part at most ⌈T·B/N⌉ times, and two participations are at least ⌊N/B⌋
     steps apart. The guarantee uses nothing else about the order, so it holds even if the order is known.
 
     >>> key = NoiseKey.from_bytes(bytes(32))
@@ -64,9 +63,7 @@ class Shuffled:
     [3, 3, 3, 3, 3, 3, 3]
     """
 
-    @property
-    def is_random(self) -> bool:
-        return False
+    is_random: ClassVar[bool] = False
 
     def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
         return batch_size / num_examples
@@ -115,14 +112,11 @@ class Poisson(ShortRepr):
     """
 
     max_batch_size: int | None = None
+    is_random: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max_batch_size is not None:
             set_whole(self, "max_batch_size", hint="Use None for no limit.")
-
-    @property
-    def is_random(self) -> bool:
-        return True
 
     def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
         return batch_size / num_examples
@@ -190,13 +184,10 @@ class CyclicPoisson:
     """
 
     bands: int
+    is_random: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         set_whole(self, "bands", hint="bands=1 is Poisson().")
-
-    @property
-    def is_random(self) -> bool:
-        return True
 
     def sampling_prob(self, *, num_examples: int, batch_size: int) -> float:
         self._check_groups(num_examples, batch_size)

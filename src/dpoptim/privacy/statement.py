@@ -128,13 +128,7 @@ def _sensitivity(plan: PrivacyPlan) -> str:
     if isinstance(plan.run, TruncatedPoissonRun):
         text += f", or {2 * plan.clip_norm:g} where it takes another example's place in a full batch"
     if isinstance(plan.release, IndependentMoments):
-        square = release_types.square_sensitivity(
-            squares=plan.release.squares,
-            sampling=plan.sampling,
-            adjacency=plan.adjacency,
-            clip_norm=plan.clip_norm,
-            batch_size=plan.batch_size,
-        )
+        square = release_types.square_sensitivity(squares=plan.release.squares, **plan._release_setting)
         text += f", and the square by at most {square:.6g}"
     if isinstance(plan.release, JointMoments):
         weight = release_types.default_square_weight(plan.release, plan.clip_norm)

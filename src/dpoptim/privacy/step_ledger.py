@@ -112,10 +112,13 @@ class StepLedger:
                 f"{path} is missing, so it is unknown which steps were released. Restore the file, {_OTHERWISE}."
             ) from None
         try:
-            _lock(handle, path)
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             start, digests = _begin(handle, header, path) if step is None else _resume(header, path, step)
-        except BaseException:
+        except BaseException as error:
             os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise ValueError(f"another process is training the run of {path}. Wait for it to end.") from None
             raise
         return cls(path, handle, start, digests, header.key.subkey("digest", "released steps"))
 
@@ -131,8 +134,7 @@ class StepLedger:
             if digest != self._digests[step]:
                 raise ValueError(
                     f"step {step + 1} was released before with different gradients, so its noise would cancel out. "
-                    f"Undo the change of records, code, versions, micro-batches or device, resume from a checkpoint of "
-                    f"step {self.count}, {_OTHERWISE}."
+                    f"Undo the change (data, code, versions, micro-batches), resume at step {self.count}, {_OTHERWISE}."
                 )
             return
         assert self._handle is not None, "the ledger is closed"
@@ -150,16 +152,10 @@ class StepLedger:
             self._handle = None
 
 
-def read_ledger(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a ledger as plain values, and how many steps it records."""
-    header, _, digests = _read(path)
-    return header, len(digests)
-
-
 def released_count(path: Path) -> int:
     """Return how many steps a ledger records; 0 if there is none, or if a crash cut off its header."""
     try:
-        return read_ledger(path)[1] if b"\n" in path.read_bytes() else 0
+        return len(read_ledger(path)[2]) if b"\n" in path.read_bytes() else 0
     except FileNotFoundError:
         return 0
 
@@ -183,8 +179,7 @@ def checksums(vectors: Iterable[Tensor]) -> bytes:
     Guarantee: a change in one place changes the checksums; several changes do, unless they cancel in every row and
     every column. The checksums are NOT private: they are functions of the vectors.
     """
-    found = [torch.cat(_row_and_column_sums(vector)).cpu() for vector in vectors]
-    return b"".join(sums.numpy().tobytes() for sums in found)
+    return b"".join(torch.cat(_row_and_column_sums(vector)).cpu().numpy().tobytes() for vector in vectors)
 
 
 def _row_and_column_sums(vector: Tensor) -> list[Tensor]:
@@ -214,7 +209,7 @@ def _begin(handle: int, header: RunHeader, path: Path) -> tuple[int, list[bytes]
 
 def _resume(header: RunHeader, path: Path, step: int) -> tuple[int, list[bytes]]:
     """Compare the header and the number of steps; return where the steps begin, and their digests."""
-    then, start, digests = _read(path)
+    then, start, digests = read_ledger(path)
     now = header.to_dict()
     for name, words in _FIELDS.items():
         if then[name] != now[name]:
@@ -238,31 +233,20 @@ def _difference(words: str, then: Any, now: Any) -> str:
     return f"{words} was {old} when the run started and is {new} now"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
-    """The header, where the steps begin, and their digests; a last line that a crash cut off is left out."""
+def read_ledger(path: Path) -> tuple[dict[str, Any], int, list[bytes]]:
+    """Return the header, where the steps begin, and their digests; a last line that a crash cut off is left out."""
     whole = path.read_bytes()
     first, *digests = whole[: whole.rfind(b"\n") + 1].splitlines() or [b""]
     try:
         header = json.loads(first)
     except ValueError:
         header = None
-    if not isinstance(header, dict) or any(len(digest) != _LINE - 1 for digest in digests):
+    is_complete = all(len(digest) == _LINE - 1 for digest in digests)
+    if not (isinstance(header, dict) and header.keys() == _FIELDS.keys() and is_complete):
         raise ValueError(f"{path} cannot be read. Restore the run's own file, {_OTHERWISE}.")
-    if header.keys() != _FIELDS.keys():
-        raise ValueError(
-            f"{path} was written by an older version of dpoptim, whose runs cannot resume. Start a new run."
-        )
     return header, len(first) + 1, digests
 
 
 def _write(handle: int, line: bytes, path: Path) -> None:
     if os.write(handle, line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def _lock(handle: int, path: Path) -> None:
-    if fcntl is not None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"another process is training the run of {path}. Wait for it to end.") from None

@@ -24,14 +24,6 @@ class StateChangeGuard:
     `.numpy()`) are found in the first batch, whose buffers are copied. Changes between calls (`load_state_dict`, `to`,
     evaluation) are allowed, unless a backward waits for its step. If a loop calls parts of the model, changes before
     the first layer with parameters are not seen. A refusal is final.
-
-    >>> model = nn.BatchNorm1d(2)
-    >>> watch = StateChangeGuard(model)
-    >>> watch.begin(restart=True)
-    >>> _ = model(torch.ones(3, 2))
-    >>> watch.check(waiting=True)
-    Traceback (most recent call last):
-    ValueError: buffer 'running_mean' changes when the model runs in training: ...
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,9 +78,8 @@ class StateChangeGuard:
             kind, *place = self._refused
             raise ValueError(
                 f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it takes in "
-                "(a running statistic, an observer, a count) is neither clipped nor noised. Put its module in eval "
-                "mode, remove the update, or build a table that grows with the input before training, by a run of the "
-                "longest input without gradients"
+                "(a running statistic, a count) is neither clipped nor noised. Put its module in eval mode, remove the "
+                "update, or run the longest input without gradients first if it is a table that grows"
             )
 
     def _tensors(self) -> Iterator[tuple[Name, Tensor]]:

@@ -1,9 +1,9 @@
 """Check by value that what a model computes for one example does not depend on the other examples of its batch.
 
 Clipping bounds what one example adds to the sum only if each gradient belongs to one example alone. So a few rows of a
-real batch are run and differentiated several times, each time under the same random draws. Some rows are kept; the
-others are replaced by different examples and get different output gradients. Whatever belongs to a kept row must stay
-the same: outputs, input gradients and the per-example gradients of parameters.
+real batch are run and differentiated several times under the same random draws. Some rows are kept; the others are
+replaced and get different output gradients. Outputs, input gradients and the per-example gradients of parameters must
+stay the same for a kept row.
 
 Not seen: mixing that needs more than `MAX_ROWS` rows (expert capacity), effects smaller than the rounding of the run's
 dtype, paths that only a later length, number or attribute opens, and whatever happens outside the function that is
@@ -16,7 +16,6 @@ tensors are refused.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -83,20 +82,14 @@ def check_independence(
     *,
     after_two_sizes: Callable[[], None],
 ) -> bool:
-    """Raise `ExampleMixingError` if `run` mixes examples.
+    """Raise `ExampleMixingError` if `run`, called `name` in messages, mixes examples of the real batch `arguments`.
 
-    Args:
-        name: What is run, for messages.
-        run: A function of the arguments. It returns tensors in tuples, lists, dicts or dataclasses.
-        take_gradients: Returns and forgets what backwards have recorded of per-example gradients.
-        arguments: Of a real batch with at least two examples.
-        after_two_sizes: Called once, when `run` has run on two different numbers of examples, which shows which axes
-            are those of the examples.
+    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and forgets what backwards
+    have recorded of per-example gradients. `after_two_sizes` is called once, when `run` has run on two different
+    numbers of examples, which shows which axes are those of the examples. The result is False if all examples of the
+    batch are the same integers, so that nothing could be seen.
 
-    Returns:
-        False if all examples of the batch are the same integers, so that nothing could be seen.
-
-    Guarantee: Random generators are left as they were, and messages hold no values. The cost is seven forwards and
+    Guarantee: random generators are left as they were, and messages hold no values. The cost is seven forwards and
     backwards of at most `MAX_ROWS` + 1 examples, whatever the size of the batch.
     """
     rows, replacements = _choose_rows(arguments)
@@ -150,7 +143,9 @@ def check_independence(
         return found
 
     try:
-        with torch.enable_grad(), _own_graph():
+        # What is saved for backward stays out of an activation checkpoint that the call may lie in.
+        own_graph = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        with torch.enable_grad(), own_graph:
             everything = torch.ones(count, dtype=torch.bool, device="cpu")
             other_size = [leaf[others] if batch else leaf for leaf, batch in zip(own, batched, strict=True)]
             other_shapes = observe(other_size, everything, None).output_shapes
@@ -206,14 +201,13 @@ class _Observed:
         """The first name whose kept rows differ by more than rounding; `again` shows by how much identical runs do."""
         if list(self.entries) != list(other.entries):
             return "the sequence of layers"
-        differs = []
+        differs = {}
         gradients = [e.numbers.abs().amax() for e in self.entries.values() if e.is_parameter and e.numbers.numel()]
         for name, one in self.entries.items():
             two = other.entries[name]
             if one.numbers.shape != two.numbers.shape:
                 return name
             if not one.numbers.numel():
-                differs.append(torch.tensor(False, device="cpu"))
                 continue
             change, size = (one.numbers - two.numbers).abs().amax(1), one.numbers.abs().amax(1)
             # A gradient far below the others is rounding alone, and adds nothing to the norm of all.
@@ -222,15 +216,12 @@ class _Observed:
             if again is not None:
                 allowed = allowed + 4 * (one.numbers - again.entries[name].numbers).abs().max()
             changed = (change > allowed) | (one.not_finite != two.not_finite)
-            differs.append((changed[keep.to(changed.device)] if len(changed) == len(keep) else changed).any().cpu())
-        return next((name for name, differ in zip(self.entries, differs, strict=True) if differ), None)
+            differs[name] = (changed[keep.to(changed.device)] if len(changed) == len(keep) else changed).any().cpu()
+        return next((name for name, differ in differs.items() if differ), None)
 
 
 def _summarize(tensor: Tensor, is_parameter: bool) -> _Entry:
-    """Each row as it is or, if it is long, two random projections of each of its blocks.
-
-    Blocks keep memory small and an effect on a few positions visible.
-    """
+    """Each row, or two random projections of each block of a long row, where effects on few positions stay visible."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     is_exact = not tensor.is_floating_point()
     wide = torch.float64 if is_exact or tensor.dtype == torch.float64 else torch.float32
@@ -299,10 +290,7 @@ def _batch_axes(
     if others is None:
         return [None] * len(shapes)
     if len(shapes) != len(others):
-        raise ExampleMixingError(
-            f"{name} returns a different number of tensors for different examples, so they cannot be compared. Return "
-            "the same tensors for every batch"
-        )
+        raise ExampleMixingError(f"{name} returns a varying number of tensors. Return the same tensors for every batch")
     axes = []
     for number, (shape, other) in enumerate(zip(shapes, others, strict=True)):
         changed = [axis for axis, (one, two) in enumerate(zip(shape, other, strict=False)) if one != two]
@@ -337,10 +325,3 @@ def _cotangent(output: Tensor, axis: int | None, keep: Tensor, number: int) -> T
 def _along(keep: Tensor, tensor: Tensor) -> Tensor:
     """The mask with axes of 1 behind it, on the tensor's device."""
     return keep.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))
-
-
-@contextlib.contextmanager
-def _own_graph() -> Iterator[None]:
-    """What is saved for backward stays out of an activation checkpoint that the call may lie in."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
-        yield

@@ -58,8 +58,7 @@ class LayerAxes:
         """Compare runs on `count` and on `other_count` examples: only the axis of the examples may differ."""
         if [call.layer for call in calls] != [call.layer for call in others]:
             raise ExampleMixingError(
-                "the model runs different layers for different numbers of examples, so they cannot be told apart. Run "
-                "the same layers for every batch"
+                "the model runs different layers for different numbers of examples. Run the same layers for every batch"
             )
         for call, other in zip(calls, others, strict=True):
             first, smaller = (next((s for s in c.shapes if s is not None), None) for c in (call, other))
@@ -75,18 +74,15 @@ class LayerAxes:
                     self.examples.add((call.layer, len(shape)))
                 elif shape is not None and shape[:1] == (1,) and shape == same:
                     self.shared.add((call.layer, len(shape)))
-            key = call.layer, tuple(None if shape is None else len(shape) for shape, _ in pairs)
-            self._add_axes(key, axes)
+            kinds = tuple(None if shape is None else len(shape) for shape, _ in pairs)
+            self.update(LayerAxes(axes={(call.layer, kinds): axes}))
 
     def update(self, other: LayerAxes) -> None:
         self.examples |= other.examples
         self.shared |= other.shared
         for key, axes in other.axes.items():
-            self._add_axes(key, axes)
-
-    def _add_axes(self, key: tuple[str, Kinds], axes: Axes) -> None:
-        if self.axes.setdefault(key, axes) != axes:
-            self.axes[key] = ()  # they differ from call to call
+            if self.axes.setdefault(key, axes) != axes:
+                self.axes[key] = ()  # they differ from call to call
 
 
 def _axis(one: torch.Size | None, other: torch.Size | None, count: int, other_count: int, axis: int) -> int | None:
@@ -106,7 +102,7 @@ class ModelCheck:
     """
 
     running: ModelCheck | None = None
-    """One for all engines and threads, because a backward may pass through layers of another engine."""
+    """One for all engines and threads, because a backward may pass through layers of other engines."""
 
     def __init__(self, owner: object, buffers: StateChangeGuard, *, allow_mixing: bool) -> None:
         self.owner, self.buffers, self.allow_mixing = owner, buffers, allow_mixing

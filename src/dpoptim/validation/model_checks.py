@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
     for name, module in model.named_modules():
         label = f"layer '{name}' ({type(module).__name__})"
         if isinstance(module, _BatchNorm):
-            watch = _BatchNormWatch(label)
+            watch = partial(_refuse_batch_norm, label)
             watch(module, ())
             watches.append(module.register_forward_pre_hook(watch))
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
@@ -45,15 +46,10 @@ def refuse_mixing(model: nn.Module) -> list[RemovableHandle]:
     return watches
 
 
-class _BatchNormWatch:
-    """Raises if a BatchNorm is in training mode, now or in a later forward: it would mix examples."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def __call__(self, module: Any, args: Any) -> None:
-        if module.training or (module.running_mean is None and torch.is_grad_enabled()):
-            raise ValueError(
-                f"{self.label} normalises over the batch and so mixes examples; replace it by nn.GroupNorm, "
-                "or freeze its statistics with .eval()"
-            )
+def _refuse_batch_norm(label: str, module: Any, args: Any) -> None:
+    """Raise if a BatchNorm is in training mode, now or in a later forward: it would mix examples."""
+    if module.training or (module.running_mean is None and torch.is_grad_enabled()):
+        raise ValueError(
+            f"{label} normalises over the batch and so mixes examples; replace it by nn.GroupNorm, or freeze its "
+            "statistics with .eval()"
+        )

@@ -121,11 +121,12 @@ def _holds(file: Path, secret: bytes) -> bool:
 
 def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: _Log) -> _Answer:
     try:
-        header, count = read_ledger(run.steps_file)
+        header, _, digests = read_ledger(run.steps_file)
     except FileNotFoundError:  # a run that was handed on has neither key nor ledger
         return None if key is None else False, f"{run.steps_file.name} is missing"
     except ValueError as error:
         return False, str(error)
+    count = len(digests)
     if count > plan.steps:
         return False, f"{count:,} were released and the plan covers {plan.steps:,}"
     steps = [entry.get("step") for entry in log if entry is not None]

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpoptim.arguments import set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
-from dpoptim.noise.search.objective import SearchObjective, check_workload
+from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.toeplitz import BandedInverseStrategy
@@ -76,8 +76,6 @@ def optimized_banded_inverse(search: SearchObjective, bands: int) -> Array:
     >>> optimized_banded_inverse(SearchObjective(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
     np.False_
     """
-    from scipy import optimize
-
     if bands == 1:
         return np.ones(1)
     falls = -np.diff(np.log(sqrt_series(bands)))  # the prefix sums of (1-x)^(1/2) are the square root's coefficients
@@ -90,15 +88,10 @@ def optimized_banded_inverse(search: SearchObjective, bands: int) -> Array:
         return value, np.cumsum(gradient) * sizes
 
     scaled, lowest = bends / sizes, np.inf
+    bounds = [(0.0, None)] * (bands - 1)
     for _ in range(4):
-        found = optimize.minimize(
-            value_and_slope,
-            scaled,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=[(0.0, None)] * (bands - 1),
-            options={"maxcor": 50, "maxiter": 400, "maxfun": 400, "ftol": 1e-12, "gtol": 1e-9},
-        )
+        options = {"maxcor": 50, "maxiter": 400, "maxfun": 400, "ftol": 1e-12, "gtol": 1e-9}
+        found = lbfgs(value_and_slope, scaled, bounds=bounds, **options)
         scaled = found.x
         if lowest - found.fun < 1e-6:
             break

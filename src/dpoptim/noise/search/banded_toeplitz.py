@@ -9,7 +9,7 @@ import numpy as np
 
 from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
-from dpoptim.noise.search.objective import SearchObjective, check_workload
+from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import check_participation
@@ -84,7 +84,6 @@ def _minimum(
 
     Beyond 1 the inverse of the series grows without bound.
     """
-    from scipy import optimize
 
     def value_and_slope(x: Series) -> tuple[float, Series]:
         tail, back = tail_of(x)
@@ -93,14 +92,8 @@ def _minimum(
         value, pull = search.by_strategy(padded, inverse_series(coefs, search.steps))
         return value, back(pull[1 : len(coefs)])
 
-    found = optimize.minimize(
-        value_and_slope,
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(0.0, 1.0)] * len(start),
-        options={"maxcor": 30, "maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-10},
-    )
+    options = {"maxcor": 30, "maxiter": 2000, "maxfun": 4000, "ftol": 0.0, "gtol": 1e-10}
+    found = lbfgs(value_and_slope, start, bounds=[(0.0, 1.0)] * len(start), **options)
     inward = np.where(
         found.x <= 0, np.minimum(found.jac, 0), np.where(found.x >= 1, np.maximum(found.jac, 0), found.jac)
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpoptim.arguments import check_choice, set_whole
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
-from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload
+from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, noising_series, powers
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.toeplitz import BufferedToeplitzStrategy
@@ -111,8 +111,6 @@ def _refined(decays: Series, weights: Series, search: SearchObjective) -> tuple[
 
     All logits give decays in (0, 1) and positive weights with a sum below 1.
     """
-    from scipy import optimize
-
     count = len(decays)
 
     def buffers(logits: Series) -> tuple[Series, Series]:
@@ -131,15 +129,9 @@ def _refined(decays: Series, weights: Series, search: SearchObjective) -> tuple[
 
     decays = np.maximum(decays, 0.2)  # nearer to 0 the logit's gradient is too small to move it
     start = np.concatenate([np.log(decays / (1 - decays)), np.log(weights / (1 - weights.sum()))])
-    found = optimize.minimize(
-        value_and_slope,
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(-30.0, 30.0)] * (2 * count),
-        options={"maxcor": 30, "maxiter": 1000, "maxfun": 2000, "ftol": 1e-15, "gtol": 1e-9},
-    )
-    return buffers(found.x)
+    bounds = [(-30.0, 30.0)] * (2 * count)
+    options = {"maxcor": 30, "maxiter": 1000, "maxfun": 2000, "ftol": 1e-15, "gtol": 1e-9}
+    return buffers(lbfgs(value_and_slope, start, bounds=bounds, **options).x)
 
 
 def _merged(decays: Series, weights: Series) -> tuple[Series, Series]:

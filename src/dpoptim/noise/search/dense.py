@@ -11,7 +11,7 @@ import torch
 
 from dpoptim.noise.search.banded_inverse import BandedInverse
 from dpoptim.noise.search.disk_cache import Array, cached_on_disk
-from dpoptim.noise.search.objective import check_workload
+from dpoptim.noise.search.objective import check_workload, lbfgs
 from dpoptim.noise.series import Series
 from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import Strategy, check_participation
@@ -69,7 +69,8 @@ class Dense(ShortRepr):
             RuntimeError: If the result is not proved to be near the optimum.
         """
         check_participation(steps, max_participations, min_separation)
-        if (seconds := dense_seconds(steps, max_participations)) > 20:
+        seconds = steps**2 * max_participations / 1500 if max_participations > 1 else (steps / 700) ** 3  # on one core
+        if seconds > 20:
             warnings.warn(
                 f"The first search of Dense() for {max_participations} participations in {steps} steps takes about "
                 f"{seconds:.0f} s. BufferedToeplitz(buffers=4) is nearly as good and takes less than one.",
@@ -78,11 +79,6 @@ class Dense(ShortRepr):
         if max_participations == 1:
             return MatrixStrategy(diagonals=optimal_dense(steps, self.workload))
         return MatrixStrategy(diagonals=optimal_overlap(steps, self.workload, max_participations, min_separation))
-
-
-def dense_seconds(steps: int, max_participations: int) -> float:
-    """Estimate how long the search takes on one core."""
-    return steps**2 * max_participations / 1500 if max_participations > 1 else (steps / 700) ** 3
 
 
 @cached_on_disk("dense", version=1)
@@ -98,8 +94,6 @@ def optimal_dense(steps: int, workload: Workload) -> Array:
     >>> optimal_dense(1, PrefixSums()).tolist()
     [[1.0]]
     """
-    from scipy import optimize
-
     square_root = _square_root(workload, steps)
     log_weights = np.zeros(steps)
     for _ in range(5):  # the fixed point v ← diag R gives the weights their size
@@ -114,13 +108,8 @@ def optimal_dense(steps: int, workload: Workload) -> Array:
         slope = (weights - _diagonal(roots, vectors)) / sizes
         return float(weights.sum() - 2 * roots.sum()) / total, slope / total
 
-    found = optimize.minimize(
-        negative_dual,
-        log_weights * sizes,
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxcor": 20, "maxiter": 500, "maxfun": 500, "ftol": 1e-15, "gtol": 1e-6},
-    )
+    options = {"maxcor": 20, "maxiter": 500, "maxfun": 500, "ftol": 1e-15, "gtol": 1e-6}
+    found = lbfgs(negative_dual, log_weights * sizes, **options)
     log_weights = found.x / sizes
     roots, vectors = square_root(log_weights)
     bound = float(2 * roots.sum() - np.exp(log_weights).sum())
@@ -214,8 +203,6 @@ def _descended(overlap: _Overlap, matrix: Matrix) -> Matrix:
 
     Entries of column s are divided by (X⁻¹AᵀAX⁻¹)_ss^-½, which gives all columns a similar effect.
     """
-    from scipy import optimize
-
     steps, free = len(matrix), np.tril_indices(len(matrix))
     inverse = np.linalg.inv(matrix)
     sizes = np.linalg.norm(overlap.sums.numpy() @ inverse @ inverse.T, axis=0)[free[1]] ** -1.0
@@ -225,19 +212,8 @@ def _descended(overlap: _Overlap, matrix: Matrix) -> Matrix:
         value, slope, _ = overlap.value(_filled(entries * sizes, steps))
         return value, slope[free] * sizes
 
-    found = optimize.minimize(
-        value_and_slope,
-        matrix[free] / sizes,
-        jac=True,
-        method="L-BFGS-B",
-        options={
-            "maxcor": 30,
-            "maxiter": _ITERATIONS,
-            "maxfun": _ITERATIONS,
-            "ftol": _GAIN / overlap.sharpness,
-            "gtol": 1e-9,
-        },
-    )
+    limits = {"maxiter": _ITERATIONS, "maxfun": _ITERATIONS, "ftol": _GAIN / overlap.sharpness, "gtol": 1e-9}
+    found = lbfgs(value_and_slope, matrix[free] / sizes, maxcor=30, **limits)
     matrix = _filled(found.x * sizes, steps)
     return matrix * np.sign(np.diag(matrix))[:, None]
 

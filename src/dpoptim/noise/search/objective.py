@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,13 +25,6 @@ class SearchObjective:
 
     The gradients assume non-negative, non-increasing coefficients of C. Their worst participations start at the
     first step and are as close as allowed. The disk cache uses the `repr` as a key.
-
-    Args:
-        steps: The number of steps.
-        max_participations: How often an example may take part.
-        min_separation: The least number of steps between two participations.
-        workload: What the optimizer makes of the gradients.
-        objective: Whether to minimise the mean or the max error of the workload.
 
     >>> search = SearchObjective(steps=4)
     >>> round(search.by_strategy(np.array([1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0]))[0], 6)  # ln(2.5)
@@ -70,6 +64,14 @@ class SearchObjective:
 
     def _energy(self, strategy_coefs: Series) -> tuple[float, Series]:
         return participation_energy(strategy_coefs, self.max_participations, self.min_separation)
+
+
+def lbfgs(value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, **options: Any) -> Any:
+    """Run scipy's L-BFGS-B with these options, of which `bounds` is one."""
+    from scipy import optimize
+
+    bounds = options.pop("bounds", None)
+    return optimize.minimize(value_and_slope, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
 
 
 def check_workload(workload: object) -> None:

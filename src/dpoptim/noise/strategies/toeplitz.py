@@ -79,17 +79,20 @@ class ToeplitzStrategy(Strategy):
         worst. Because the coefficients do not increase, columns that are earlier and closer overlap more. With
         min_separation ≥ bands the result is √max_participations·column_norm, up to the cut at the last step.
         """
-        max_participations = fitting_participations(self.steps, max_participations, min_separation)
+        count = fitting_participations(self.steps, max_participations, min_separation)
         if not self.sensitivity_is_exact:
             raise ValueError(
                 f"strategy_coefs={self.strategy_coefs[:4]}... are negative or increase, so the worst participation "
                 "pattern is not known. Use non-negative, non-increasing coefficients."
             )
-        total = np.zeros(self.steps)
-        coefs = np.asarray(self.strategy_coefs)
-        for first in range(0, max_participations * min_separation, min_separation):
-            stop = min(first + self.bands, self.steps)
-            total[first:stop] += coefs[: stop - first]
+        # `window` is the sum of the first 2^bit columns. Nothing cancels, since all terms are non-negative.
+        total, window, first = np.zeros(self.steps), np.pad(self.strategy_coefs, (0, self.steps - self.bands)), 0
+        for bit in range(count.bit_length()):
+            if count >> bit & 1:
+                total[first:] += window[: self.steps - first]
+                first += min_separation << bit
+            shift = min(min_separation << bit, self.steps)
+            window[shift:] += window[: self.steps - shift].copy()
         return float(np.linalg.norm(total))
 
     def squared_errors(self, workload: Workload = PrefixSums()) -> Series:  # noqa: B008
