@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,26 +55,24 @@ class Records:
             raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one per record")
 
     def __len__(self) -> int:
-        if self.kind is RecordKind.TEXT:
-            return len(self.texts)
-        if self.kind is RecordKind.IMAGE:
-            return len(self.images)
-        return 0 if self.features is None else len(self.features)
+        return len(self.contents)
 
-    @functools.cached_property
+    @property
+    def contents(self) -> Any:
+        """The texts, the images or the features."""
+        parts = {RecordKind.TEXT: self.texts, RecordKind.IMAGE: self.images, RecordKind.TABULAR: self.features}
+        return parts[self.kind]
+
+    @property
     def empty(self) -> int:
         """The number of blank texts."""
         return sum(not text.strip() for text in self.texts)
 
     def refuse_empty(self) -> None:
         """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
-        if self.empty:
-            first = next(index for index, text in enumerate(self.texts) if not text.strip())
-            what = "text" if self.text_column is None else repr(self.text_column)
-            raise ValueError(
-                f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: "
-                f"{self.locate(first)}); remove them"
-            )
+        wrong = [index for index, text in enumerate(self.texts) if not text.strip()]
+        what = "text" if self.text_column is None else repr(self.text_column)
+        _refuse(wrong, self.locate, f"data {self.source!r}", f"records without {what}", "remove them")
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
         """The records at these places, in this order; use it to hold some out before training.
@@ -84,16 +81,13 @@ class Records:
         ['three', 'one']
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        texts = [self.texts[i] for i in chosen] if self.kind is RecordKind.TEXT else []
         images = self.images
-        if isinstance(images, HubColumn):
-            images = images.take(chosen.tolist())  # without decoding one
-        elif images:
-            images = [images[i] for i in chosen]
         return dataclasses.replace(
             self,
-            texts=texts,
-            images=images,
+            texts=[self.texts[i] for i in chosen] if self.texts else (),
+            images=images.take(chosen.tolist())
+            if isinstance(images, HubColumn)
+            else [images[i] for i in chosen if images],
             features=None if self.features is None else self.features[chosen],
             labels=None if self.labels is None else self.labels[chosen],
             locate=lambda index: self.locate(int(chosen[index])),
@@ -183,8 +177,8 @@ class _Asked:
 def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
     if readers.is_saved_dataset(folder):
         return _from_dataset(readers.load_saved_dataset(folder, split), asked)
-    texts = readers.text_files(folder) if asked.kind is not RecordKind.IMAGE else []
-    images = readers.image_files(folder) if asked.kind is not RecordKind.TEXT else []
+    texts = readers.files_below(folder, (".txt",)) if asked.kind is not RecordKind.IMAGE else []
+    images = readers.image_files(folder) if asked.kind is not RecordKind.TEXT else {}
     tables = readers.table_files(folder, split) if asked.kind is not RecordKind.IMAGE else []
     if bool(texts) + bool(images) + bool(tables) > 1:
         raise ValueError(
@@ -197,26 +191,27 @@ def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
         return _only_texts([readers.read_text(path) for path in texts], asked, lambda index: str(texts[index]))
     if images:
         asked.refuse_columns()
-        labels, names = _label_places(
-            [name for _, name in images], asked.names, f"data {asked.source!r}", lambda index: str(images[index][0])
-        )
-        paths = [path for path, _ in images]
+        paths = list(images)
+        found = list(images.values())
+        labels, names = _label_places(found, asked.names, f"data {asked.source!r}", lambda index: str(paths[index]))
         return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
     raise ValueError(f"data {asked.source!r} is a folder without tables, .txt files or images (CLASS/*.png)")
 
 
 def _from_dataset(dataset: Any, asked: _Asked) -> Records:
-    columns: Columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
-    images = [name for name, values in columns.items() if isinstance(values, HubColumn) and values.is_image]
+    columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
+    images = [name for name, values in columns.items() if values.is_image]
     if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
         if len(images) != 1:
             raise ValueError(f"data {asked.source!r} has {len(images)} columns of images; exactly one is needed")
-        labels, names = _labels(columns, _label_column(columns, asked), readers.record_number, asked)
+        label = _label_column(columns, asked)
+        labels, names = _labels(columns, label, readers.record_number, asked)
         return Records(
             kind=RecordKind.IMAGE, source=asked.source, images=columns[images[0]], labels=labels, label_names=names
         )
-    others = {name: values for name, values in columns.items() if name not in images}
-    return _from_columns(others, readers.record_number, asked)
+    return _from_columns(
+        {name: values for name, values in columns.items() if not values.is_image}, readers.record_number, asked
+    )
 
 
 def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
@@ -229,20 +224,20 @@ def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
     labels, names = _labels(columns, label, locate, asked, needed=text is None)
     common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
     if text is not None:
-        texts = _texts(columns, text, locate)
-        return Records(kind=RecordKind.TEXT, texts=texts, text_column=text, **common)
+        values = list(columns[text])
+        wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
+        _refuse(wrong, locate, f"text_column={text!r}", "values that are not strings", "choose another column")
+        return Records(kind=RecordKind.TEXT, texts=[value or "" for value in values], text_column=text, **common)
     if label is None:
         raise ValueError(
             f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
             f"{', '.join(columns)}"
         )
-    features = [name for name in columns if name != label]
-    return Records(
-        kind=RecordKind.TABULAR,
-        features=_features(columns, features, locate, asked),
-        feature_names=tuple(features),
-        **common,
-    )
+    features = {name: values for name, values in columns.items() if name != label}
+    if not features:
+        raise ValueError(f"data {asked.source!r} has no column beside the label, so there are no features")
+    found = np.stack([_numbers(name, values, locate) for name, values in features.items()], axis=1)
+    return Records(kind=RecordKind.TABULAR, features=found, feature_names=tuple(features), **common)
 
 
 def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record_number) -> Records:
@@ -255,18 +250,22 @@ def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record
 # -- columns ----------------------------------------------------------------------------------------------------------
 
 
+def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
+    """Raise a ValueError if there are wrong records; it names the first and quotes none, because they are private."""
+    if wrong:
+        raise ValueError(f"{what} has {len(wrong)} {problem} (first: {locate(wrong[0])}); {advice}")
+
+
 def _label_column(columns: Columns, asked: _Asked) -> str | None:
     if asked.label is not None:
-        _require(asked.label, "label_column", columns)
-        return asked.label
+        return _existing(asked.label, "label_column", columns)
     return next((name for name in ("label", "labels") if name in columns and name != asked.text), None)
 
 
 def _text_column(columns: Columns, label: str | None, asked: _Asked) -> str | None:
     """The column of texts; None for a table of numbers."""
     if asked.text is not None:
-        _require(asked.text, "text_column", columns)
-        return asked.text
+        return _existing(asked.text, "text_column", columns)
     if "text" in columns and label != "text":
         return "text"
     strings = [name for name, values in columns.items() if name != label and _is_strings(values)]
@@ -280,9 +279,10 @@ def _text_column(columns: Columns, label: str | None, asked: _Asked) -> str | No
     return None
 
 
-def _require(name: str, argument: str, columns: Columns) -> None:
+def _existing(name: str, argument: str, columns: Columns) -> str:
     if name not in columns:
         raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(columns)}")
+    return name
 
 
 def _is_strings(values: Sequence[Any]) -> bool:
@@ -301,15 +301,14 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _texts(columns: Columns, column: str, locate: Locate) -> list[str]:
-    """The text of each record; null is an empty text."""
-    for index, value in enumerate(columns[column]):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(
-                f"text_column={column!r} holds {type(value).__name__} values (first: {locate(index)}); choose a column "
-                "of strings"
-            )
-    return [value or "" for value in columns[column]]
+def _numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.float32]:
+    """The values of a column, which must be finite numbers."""
+    with np.errstate(over="ignore"):
+        found = np.array([float(value) if _is_number(value) else np.nan for value in values]).astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(found)).tolist()
+    advice = "fill or encode them by a rule that does not look at other records"
+    _refuse(wrong, locate, f"column {name!r}", "values that are not finite numbers", advice)
+    return found
 
 
 def _labels(
@@ -334,56 +333,20 @@ def _label_places(
     values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
-
-    def refuse(wrong: Sequence[int], text: str) -> None:
-        if wrong:
-            raise ValueError(f"{what} has {len(wrong)} {text.format(first=locate(wrong[0]))}")
-
-    places = range(len(values))
-    refuse(
-        [i for i in places if values[i] is None or values[i] == ""],
-        "records without a label (first: {first}); every record needs one",
-    )
-    refuse(
-        [i for i in places if not _may_be_label(values[i])],
-        "values that are neither class names nor whole numbers (first: {first}); choose another column",
-    )
+    wrong = [index for index, value in enumerate(values) if value is None or value == ""]
+    _refuse(wrong, locate, what, "records without a label", "every record needs one")
+    whole = [isinstance(value, str | int) or (isinstance(value, float) and value.is_integer()) for value in values]
+    wrong = [index for index, fits in enumerate(whole) if not fits]
+    _refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "choose another column")
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
-        names = tuple(sorted(set(found), key=lambda name: (0, int(name), "") if _is_whole(name) else (1, 0, name)))
+        is_number = {name: name.removeprefix("-").isdecimal() for name in found}
+        names = tuple(sorted(is_number, key=lambda name: (0, int(name), "") if is_number[name] else (1, 0, name)))
     else:
         names = tuple(str(name) for name in declared)
         if len(set(names)) < len(names):
             raise ValueError(f"label_names={list(names)} has a name twice; give each once")
-        refuse(  # without quoting a label, which is private
-            [i for i in places if found[i] not in names],
-            "labels that are not in label_names (first: {first}); add their names, or remove the records",
-        )
+        wrong = [index for index, name in enumerate(found) if name not in names]
+        _refuse(wrong, locate, what, "labels that are not in label_names", "add their names, or remove the records")
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in found], dtype=np.int64), names
-
-
-def _may_be_label(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
-
-
-def _is_whole(name: str) -> bool:
-    return name.removeprefix("-").isdecimal()
-
-
-def _features(columns: Columns, names: list[str], locate: Locate, asked: _Asked) -> NDArray[np.float32]:
-    """The named columns, [records, columns]; every value must be a finite number."""
-    if not names:
-        raise ValueError(f"data {asked.source!r} has no column beside the label, so there are no features")
-    found = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
-    for place, name in enumerate(names):
-        values = np.array([float(value) if _is_number(value) else np.nan for value in columns[name]])
-        with np.errstate(over="ignore"):
-            found[:, place] = values
-        wrong = np.flatnonzero(~np.isfinite(found[:, place]))
-        if len(wrong):
-            raise ValueError(
-                f"column {name!r} has {len(wrong)} values that are not finite numbers (first: "
-                f"{locate(int(wrong[0]))}); fill or encode them by a rule that does not look at other records"
-            )
-    return found
