@@ -80,7 +80,7 @@ def test_bad_recipe_files_are_refused(tmp_path):
     broken.write_text("model = ")
     with pytest.raises(ValueError, match="is not a TOML file"):
         read_recipe(broken)
-    with pytest.raises(ValueError, match="is a folder; give a TOML file"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_recipe(tmp_path)
     broken.write_text("epsilon = 1.0")
     with pytest.raises(ValueError, match="model is missing"):

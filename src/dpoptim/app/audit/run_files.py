@@ -165,7 +165,7 @@ def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None) -> Check:
 
 def _entries(run: RunDirectory) -> list[dict[str, Any]]:
     lines = log_lines(run.log_file) if run.log_file.is_file() else []
-    return [line.entry for line in lines if line.entry is not None]
+    return [line for line in lines if line is not None]
 
 
 def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
@@ -173,9 +173,8 @@ def _log(run: RunDirectory, recipe: Recipe, claimed: float) -> Check:
     if not run.log_file.is_file():
         return Check(name=name, passed=None, found="log.jsonl is missing")
     lines, entries = log_lines(run.log_file), _entries(run)
-    broken = [line.place for line in lines[:-1] if line.entry is None]
-    if broken:
-        return Check(name=name, passed=False, found=f"line {broken[0]} is not JSON: the file was edited")
+    if None in lines[:-1]:
+        return Check(name=name, passed=False, found=f"line {lines.index(None) + 1} is not JSON: the file was edited")
     private = sum("not_private" in entry for entry in entries)
     if private or recipe.debug:
         found = f"the run used debug: {private:,} lines hold values that are not private; keep the log secret"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
@@ -46,7 +46,8 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
         refuse_weak_delta(recipe.delta, num_examples)
-    batch_size = recipe.batch_size or default_batch_size(num_examples)
+    # Large batches reduce noise, and an epoch should have eight or more.
+    batch_size = recipe.batch_size or min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
     steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten evaluations show a run's course
     on_gpu = device.type == "cuda"
@@ -84,16 +85,11 @@ def validation_fraction(recipe: Recipe) -> float:
     return VALIDATION_FRACTION
 
 
-def default_batch_size(num_examples: int) -> int:
-    """The power of two at or below n/8, at most 2048: large batches reduce noise, and an epoch has eight or more."""
-    return min(MOST_BATCH, 2 ** max(0, int(math.log2(max(1, num_examples / 8)))))
-
-
 def default_learning_rate(recipe: Recipe) -> float:
     """The default for the variant and the kind of model; 5e-4 worked best for private fine-tuning."""
     if recipe.variant == "dp_sgd":
         return 1.0  # its step is as long as the gradient
-    if recipe.model in ("mlp", "small-cnn"):
+    if recipe.model in BUILT_IN:
         return 1e-2
     return 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
 
@@ -113,48 +109,25 @@ def chosen_device(name: str) -> torch.device:
 
 # -- the plan and the optimizer of a complete recipe -------------------------------------------------------------------
 
+_OF_PLAN = ("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier", "delta")
+_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
+
 
 def plan_of(
     recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
 ) -> PrivacyPlan:
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
-    assert recipe.num_examples is not None  # filled in
-    assert recipe.batch_size is not None
-    assert recipe.steps is not None
-    assert recipe.delta is not None
-    return make_plan(
-        num_examples=recipe.num_examples,
-        batch_size=recipe.batch_size,
-        steps=recipe.steps,
-        clip_norm=recipe.clip_norm or CLIP_NORM,
-        sampling=recipe.sampling,
-        noise=recipe.noise,
-        adjacency=Adjacency(recipe.adjacency),
-        epsilon=recipe.epsilon,
-        noise_multiplier=recipe.noise_multiplier,
-        delta=recipe.delta,
-        parameters=parameters,
-        progress=progress,
-    )
+    values: dict[str, Any] = {name: getattr(recipe, name) for name in _OF_PLAN}
+    values |= {"clip_norm": recipe.clip_norm or CLIP_NORM, "adjacency": Adjacency(recipe.adjacency)}
+    return make_plan(**values, parameters=parameters, progress=progress)
 
 
 def optimizer_of(
     recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
 ) -> PrivateOptimizer:
     """Create the optimizer of a complete recipe, attached to the model."""
-    assert recipe.learning_rate is not None
-    return make_optimizer(
-        recipe.variant,
-        model,
-        plan,
-        learning_rate=recipe.learning_rate,
-        betas=recipe.betas,
-        eps=recipe.eps,
-        eps_scale=recipe.eps_scale,
-        weight_decay=recipe.weight_decay,
-        key=key,
-        **options,
-    )
+    values: dict[str, Any] = {name: getattr(recipe, name) for name in _OF_OPTIMIZER}
+    return make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:

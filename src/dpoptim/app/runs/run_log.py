@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
@@ -96,17 +96,9 @@ def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
 # -- reading the log ---------------------------------------------------------------------------------------------------
 
 
-class LogLine(NamedTuple):
-    """One line of a log; `entry` is None if the line is not a JSON object."""
-
-    place: int  # from 1
-    entry: dict[str, Any] | None
-
-
-def log_lines(path: Path) -> list[LogLine]:
-    """The lines of a log that are not blank, in order, readable or not."""
-    lines = path.read_bytes().split(b"\n")
-    return [LogLine(place, _entry(line)) for place, line in enumerate(lines, 1) if line.strip()]
+def log_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The entries of a log, in order; None for a line that is not a JSON object."""
+    return [_entry(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -124,10 +116,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         ValueError: Any other line is not JSON.
     """
     lines = log_lines(path)
-    for line in lines[:-1]:
-        if line.entry is None:
-            raise ValueError(f"{path}, line {line.place} is not JSON; the file was changed")
-    return [line.entry for line in lines if line.entry is not None]
+    if None in lines[:-1]:
+        raise ValueError(f"{path}, line {lines.index(None) + 1} is not JSON; the file was changed")
+    return [line for line in lines if line is not None]
+
+
+def _last_reason(entries: list[dict[str, Any]]) -> str | None:
+    """How the last session ended; None if it did not log its end."""
+    sessions = [entry for entry in entries if entry["kind"] in ("start", "end")]
+    return sessions[-1].get("reason") if sessions else None
 
 
 # -- reading a run -----------------------------------------------------------------------------------------------------
@@ -157,8 +154,8 @@ class RunHistory:
     folder: Path
     recipe: dict[str, Any]
     recipe_text: str
-    plan: dict[str, Any]  # the plan's fields, with the accountant's ε and δ
     privacy_plan: PrivacyPlan
+    planned_epsilon: float
     statement: str
     starts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
@@ -168,11 +165,8 @@ class RunHistory:
     notes: list[str]
 
     def setting(self, name: str) -> Any:
-        """A value of the last start, the recipe or the plan; None if there is none."""
-        for place in (self.starts[-1] if self.starts else {}, self.recipe, self.plan):
-            if place.get(name) is not None:
-                return place[name]
-        return None
+        """A value of the last start or the recipe; None if there is none."""
+        return {**self.recipe, **(self.starts[-1] if self.starts else {})}.get(name)
 
     @property
     def last_step(self) -> int:
@@ -204,14 +198,14 @@ class RunHistory:
 
     @functools.cached_property
     def guarantee(self) -> Guarantee:
-        """The guarantee of the whole run, from plan.json."""
+        """The guarantee of the whole run."""
         plan = self.privacy_plan
-        sampling = self.plan["sampling"]
+        assert plan.delta is not None  # a run has one
         return Guarantee(
-            epsilon=float(self.plan["epsilon"]) if plan.is_private else math.inf,
-            delta=float(self.plan["delta"]),
+            epsilon=self.planned_epsilon,
+            delta=plan.delta,
             adjacency=plan.adjacency.value,
-            sampling=str(sampling["kind"] if isinstance(sampling, dict) else sampling),
+            sampling=type(plan.sampling).__name__,
             accountant=describe_accountant(plan.run),
         )
 
@@ -254,33 +248,32 @@ def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     entries = read_log(log)
     if not entries:
         raise ValueError(f"{log} is empty; nothing was logged yet")
-    wanted = ("start", "step", "evaluation", "end")
-    kinds = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in wanted}
-    recipe_text = _parsed(folder / "recipe.toml", str)
-    plan, privacy_plan = _parsed(folder / "plan.json", _plan)
-    sessions = [entry["kind"] for entry in entries if entry["kind"] in ("start", "end")]
-    cut_off = log_lines(log)[-1].entry is None
+    starts, steps, evaluations, ends = (
+        [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
+    )
+    plan, epsilon = _parsed(folder / "plan.json", _plan)
+    cut_off = log_lines(log)[-1] is None
     return RunHistory(
         name=name or folder.resolve().name,
         folder=folder,
         recipe=_parsed(folder / "recipe.toml", tomllib.loads),
-        recipe_text=recipe_text,
-        plan=plan,
-        privacy_plan=privacy_plan,
+        recipe_text=_parsed(folder / "recipe.toml", str),
+        privacy_plan=plan,
+        planned_epsilon=epsilon,
         statement=_parsed(folder / "statement.txt", str).strip(),
-        starts=kinds["start"],
-        steps=kinds["step"],
-        evaluations=kinds["evaluation"],
-        ends=kinds["end"],
-        is_ended=sessions[-1:] == ["end"],
+        starts=starts,
+        steps=steps,
+        evaluations=evaluations,
+        ends=ends,
+        is_ended=_last_reason(entries) is not None,
         notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
     )
 
 
-def _plan(text: str) -> tuple[dict[str, Any], PrivacyPlan]:
+def _plan(text: str) -> tuple[PrivacyPlan, float]:
     found = json.loads(text)
-    values = {**found["plan"], "epsilon": found["epsilon"], "delta": found["delta"]}
-    return values, PrivacyPlan.from_dict(found["plan"])
+    plan = PrivacyPlan.from_dict(found["plan"])
+    return plan, float(found["epsilon"]) if plan.is_private else math.inf
 
 
 def _parsed(file: Path, parse: Callable[[str], _Value]) -> _Value:
@@ -325,7 +318,7 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run; `first` and `last` are held-out scores before and after training, None if not finite."""
+    """A finished run; `first` and `last` are held-out scores before and after training."""
 
     path: Path
     recipe: Recipe
@@ -355,12 +348,12 @@ def read_result(directory: Path) -> RunResult:
 
 def is_finished(directory: Path) -> bool:
     """Whether the folder is a run that took all its steps."""
-    return _last_end(directory) == "finished"
+    return _ended_by(directory, "finished")
 
 
 def has_diverged(directory: Path) -> bool:
     """Whether the folder is a run that stopped with `Diverged`, and would again."""
-    return _last_end(directory) == ending_by(Diverged())
+    return _ended_by(directory, ending_by(Diverged()))
 
 
 def ending_by(error: BaseException) -> str:
@@ -368,7 +361,6 @@ def ending_by(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
 
 
-def _last_end(directory: Path) -> str | None:
+def _ended_by(directory: Path, reason: str) -> bool:
     log = directory / _LOG
-    sessions = [entry for entry in read_log(log) if entry["kind"] in ("start", "end")] if log.is_file() else []
-    return sessions[-1].get("reason") if sessions else None
+    return log.is_file() and _last_reason(read_log(log)) == reason
