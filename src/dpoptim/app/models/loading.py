@@ -26,7 +26,6 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
 _BUILT_IN = {"mlp": Task.TABULAR_CLASSIFICATION, "small-cnn": Task.IMAGE_CLASSIFICATION}
-_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _ADAPTER = "adapter_config.json"
 _ADAPTER_TASKS = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 _HEADS = ("classifier", "score", "classification_head")
@@ -110,7 +109,6 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     """
     name = _expanded(name_or_path)
     transformers = require("transformers", f"the tokenizer of {name!r}")
-    _check_folder(name, "tokenizer")
     with _loading("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one if it finds no file
@@ -170,7 +168,6 @@ def task_of_model(name: str) -> Task:
         return _BUILT_IN[name]
     transformers = require("transformers", f"model={name!r}")
     name = _expanded(name)
-    _check_folder(name, "model")
     adapter = _adapter(name)
     if adapter is not None:
         return _ADAPTER_TASKS.get(adapter.get("task_type")) or task_of_model(adapter["base_model_name_or_path"])
@@ -214,7 +211,6 @@ def _built_in(task: Task, name: str, num_labels: int, columns: int | None) -> nn
 
 def _from_transformers(task: Task, name: str, labels: Sequence[str], from_scratch: bool) -> Any:
     transformers = require("transformers", f"model={name!r}")
-    _check_folder(name, "model", weights=not from_scratch)
     adapter = _adapter(name)
     if adapter is not None:
         peft = require("peft", f"model={name!r}, which holds LoRA factors,")
@@ -246,30 +242,12 @@ def _expanded(name_or_path: str | Path) -> str:
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
-def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.is_absolute() or name.startswith("."):
-            raise ValueError(f"{what}={name!r} does not exist; give a folder made by save_pretrained, or a hub name")
-        return
-    if what == "model" and not any((folder / file).is_file() for file in ("config.json", _ADAPTER)):
-        raise ValueError(f"model={name!r} is a folder without config.json; give one made by save_pretrained")
-    if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise ValueError(
-            f"model={name!r} has no weights (model.safetensors). Give a folder made by save_pretrained, or set "
-            "from_scratch (--from-scratch) to start from new weights."
-        )
-
-
 @contextlib.contextmanager
 def _loading(what: str, name: str) -> Iterator[None]:
     """Turn the many errors of transformers, peft and the hub into one line."""
     try:
         yield
     except Exception as error:
-        if Path(name).is_dir():
-            raise ValueError(f"{what}={name!r} cannot be loaded: {first_line(error)}") from error
-        raise ValueError(
-            f"{what}={name!r} is not a folder here, and the Hugging Face hub did not provide it ({first_line(error)}); "
-            "check the path"
-        ) from error
+        missing = " does not exist here, and the Hugging Face hub did not provide it; it"
+        where = "" if Path(name).is_dir() else missing
+        raise ValueError(f"{what}={name!r}{where} cannot be loaded: {first_line(error)}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
 
 KEPT = 2
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 class RunDirectory:
@@ -140,15 +138,12 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "state.pt").is_file()]
-    return sorted(found, key=step_of)
+    return sorted((file.parent for file in folder.glob("step-*/state.pt")), key=step_of)
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, from its name."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -34,11 +34,21 @@ _LOG = "log.jsonl"
 class RunLog:
     """Appends entries to a log: one JSON object per line, flushed at once.
 
-    Only start and end have the time of day, because the times of steps reveal the sizes of their batches.
+    Only start and end have the time of day, because the times of steps reveal the sizes of their batches. If
+    `tensorboard` names a folder, it is rebuilt from the log and then gets the numbers of every entry.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
         self._file = path.open("a", encoding="utf-8")
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
+            shutil.rmtree(tensorboard, ignore_errors=True)
+            self._writer = SummaryWriter(str(tensorboard))
+            for entry in read_log(path):
+                self._mirror(entry)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append an entry."""
@@ -48,6 +58,23 @@ class RunLog:
         entry |= values
         self._file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
+        if self._writer is not None:
+            self._mirror(entry)
+
+    def _mirror(self, entry: dict[str, Any]) -> None:
+        """Write the numbers of a step or evaluation to TensorBoard; the names of those that are not private say so."""
+        parts: dict[str, dict[str, Any]] = {}
+        if entry["kind"] == "evaluation":
+            parts["held-out"] = {name: entry[name] for name in ("loss", "accuracy", "perplexity")}
+        elif entry["kind"] == "step":
+            parts["run"] = {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")}
+            parts["released"] = entry["released"]
+            parts["not private, for debugging"] = entry.get("not_private", {})
+        for group, values in parts.items():
+            for name, value in values.items():
+                if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
+                    self._writer.add_scalar(f"{group}/{name}", value, entry["step"], walltime=0.0)
+        self._writer.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -60,37 +87,6 @@ def cut_log(path: Path, step: int) -> None:
     """Drop the entries after `step`, before a run resumes there; repeated steps then appear once."""
     kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
-
-
-def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
-    """A TensorBoard writer into `folder`, which is rebuilt from the log's entries."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
-    shutil.rmtree(folder, ignore_errors=True)
-    writer = SummaryWriter(str(folder))
-    for entry in entries:
-        if entry["kind"] in ("step", "evaluation"):
-            write_scalars(writer, entry)
-    return writer
-
-
-def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
-    """Write every number of a step or evaluation to TensorBoard; the names of values that are not private say so."""
-    step = entry["step"]
-    if entry["kind"] == "evaluation":
-        parts = {"held-out": {name: entry[name] for name in ("loss", "accuracy", "perplexity")}}
-    else:
-        parts = {
-            "run": {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")},
-            "released": entry["released"],
-            "not private, for debugging": entry.get("not_private", {}),
-        }
-    for group, values in parts.items():
-        for name, value in values.items():
-            if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
-                writer.add_scalar(f"{group}/{name}", value, step, walltime=0.0)
-    writer.flush()
 
 
 # -- reading the log ---------------------------------------------------------------------------------------------------
