@@ -99,8 +99,8 @@ def is_saved_dataset(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def load_saved_dataset(folder: Path, split: str) -> Any:
-    """Load the `datasets.Dataset` in a folder, or the part `split` of a `DatasetDict`."""
+def load_saved_dataset(folder: Path, split: str) -> Columns:
+    """The columns of the `datasets.Dataset` in a folder, or of the part `split` of a `DatasetDict`."""
     datasets = require("datasets", f"reading the saved dataset {folder}")
     try:
         found = datasets.load_from_disk(str(folder))
@@ -109,20 +109,21 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"split={split!r} is not in {str(folder)!r}, which has {', '.join(found)}")
-        return found[split]
-    return found
+        found = found[split]
+    return {name: HubColumn(found, name) for name in found.column_names}
 
 
-def load_hub_dataset(name: str, split: str) -> Any:
-    """Load the dataset `name` or `name:configuration` from the Hugging Face hub or its local cache."""
+def load_hub_dataset(name: str, split: str) -> Columns:
+    """The columns of the dataset `name` or `name:configuration` on the Hugging Face hub or in its local cache."""
     datasets = require("datasets", f"reading data {name!r}, which is not a file or folder here,")
     path, _, configuration = name.partition(":")
     try:
-        return datasets.load_dataset(path, configuration or None, split=split)
+        found = datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
         raise ValueError(
             f"data {name!r} is not a file or folder, and the Hugging Face hub did not provide it ({first_line(error)})"
         ) from error
+    return {name: HubColumn(found, name) for name in found.column_names}
 
 
 class HubColumn(Sequence[Any]):
@@ -152,8 +153,10 @@ class HubColumn(Sequence[Any]):
 
 
 def _read_table(path: Path) -> Columns:
-    readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl}
-    return readers.get(path.suffix.lower(), _read_csv)(path)
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if path.suffix.lower() not in readers:
+        raise ValueError(f"data {str(path)!r} cannot be read; give {', '.join(readers)}, .txt or a folder")
+    return readers[path.suffix.lower()](path)
 
 
 def _read_jsonl(path: Path) -> Columns:

@@ -45,7 +45,7 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    text_column: str | None = None  # the table's column that the texts were read from
+    text_column: str | None = None  # the column that the texts were read from, if there were several
     locate: Locate = readers.record_number
 
     def __post_init__(self) -> None:
@@ -144,110 +144,129 @@ def read_records(
     if not name.strip():
         raise ValueError(f"data {name!r} is blank; give a file, a folder or a dataset's name")
     path = Path(source).expanduser()
-    asked = _Asked(source=name, text=text_column, label=label_column, kind=kind, names=label_names)
-    if path.is_dir():
-        return _from_folder(path, split, asked)
-    if path.is_file():
-        if path.suffix.lower() == ".txt":
-            return _only_texts(readers.read_lines(path), asked)
-        if path.suffix.lower() in readers.TABLE_SUFFIXES:
-            return _from_columns(*readers.read_tables([path]), asked)
-        raise ValueError(f"data {name!r} cannot be read; give {', '.join(readers.TABLE_SUFFIXES)}, .txt or a folder")
-    if path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
+    locate: Locate = readers.record_number
+    if path.is_dir() and not readers.is_saved_dataset(path):
+        columns, locate = _folder(path, split, kind)
+    elif path.is_dir():
+        columns = readers.load_saved_dataset(path, split)
+    elif path.is_file() and path.suffix.lower() == ".txt":
+        columns = {"text": readers.read_lines(path)}
+    elif path.is_file():
+        columns, locate = readers.read_tables([path])
+    elif path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
         raise ValueError(f"data {name!r} does not exist; check the path")
-    return _from_dataset(readers.load_hub_dataset(name, split), asked)
+    else:
+        columns = readers.load_hub_dataset(name, split)
+    if not columns or not len(next(iter(columns.values()))):
+        raise ValueError(f"data {name!r} has no records; there is nothing to train on")
+    return _Reader(name, columns, locate, text_column, label_column, kind, label_names).read()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the caller of `read_records` asked for."""
+def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:
+    texts = readers.files_below(folder, (".txt",)) if kind is not RecordKind.IMAGE else []
+    images = readers.image_files(folder) if kind is not RecordKind.TEXT else {}
+    tables = readers.table_files(folder, split) if kind is not RecordKind.IMAGE else []
+    if bool(texts) + bool(images) + bool(tables) != 1:
+        raise ValueError(
+            f"data {str(folder)!r} holds {len(tables)} tables, {len(texts)} .txt files and {len(images)} images in "
+            "folders (CLASS/*.png); give a folder with one kind"
+        )
+    if tables:
+        return readers.read_tables(tables)
+    files = texts or list(images)
+    if texts:
+        columns: Columns = {"text": [readers.read_text(path) for path in texts]}
+    else:
+        columns = {"image": files, "label": list(images.values())}
+    return columns, lambda index: str(files[index])
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Chooses among the columns of a source what the caller of `read_records` asked for."""
 
     source: str
+    columns: Columns
+    locate: Locate
     text: str | None
     label: str | None
     kind: RecordKind | None
-    names: Sequence[str] | None
+    label_names: Sequence[str] | None
 
-    def refuse_columns(self) -> None:
-        for name, value in (("text_column", self.text), ("label_column", self.label)):
-            if value is not None:
-                raise ValueError(f"{name}={value!r} was given, but data {self.source!r} has no columns; leave it out")
+    def read(self) -> Records:
+        label = self._label_column()
+        images = [name for name, values in self.columns.items() if _is_images(values)]
+        if self.kind is RecordKind.IMAGE or (self.kind is None and self.text is None and images):
+            if len(images) != 1:
+                raise ValueError(
+                    f"data {self.source!r} has {len(images)} columns of images; give one, or a folder CLASS/*.png"
+                )
+            return self._records(RecordKind.IMAGE, label, images=self.columns[images[0]])
+        text = None if self.kind is RecordKind.TABULAR else self._text_column(label)
+        if text is not None:
+            values = list(self.columns[text])
+            wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
+            _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose another column")
+            column = text if len(self.columns) > 1 else None
+            return self._records(RecordKind.TEXT, label, texts=[value or "" for value in values], text_column=column)
+        if label is None:
+            raise ValueError(
+                f"data {self.source!r} has no column 'label'; set label_column (--label-column) to one of "
+                f"{', '.join(self.columns)}"
+            )
+        names = tuple(name for name in self.columns if name not in (label, *images))
+        if not names:
+            raise ValueError(f"data {self.source!r} has no column beside the label, so there are no features")
+        features = np.stack([_numbers(name, self.columns[name], self.locate) for name in names], axis=1)
+        return self._records(RecordKind.TABULAR, label, features=features, feature_names=names)
 
+    def _records(self, kind: RecordKind, label: str | None, **contents: Any) -> Records:
+        labels, names = self._labels(label, needed=kind is RecordKind.TABULAR)
+        return Records(kind=kind, source=self.source, labels=labels, label_names=names, locate=self.locate, **contents)
 
-def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
-    if readers.is_saved_dataset(folder):
-        return _from_dataset(readers.load_saved_dataset(folder, split), asked)
-    texts = readers.files_below(folder, (".txt",)) if asked.kind is not RecordKind.IMAGE else []
-    images = readers.image_files(folder) if asked.kind is not RecordKind.TEXT else {}
-    tables = readers.table_files(folder, split) if asked.kind is not RecordKind.IMAGE else []
-    if bool(texts) + bool(images) + bool(tables) > 1:
-        raise ValueError(
-            f"data {asked.source!r} holds {len(texts)} .txt files, {len(images)} images in folders and {len(tables)} "
-            "tables; give a folder with one kind"
-        )
-    if tables:
-        return _from_columns(*readers.read_tables(tables), asked)
-    if texts:
-        return _only_texts([readers.read_text(path) for path in texts], asked, lambda index: str(texts[index]))
-    if images:
-        asked.refuse_columns()
-        paths = list(images)
-        found = list(images.values())
-        labels, names = _label_places(found, asked.names, f"data {asked.source!r}", lambda index: str(paths[index]))
-        return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
-    raise ValueError(f"data {asked.source!r} is a folder without tables, .txt files or images (CLASS/*.png)")
+    def _label_column(self) -> str | None:
+        if self.label is not None:
+            return self._existing(self.label, "label_column")
+        return next((name for name in ("label", "labels") if name in self.columns and name != self.text), None)
 
+    def _text_column(self, label: str | None) -> str | None:
+        """The column of texts; None for a table of numbers."""
+        if self.text is not None:
+            return self._existing(self.text, "text_column")
+        if "text" in self.columns and label != "text":
+            return "text"
+        strings = [name for name, values in self.columns.items() if name != label and _is_strings(values)]
+        if len(strings) == 1:
+            return strings[0]
+        if strings or self.kind is RecordKind.TEXT:
+            raise ValueError(
+                f"data {self.source!r} has no column 'text' and {len(strings) or 'no'} columns of strings; set "
+                f"text_column (--text-column) to one of {', '.join(self.columns)}"
+            )
+        return None
 
-def _from_dataset(dataset: Any, asked: _Asked) -> Records:
-    columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
-    images = [name for name, values in columns.items() if values.is_image]
-    if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
-        if len(images) != 1:
-            raise ValueError(f"data {asked.source!r} has {len(images)} columns of images; exactly one is needed")
-        label = _label_column(columns, asked)
-        labels, names = _labels(columns, label, readers.record_number, asked)
-        return Records(
-            kind=RecordKind.IMAGE, source=asked.source, images=columns[images[0]], labels=labels, label_names=names
-        )
-    return _from_columns(
-        {name: values for name, values in columns.items() if not values.is_image}, readers.record_number, asked
-    )
+    def _existing(self, name: str, argument: str) -> str:
+        if name not in self.columns:
+            raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(self.columns)}")
+        return name
 
-
-def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
-    if asked.kind is RecordKind.IMAGE:
-        raise ValueError(f"data {asked.source!r} is a table; images are read from folders CLASS/*.png")
-    if not columns or not len(next(iter(columns.values()))):
-        raise ValueError(f"data {asked.source!r} has no records; there is nothing to train on")
-    label = _label_column(columns, asked)
-    text = None if asked.kind is RecordKind.TABULAR else _text_column(columns, label, asked)
-    labels, names = _labels(columns, label, locate, asked, needed=text is None)
-    common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
-    if text is not None:
-        values = list(columns[text])
-        wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
-        _refuse(wrong, locate, f"text_column={text!r}", "values that are not strings", "choose another column")
-        return Records(kind=RecordKind.TEXT, texts=[value or "" for value in values], text_column=text, **common)
-    if label is None:
-        raise ValueError(
-            f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
-            f"{', '.join(columns)}"
-        )
-    features = {name: values for name, values in columns.items() if name != label}
-    if not features:
-        raise ValueError(f"data {asked.source!r} has no column beside the label, so there are no features")
-    found = np.stack([_numbers(name, values, locate) for name, values in features.items()], axis=1)
-    return Records(kind=RecordKind.TABULAR, features=found, feature_names=tuple(features), **common)
-
-
-def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record_number) -> Records:
-    asked.refuse_columns()
-    if asked.kind not in (None, RecordKind.TEXT):
-        raise ValueError(f"data {asked.source!r} holds texts, but the task needs {asked.kind.value} records")
-    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, locate=locate)
+    def _labels(self, label: str | None, *, needed: bool) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+        """The labels; none if there is no such column, or if one that was not asked for holds something else."""
+        if label is None:
+            return None, ()
+        values = self.columns[label]
+        declared = values.class_names if isinstance(values, HubColumn) else None
+        if declared is not None:
+            values = [declared[value] if value is not None and value >= 0 else None for value in values]
+        try:
+            return _label_places(list(values), self.label_names or declared, f"label_column={label!r}", self.locate)
+        except ValueError:
+            if needed or self.label is not None or self.label_names is not None:
+                raise
+            return None, ()
 
 
-# -- columns ----------------------------------------------------------------------------------------------------------
+# -- values of columns ------------------------------------------------------------------------------------------------
 
 
 def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
@@ -256,33 +275,8 @@ def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advic
         raise ValueError(f"{what} has {len(wrong)} {problem} (first: {locate(wrong[0])}); {advice}")
 
 
-def _label_column(columns: Columns, asked: _Asked) -> str | None:
-    if asked.label is not None:
-        return _existing(asked.label, "label_column", columns)
-    return next((name for name in ("label", "labels") if name in columns and name != asked.text), None)
-
-
-def _text_column(columns: Columns, label: str | None, asked: _Asked) -> str | None:
-    """The column of texts; None for a table of numbers."""
-    if asked.text is not None:
-        return _existing(asked.text, "text_column", columns)
-    if "text" in columns and label != "text":
-        return "text"
-    strings = [name for name, values in columns.items() if name != label and _is_strings(values)]
-    if len(strings) == 1:
-        return strings[0]
-    if strings or asked.kind is RecordKind.TEXT:
-        raise ValueError(
-            f"data {asked.source!r} has no column 'text' and {len(strings) or 'no'} columns of strings; set "
-            f"text_column (--text-column) to one of {', '.join(columns)}"
-        )
-    return None
-
-
-def _existing(name: str, argument: str, columns: Columns) -> str:
-    if name not in columns:
-        raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(columns)}")
-    return name
+def _is_images(values: Sequence[Any]) -> bool:
+    return values.is_image if isinstance(values, HubColumn) else isinstance(values[0], Path)
 
 
 def _is_strings(values: Sequence[Any]) -> bool:
@@ -309,24 +303,6 @@ def _numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.flo
     advice = "fill or encode them by a rule that does not look at other records"
     _refuse(wrong, locate, f"column {name!r}", "values that are not finite numbers", advice)
     return found
-
-
-def _labels(
-    columns: Columns, label: str | None, locate: Locate, asked: _Asked, *, needed: bool = False
-) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """The labels; none if there is no such column, or if one that was not asked for holds something else."""
-    if label is None:
-        return None, ()
-    values = columns[label]
-    declared = values.class_names if isinstance(values, HubColumn) else None
-    if declared is not None:
-        values = [declared[value] if value is not None and value >= 0 else None for value in values]
-    try:
-        return _label_places(list(values), asked.names or declared, f"label_column={label!r}", locate)
-    except ValueError:
-        if needed or asked.label is not None or asked.names is not None:
-            raise
-        return None, ()
 
 
 def _label_places(
