@@ -8,7 +8,7 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ class HubColumn(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index][self._name]
 
-    def take(self, indices: Sequence[int]) -> HubColumn:
+    def take(self, indices: Iterable[int]) -> HubColumn:
         """The entries at these places."""
         return HubColumn(self._dataset.select(indices), self._name)
 

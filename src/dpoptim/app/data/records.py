@@ -29,6 +29,9 @@ class RecordKind(enum.Enum):
     TABULAR = "tabular"
 
 
+_FIELDS = {RecordKind.TEXT: "texts", RecordKind.IMAGE: "images", RecordKind.TABULAR: "features"}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Records:
     """Records of one kind in the order of their source, each with a label if there are labels.
@@ -60,8 +63,7 @@ class Records:
     @property
     def contents(self) -> Any:
         """The texts, the images or the features."""
-        parts = {RecordKind.TEXT: self.texts, RecordKind.IMAGE: self.images, RecordKind.TABULAR: self.features}
-        return parts[self.kind]
+        return getattr(self, _FIELDS[self.kind])
 
     @property
     def empty(self) -> int:
@@ -81,14 +83,14 @@ class Records:
         ['three', 'one']
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        images = self.images
+        contents = self.contents
+        if isinstance(contents, np.ndarray):
+            contents = contents[chosen]
+        else:
+            contents = contents.take(chosen) if isinstance(contents, HubColumn) else [contents[i] for i in chosen]
         return dataclasses.replace(
             self,
-            texts=[self.texts[i] for i in chosen] if self.texts else (),
-            images=images.take(chosen.tolist())
-            if isinstance(images, HubColumn)
-            else [images[i] for i in chosen if images],
-            features=None if self.features is None else self.features[chosen],
+            **{_FIELDS[self.kind]: contents},
             labels=None if self.labels is None else self.labels[chosen],
             locate=lambda index: self.locate(int(chosen[index])),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ class Loop:
         self._diagnostics = Diagnostics(self._optimizer)
         self._spent = EpsilonSpent(self.plan)
         self._times = StepTimes(over=recipe.log_every)
-        self._counted = (0, 0, 0)
+        self._counted: Any = None  # with debug: what clipping did before this step
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -131,21 +132,17 @@ class Loop:
         seed_for_step(self._optimizer)
         if self._is_logged(number):
             self._diagnostics.before()
-            self._counted = self._counts() if recipe.debug else (0, 0, 0)
+            self._counted = copy.copy(self._optimizer.mechanism.counts_not_private) if recipe.debug else None
         return rate
-
-    def _counts(self) -> tuple[int, int, int]:
-        counts = self._optimizer.mechanism.counts_not_private
-        return counts.examples, counts.clipped, counts.nonfinite
 
     def _is_logged(self, number: int) -> bool:
         return number == 0 or (number + 1) % self._setup.recipe.log_every == 0 or number + 1 == self.plan.steps
 
     def _not_private(self, losses: list[Tensor]) -> dict[str, Any]:
         """Values of the step's own examples."""
-        examples, clipped, nonfinite = (now - then for now, then in zip(self._counts(), self._counted, strict=True))
+        now, before = self._optimizer.mechanism.counts_not_private, self._counted
         return {
             "loss": float(torch.cat(losses).mean()),
-            "clipped_fraction": clipped / max(1, examples),
-            "nonfinite": nonfinite,
+            "clipped_fraction": (now.clipped - before.clipped) / max(1, now.examples - before.examples),
+            "nonfinite": now.nonfinite - before.nonfinite,
         }

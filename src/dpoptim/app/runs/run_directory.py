@@ -31,13 +31,10 @@ class RunDirectory:
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
+    | ../RUN.secret/noise.key | mode 0600: whoever has it can remove the noise |
+    | ../RUN.secret/noise.steps | the step ledger: a digest of each released step |
 
-    People share run directories, so the secrets lie outside, in RUN.secret (mode 0700).
-
-    | name | what it holds |
-    |---|---|
-    | noise.key | mode 0600: whoever has it can remove the noise |
-    | noise.steps | the step ledger: a digest of each released step |
+    People share run directories, so the secrets lie outside, in a folder of mode 0700.
     """
 
     def __init__(self, path: Path) -> None:
