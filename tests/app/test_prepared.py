@@ -210,7 +210,6 @@ def test_records_must_fit_the_task():
         ({"lora_rank": 2}, "need the model's folder, not a module"),
         ({"tokenizer": None}, "give the tokenizer of a model that is a module"),
         ({"tokenizer": PIECES}, "has no mask token"),
-        ({"mask_fraction": 0.0}, "mask_fraction must be between 0 and 1, got 0.0"),
         ({"max_length": 65}, "max_length=65 must be between 2 and 64"),
         ({"max_length": 1}, "max_length=1 must be between 2 and 64"),
     ],

@@ -67,7 +67,6 @@ def test_tables_of_texts(kind, tmp_path):
     assert records.label_names == ("maybe", "no", "yes")
     assert records.labels is not None
     assert [records.label_names[i] for i in records.labels] == LABELS
-    assert records.empty == 2
     assert records.source == str(path)
     assert len(records) == 5
 
@@ -116,14 +115,12 @@ def test_a_folder_of_text_files(tmp_path):
         (tmp_path / name).write_text(text, encoding="utf-8")
     records = read_records(tmp_path)
     assert records.texts == ["first", "", "last\nof all"]
-    assert records.empty == 1
 
 
 def test_null_texts_are_empty_records(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "one"}, {"text": None}, {"other": 1}])
     records = read_records(path)
     assert records.texts == ["one", "", ""]
-    assert records.empty == 2
 
 
 @pytest.mark.parametrize("kind", ["csv", "saved"])

@@ -13,10 +13,10 @@ from tests.app.report_runs import records, write_run
 @pytest.fixture
 def log(tmp_path):
     path = tmp_path / "log.jsonl"
-    with RunLog(path) as writer:
-        writer.write("start", model="größer\u2028\x85mehr")  # splitlines() would end lines here
-        for step in (1, 2, 3):
-            writer.write("step", step=step, seconds=0.5)
+    writer = RunLog(path)
+    writer.write("start", model="größer\u2028\x85mehr")  # splitlines() would end lines here
+    for step in (1, 2, 3):
+        writer.write("step", step=step, seconds=0.5)
     return path
 
 

@@ -17,6 +17,7 @@ from dpoptim.data import pad_to_bucket
 from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
 from dpoptim.integrations.optional import require
 
+MASK_FRACTION = 0.15  # of the tokens of a text, as in BERT
 Batch = dict[str, Tensor]
 """What a model and its loss get: tensors with the examples on their first axis."""
 
@@ -125,14 +126,13 @@ class MaskedCollate(_PaddedCollate):
     """Makes input_ids (not masked yet), attention_mask, maskable, is_target [examples, most targets], record (hash)."""
 
     special_ids: tuple[int, ...]
-    mask_fraction: float
 
     def __call__(self, examples: Sequence[TextExample]) -> Batch:
         batch = self._tokens(examples)
         has_text = torch.tensor([not example.is_empty for example in examples])[:, None]
         special = torch.isin(batch["input_ids"], torch.tensor(self.special_ids))
         maskable = batch["attention_mask"].bool() & has_text & ~special
-        counts = target_counts(maskable.sum(1).numpy(), self.mask_fraction)
+        counts = target_counts(maskable.sum(1).numpy(), MASK_FRACTION)
         return {
             **batch,
             "maskable": maskable,

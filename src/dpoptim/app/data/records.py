@@ -1,7 +1,7 @@
 """Private records: texts, images or rows of numbers, with labels.
 
-A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record and is counted. A
-blank line is not a record, and hidden files are not read. Anything computed over all private records is not private, so
+A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record. A blank line is
+not a record, and hidden files are not read. Anything computed over all private records is not private, so
 features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to all.
 """
 
@@ -65,11 +65,6 @@ class Records:
         """The texts, the images or the features."""
         return getattr(self, _FIELDS[self.kind])
 
-    @property
-    def empty(self) -> int:
-        """The number of blank texts."""
-        return sum(not text.strip() for text in self.texts)
-
     def refuse_empty(self) -> None:
         """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
         wrong = [index for index, text in enumerate(self.texts) if not text.strip()]
@@ -127,7 +122,7 @@ def read_records(
         label_names: The labels in their order. Give those of the training records when reading evaluation records.
 
     Returns:
-        Every record of the source, once and in order. Blank and null texts are kept and counted in `.empty`.
+        Every record of the source, once and in order. Blank and null texts are kept as empty texts.
 
     Raises:
         ValueError: The source is missing, empty or broken, or a column, label or feature is missing.
@@ -139,8 +134,8 @@ def read_records(
     ...     _ = file.write("text,label\\nfine,good\\n,bad\\n")
     ...     file.flush()
     ...     found = read_records(file.name)
-    >>> found.texts, found.labels, found.label_names, found.empty
-    (['fine', ''], array([1, 0]), ('bad', 'good'), 1)
+    >>> found.texts, found.labels, found.label_names
+    (['fine', ''], array([1, 0]), ('bad', 'good'))
     """
     name = str(source)
     if not name.strip():

@@ -94,9 +94,16 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if name in _BUILT_IN or task is Task.TABULAR_CLASSIFICATION:
+            if _BUILT_IN.get(name) is not task:
+                own = " and ".join(f"{known!r} does {its_task.value}" for known, its_task in _BUILT_IN.items())
+                raise ValueError(f"model={name!r} does not do {task.value}; {own}")
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
-            return _built_in(task, name, num_labels or 0, columns)
+            if name == "small-cnn":
+                return SmallCNN(num_labels=num_labels or 0)
+            if columns is None:
+                raise ValueError("columns=None: the built-in mlp needs the number of features")
+            return MLP(columns=columns, num_labels=num_labels or 0)
         model = _from_transformers(task, name, label_names or [str(i) for i in range(num_labels or 0)], from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
@@ -131,26 +138,25 @@ def load_pixel_scale(name: str | None) -> tuple[tuple[float, ...], tuple[float, 
     return tuple(found.get("image_mean") or half), tuple(found.get("image_std") or half)
 
 
-def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str | None = None) -> nn.Module:
+def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
     """Freeze a model and add trainable LoRA factors, scaled by 2; a classification head stays trainable.
+
+    The factors belong to the layers that peft names for the architecture, or else to all linear layers.
 
     Args:
         model: A model of transformers.
         task: What the model predicts.
         rank: The rank of the factors.
-        targets: Names of layers. Defaults to those that peft names for the architecture, then to all linear layers.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
     peft = require("peft", f"lora_rank={rank}")
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
-    if targets is None:
-        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets = known.get(getattr(model.config, "model_type", ""), "all-linear")
+    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=targets,
+        target_modules=known.get(model.config.model_type, "all-linear"),
         exclude_modules=heads or None,
         modules_to_save=heads or None,
         task_type={found: name for name, found in _ADAPTER_TASKS.items()}.get(task),
@@ -159,7 +165,7 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"targets={targets!r} cannot be used: {first_line(error)}") from error
+        raise ValueError(f"lora_rank={rank} cannot be used: {first_line(error)}") from error
 
 
 def task_of_model(name: str) -> Task:
@@ -194,19 +200,6 @@ def _adapter(name: str) -> dict[str, Any] | None:
     if not found.get("base_model_name_or_path"):
         raise ValueError(f"{file} does not name the base model of these LoRA factors; give a whole model")
     return found
-
-
-def _built_in(task: Task, name: str, num_labels: int, columns: int | None) -> nn.Module:
-    if _BUILT_IN.get(name) is not task:
-        raise ValueError(
-            f"model={name!r} does not do {task.value}; 'mlp' does tabular-classification and 'small-cnn' "
-            "image-classification"
-        )
-    if name == "small-cnn":
-        return SmallCNN(num_labels=num_labels)
-    if columns is None:
-        raise ValueError("columns=None: the built-in mlp needs the number of features")
-    return MLP(columns=columns, num_labels=num_labels)
 
 
 def _from_transformers(task: Task, name: str, labels: Sequence[str], from_scratch: bool) -> Any:

@@ -34,7 +34,6 @@ from dpoptim.integrations.masking import evaluation_key, masked, training_key
 from dpoptim.integrations.padding_check import check_padding
 from dpoptim.integrations.token_losses import can_read_targets
 
-MAX_LENGTH = {Task.MASKED_LM: 512, Task.CAUSAL_LM: 1024, Task.TEXT_CLASSIFICATION: 512}
 _CHUNK = 1024
 
 
@@ -118,18 +117,10 @@ class Prepared:
         if self.task is not Task.MASKED_LM:
             return batch
         assert "places" not in batch, "the batch is masked already"
-        ids, places, labels = masked(
-            batch["input_ids"],
-            batch["maskable"],
-            batch["is_target"],
-            batch["record"],
-            key=key,
-            mask_id=self.tokenizer.mask_token_id,
-            vocabulary=len(self.tokenizer),
-        )
-        return {
-            "input_ids": ids, "attention_mask": batch["attention_mask"], "places": places, "labels": labels
-        }  # fmt: skip
+        ids, maskable, is_target, record = (batch[name] for name in ("input_ids", "maskable", "is_target", "record"))
+        tokens = {"mask_id": self.tokenizer.mask_token_id, "vocabulary": len(self.tokenizer)}
+        ids, places, labels = masked(ids, maskable, is_target, record, key=key, **tokens)
+        return {"input_ids": ids, "attention_mask": batch["attention_mask"], "places": places, "labels": labels}
 
 
 def prepare(
@@ -139,7 +130,6 @@ def prepare(
     records: Records,
     max_length: int | None = None,
     tokenizer: Any = None,
-    mask_fraction: float = 0.15,
     lora_rank: int | None = None,
     from_scratch: bool = False,
     bucket: int = 64,
@@ -154,8 +144,7 @@ def prepare(
         records: What to train on.
         max_length: The number of tokens that texts are cut to. Defaults to 512, for causal-lm to 1024, or to the
             model's limit if that is less. In causal-lm the tokenizer's end-of-text token closes a text.
-        tokenizer: A tokenizer or its folder. Defaults to the model's own; a module needs one.
-        mask_fraction: The share of tokens that masked-lm masks.
+        tokenizer: A tokenizer. Defaults to the model's own; a module needs one.
         lora_rank: Train LoRA factors of this rank.
         from_scratch: Start from new weights.
         bucket: Texts are padded to a multiple of this.
@@ -178,15 +167,18 @@ def prepare(
     torch.Size([3])
     """
     _check_records(task, records)
-    if not 0 < mask_fraction < 1:
-        raise ValueError(f"mask_fraction must be between 0 and 1, got {mask_fraction}")
     name = None if isinstance(model, nn.Module) else str(model)
     if name is None and (lora_rank is not None or from_scratch):
         raise ValueError(
             f"lora_rank={lora_rank} and from_scratch={from_scratch} need the model's folder, not a module; give the "
             "folder, or use add_lora"
         )
-    tokenizer = _tokenizer(tokenizer, name, task) if task.reads_text else None
+    if task.reads_text and tokenizer is None:
+        if name is None:
+            raise ValueError("tokenizer=None: give the tokenizer of a model that is a module")
+        tokenizer = load_tokenizer(name)
+    if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
+        raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
     labels = records.label_names if task.is_classification else None
     module = model if isinstance(model, nn.Module) else load_model(
         task, model, num_labels=None if labels is None else len(labels), label_names=labels,
@@ -200,7 +192,7 @@ def prepare(
         )
     length = _length(task, module, tokenizer, max_length) if task.reads_text else None
     if length is not None:
-        make_dataset, collate = _for_text(task, module, tokenizer, length, bucket, mask_fraction)
+        make_dataset, collate = _for_text(task, module, tokenizer, length, bucket)
     elif task is Task.IMAGE_CLASSIFICATION:
         make_dataset, collate = _for_images(module, name, image_size)
     else:
@@ -245,18 +237,7 @@ def _check_records(task: Task, records: Records) -> None:
         raise ValueError(f"{needs} at least two labels, {has} {list(records.label_names)}; declare label_names")
 
 
-def _tokenizer(given: Any, name: str | None, task: Task) -> Any:
-    """The given tokenizer or the one in the given folder, else the model's own."""
-    if given is None and name is None:
-        raise ValueError("tokenizer=None: give the tokenizer of a model that is a module")
-    named = name if given is None else given
-    tokenizer = load_tokenizer(named) if isinstance(named, str | Path) else named
-    if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
-        raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
-    return tokenizer
-
-
-def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int, mask_fraction: float) -> _Inputs:
+def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int) -> _Inputs:
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if isinstance(table, nn.Embedding) and len(tokenizer) > table.num_embeddings:
         raise ValueError(
@@ -278,8 +259,7 @@ def _for_text(task: Task, model: Any, tokenizer: Any, length: int, bucket: int, 
         return make_dataset, CausalCollate(**padding)
     if task is Task.TEXT_CLASSIFICATION:
         return make_dataset, TextCollate(**padding)
-    special = tuple(sorted(tokenizer.all_special_ids))
-    return make_dataset, MaskedCollate(**padding, special_ids=special, mask_fraction=mask_fraction)
+    return make_dataset, MaskedCollate(**padding, special_ids=tuple(sorted(tokenizer.all_special_ids)))
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], length: int, closing: int | None) -> Iterator[list[int]]:
@@ -305,7 +285,7 @@ def _length(task: Task, model: nn.Module, tokenizer: Any, asked: int | None) -> 
         limits.append(getattr(getattr(model, "config", None), "max_position_embeddings", None))
     most = min(int(limit or 2**31) for limit in (*limits, 2**31))
     if asked is None:
-        return min(MAX_LENGTH[task], most)
+        return min(1024 if task is Task.CAUSAL_LM else 512, most)
     if not 2 <= asked <= most:
         raise ValueError(f"max_length={asked} must be between 2 and {most}, the model's limit")
     return asked

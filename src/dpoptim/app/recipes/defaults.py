@@ -51,29 +51,23 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
     steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten evaluations show a run's course
     on_gpu = device.type == "cuda"
-    tokens = recipe.micro_batch_tokens
-    if tokens is None and task.reads_text:
-        tokens = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
-    examples = recipe.micro_batch_size
-    if examples is None and not task.reads_text:
-        examples = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
-    return recipe.replace(
-        task=task.value,
-        num_examples=num_examples,
-        validation_fraction=validation_fraction(recipe),
-        delta=recipe.delta or default_delta(num_examples),
-        clip_norm=recipe.clip_norm or CLIP_NORM,
-        learning_rate=recipe.learning_rate if recipe.learning_rate is not None else default_learning_rate(recipe),
-        batch_size=batch_size,
-        steps=steps,
-        epochs=None,
-        micro_batch_size=examples,
-        micro_batch_tokens=tokens,
-        dtype=recipe.dtype or ("bf16" if on_gpu else "fp32"),  # bf16 is faster on a GPU and slower on a CPU
-        device=str(device),
-        evaluate_every=recipe.evaluate_every or every,
-        checkpoint_every=recipe.checkpoint_every or every,
-    )
+    defaults: dict[str, Any] = {
+        "validation_fraction": validation_fraction(recipe),
+        "delta": default_delta(num_examples),
+        "clip_norm": CLIP_NORM,
+        "learning_rate": default_learning_rate(recipe),
+        "batch_size": batch_size,
+        "steps": steps,
+        "dtype": "bf16" if on_gpu else "fp32",  # bf16 is faster on a GPU and slower on a CPU
+        "evaluate_every": every,
+        "checkpoint_every": every,
+    }
+    if task.reads_text:
+        defaults["micro_batch_tokens"] = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
+    else:
+        defaults["micro_batch_size"] = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
+    filled = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
+    return recipe.replace(**filled, task=task.value, num_examples=num_examples, epochs=None, device=str(device))
 
 
 def validation_fraction(recipe: Recipe) -> float:
@@ -109,24 +103,21 @@ def chosen_device(name: str) -> torch.device:
 
 # -- the plan and the optimizer of a complete recipe -------------------------------------------------------------------
 
-_OF_PLAN = ("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier", "delta")
-_OF_OPTIMIZER = ("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
-
 
 def plan_of(
     recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
 ) -> PrivacyPlan:
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
-    values: dict[str, Any] = {name: getattr(recipe, name) for name in _OF_PLAN}
-    values |= {"clip_norm": recipe.clip_norm or CLIP_NORM, "adjacency": Adjacency(recipe.adjacency)}
-    return make_plan(**values, parameters=parameters, progress=progress)
+    values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
+    values |= {"delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
+    return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 
 def optimizer_of(
     recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
 ) -> PrivateOptimizer:
     """Create the optimizer of a complete recipe, attached to the model."""
-    values: dict[str, Any] = {name: getattr(recipe, name) for name in _OF_OPTIMIZER}
+    values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
     return make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
 
 

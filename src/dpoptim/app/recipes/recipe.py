@@ -234,6 +234,10 @@ class Recipe:
         found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
+    def part(self, *names: str) -> dict[str, Any]:
+        """Some settings by name."""
+        return {name: getattr(self, name) for name in names}
+
     def to_toml(self) -> str:
         """The recipe as a TOML document; settings that are None are left out."""
         written = {name: json.dumps(value, ensure_ascii=False) for name, value in self.to_dict().items()}
@@ -241,7 +245,7 @@ class Recipe:
 
     def with_whole_paths(self) -> Recipe:
         """Make local paths absolute, so that a run can be resumed from any folder."""
-        paths = {name: getattr(self, name) for name in ("model", "data", "validation_data")}
+        paths = self.part("model", "data", "validation_data")
         return self.replace(**{name: whole_path(path) for name, path in paths.items() if path is not None})
 
     def replace(self, **changes: Any) -> Recipe:
@@ -273,11 +277,8 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
     values = {} if path is None else read_toml(path)
     values.pop("compare", None)  # a table of `dpoptim compare`
     given = {name: value for name, value in over.items() if value is not None}
-    for one, other in _PAIRS:
-        for name, rival in ((one, other), (other, one)):
-            if name in given and rival not in given:
-                values.pop(rival, None)
-    return Recipe.from_dict({**values, **given})
+    replaced = {name for pair in _PAIRS if given.keys() & set(pair) for name in pair}
+    return Recipe.from_dict({**{name: value for name, value in values.items() if name not in replaced}, **given})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

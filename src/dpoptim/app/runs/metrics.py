@@ -113,7 +113,6 @@ class Diagnostics:
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
         self._optimizer = optimizer
-        self._wanted = False
         self._found: dict[str, Any] = {}
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._old: list[Tensor] = []
@@ -121,7 +120,6 @@ class Diagnostics:
 
     def before(self) -> None:
         """Measure the next step."""
-        self._wanted = True
         self._old = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
@@ -129,12 +127,12 @@ class Diagnostics:
         """The values of that step."""
         moved = [parameter.detach() - old for parameter, old in zip(self._parameters, self._old, strict=True)]
         found = {**self._found, "negative_fraction": self._negative_fraction(), "update_norm": float(norm_of(moved))}
-        self._wanted, self._old, self._found = False, [], {}
+        self._old, self._found = [], {}
         return found
 
     @torch.no_grad()
     def _observe(self, released: Released) -> None:
-        if not self._wanted:
+        if not self._old:
             return
         scale = self._optimizer.mechanism.scale
         gradient, noise = map(float, released_norms(released, scale))

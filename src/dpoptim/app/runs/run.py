@@ -119,7 +119,8 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
             if step is not None:
                 cut_log(place.log_file, step)
             tensorboard = place.path / "tensorboard" if setup.recipe.report_to == "tensorboard" else None
-            with RunLog(place.log_file, tensorboard=tensorboard) as log, stopping_between_steps() as stop:
+            log = RunLog(place.log_file, tensorboard=tensorboard)
+            with stopping_between_steps() as stop:
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except torch.OutOfMemoryError as error:
@@ -201,12 +202,8 @@ class _Run:
             "trained_parameters": setup.trained_parameters,
             "examples": plan.num_examples,
             "validation_examples": 0 if setup.validation is None else len(setup.validation.records),
-            "steps": plan.steps,
-            "batch_size": plan.batch_size,
             "epsilon": plan.epsilon(),
-            "delta": plan.delta,
-            "noise_multiplier": plan.noise_multiplier,
-            "clip_norm": plan.clip_norm,
+            **{name: getattr(plan, name) for name in ("steps", "batch_size", "delta", "noise_multiplier", "clip_norm")},
             "variant": setup.recipe.variant,
             "mechanism": name_of_noise(plan.noise),
             "sampling": setup.recipe.sampling,

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
@@ -32,14 +32,14 @@ _LOG = "log.jsonl"
 
 
 class RunLog:
-    """Appends entries to a log: one JSON object per line, flushed at once.
+    """Appends entries to a log: one JSON object per line.
 
     Only start and end have the time of day, because the times of steps reveal the sizes of their batches. If
     `tensorboard` names a folder, it is rebuilt from the log and then gets the numbers of every entry.
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
         self._writer: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -56,8 +56,8 @@ class RunLog:
         if kind in ("start", "end"):
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
-        self._file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
         if self._writer is not None:
             self._mirror(entry)
 
@@ -75,12 +75,6 @@ class RunLog:
                 if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
                     self._writer.add_scalar(f"{group}/{name}", value, entry["step"], walltime=0.0)
         self._writer.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -142,23 +136,27 @@ class Guarantee:
         return math.isfinite(self.epsilon)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
-    name: str
-    folder: Path
-    recipe: dict[str, Any]
-    recipe_text: str
-    privacy_plan: PrivacyPlan
-    planned_epsilon: float
-    statement: str
-    starts: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    ends: list[dict[str, Any]]
-    is_ended: bool  # the last session of the run logged its end
-    notes: list[str]
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        log = folder / _LOG
+        if not log.is_file():
+            raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
+        entries = read_log(log)
+        if not entries:
+            raise ValueError(f"{log} is empty; nothing was logged yet")
+        self.starts, self.steps, self.evaluations, self.ends = (
+            [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
+        )
+        self.is_ended = _last_reason(entries) is not None  # the last session of the run logged its end
+        cut_off = log_lines(log)[-1] is None
+        self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
+        self.recipe_text = _parsed(folder / "recipe.toml", str)
+        self.recipe = _parsed(folder / "recipe.toml", tomllib.loads)
+        self.statement = _parsed(folder / "statement.txt", str).strip()
+        self.privacy_plan, self._epsilon = _parsed(folder / "plan.json", _plan)
 
     def setting(self, name: str) -> Any:
         """A value of the last start or the recipe; None if there is none."""
@@ -198,7 +196,7 @@ class RunHistory:
         plan = self.privacy_plan
         assert plan.delta is not None  # a run has one
         return Guarantee(
-            epsilon=self.planned_epsilon,
+            epsilon=self._epsilon,
             delta=plan.delta,
             adjacency=plan.adjacency.value,
             sampling=type(plan.sampling).__name__,
@@ -237,33 +235,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     """Read one run directory."""
-    folder = Path(folder)
-    log = folder / _LOG
-    if not log.is_file():
-        raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
-    entries = read_log(log)
-    if not entries:
-        raise ValueError(f"{log} is empty; nothing was logged yet")
-    starts, steps, evaluations, ends = (
-        [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
-    )
-    plan, epsilon = _parsed(folder / "plan.json", _plan)
-    cut_off = log_lines(log)[-1] is None
-    return RunHistory(
-        name=name or folder.resolve().name,
-        folder=folder,
-        recipe=_parsed(folder / "recipe.toml", tomllib.loads),
-        recipe_text=_parsed(folder / "recipe.toml", str),
-        privacy_plan=plan,
-        planned_epsilon=epsilon,
-        statement=_parsed(folder / "statement.txt", str).strip(),
-        starts=starts,
-        steps=steps,
-        evaluations=evaluations,
-        ends=ends,
-        is_ended=_last_reason(entries) is not None,
-        notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
-    )
+    return RunHistory(Path(folder), name or Path(folder).resolve().name)
 
 
 def _plan(text: str) -> tuple[PrivacyPlan, float]:

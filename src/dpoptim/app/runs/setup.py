@@ -92,33 +92,17 @@ def prepare_run(
         notes = ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
     elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
-        shared = _shared_records(training, held_out)
-        if shared:
-            notes = [
-                f"{shared} of the {len(held_out)} records of validation_data are also training records; the guarantee "
-                "does not cover scores on them"
-            ]
-    public = recipe.adjacency != Adjacency.ADD_REMOVE.value
-    if public and recipe.num_examples not in (None, len(training)):
-        raise ValueError(
-            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out"
-        )
+        notes = _notes_on_shared(training, held_out)
+    count = recipe.num_examples or len(training)
+    if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != len(training):
+        raise ValueError(f"num_examples={count}, but there are {len(training)} training records; leave it out")
     stage(f"loading {recipe.model}")
-    prepared = prepare(
-        task=task,
-        model=recipe.model,
-        records=training,
-        max_length=recipe.max_length,
-        lora_rank=recipe.lora_rank,
-        from_scratch=recipe.from_scratch,
-        image_size=recipe.image_size,
-        seed=recipe.seed,
-    )
+    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
+    prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
-    recipe = with_defaults(recipe, task=task, num_examples=recipe.num_examples or len(training), device=device)
-    recipe = recipe.replace(
-        max_length=prepared.max_length, label_names=training.label_names or None if task.is_classification else None
-    )
+    recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
+    names = training.label_names if task.is_classification else None
+    recipe = recipe.replace(max_length=prepared.max_length, label_names=names)
     validation = None if held_out is None else prepared.on(held_out)
     if plan is None:
         stage("making the privacy plan")
@@ -142,19 +126,12 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
         given = getattr(recipe, name)
         if given is not None and not is_used:
-            raise ValueError(
-                f"{name}={given!r} is not used by {task.value}; leave it out, or set another task (--task)"
-            )
+            raise ValueError(f"{name}={given!r} is not used by {task.value}; leave it out, or set task (--task)")
 
     def read(source: str, label_names: Sequence[str] | None) -> Records:
-        found = read_records(
-            source,
-            text_column=recipe.text_column,
-            label_column=recipe.label_column,
-            split=recipe.split,
-            kind=record_kind(task),
-            label_names=label_names if task.is_classification else None,
-        )
+        names = label_names if task.is_classification else None
+        columns = recipe.part("text_column", "label_column", "split")
+        found = read_records(source, **columns, kind=record_kind(task), label_names=names)
         found.refuse_empty()
         return found
 
@@ -210,8 +187,8 @@ def shared_count(records: Records, *others: Records) -> int:
     return int(np.isin(each[0], np.concatenate(each[1:])).sum())
 
 
-def _shared_records(training: Records, held_out: Records) -> int:
-    """Return how many held-out records are also training records; refuse the held-out data if all are."""
+def _notes_on_shared(training: Records, held_out: Records) -> list[str]:
+    """Report held-out records that are also training records; refuse the held-out data if all are."""
     shared = shared_count(held_out, training)
     # A table with few distinct rows is allowed: different people may have equal rows.
     few = training.features is not None and 2 * len(np.unique(training.features, axis=0)) < len(training)
@@ -220,4 +197,5 @@ def _shared_records(training: Records, held_out: Records) -> int:
             f"all {shared} records of validation_data={held_out.source!r} are training records. Use different records, "
             "or validation_fraction."
         )
-    return shared
+    found = f"{shared} of the {len(held_out)} records of validation_data are also training records"
+    return [f"{found}; the guarantee does not cover scores on them"] if shared else []
