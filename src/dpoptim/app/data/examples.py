@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpoptim.app.data.records import Records
 from dpoptim.data import pad_to_bucket
 from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
 from dpoptim.integrations.optional import require
@@ -69,8 +70,8 @@ class TokenDataset(Dataset[TextExample]):
 class RowDataset(Dataset[TensorExample]):
     """Rows of numbers, each with a label."""
 
-    def __init__(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
-        self._features, self._labels = torch.from_numpy(features), labels
+    def __init__(self, records: Records) -> None:
+        self._features, self._labels = torch.from_numpy(records.contents), np.asarray(records.labels)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -82,11 +83,9 @@ class RowDataset(Dataset[TensorExample]):
 class ImageDataset(Dataset[TensorExample]):
     """Images, opened when needed: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
 
-    def __init__(
-        self, images: Sequence[Any], labels: NDArray[np.int64], size: int, mean: Sequence[float], std: Sequence[float]
-    ) -> None:
+    def __init__(self, records: Records, *, size: int, mean: Sequence[float], std: Sequence[float]) -> None:
         require("PIL.Image", "reading images")
-        self._images, self._labels, self._size = images, labels, size
+        self._images, self._labels, self._size = records.images, np.asarray(records.labels), size
         self._mean, self._std = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
 
     def __len__(self) -> int:
@@ -156,14 +155,7 @@ class TextCollate(_PaddedCollate):
         return {**self._tokens(examples), "labels": torch.tensor([example.label for example in examples])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorCollate:
-    """Makes the values under the model's name for them, and labels [examples]."""
-
-    name: str
-
-    def __call__(self, examples: Sequence[TensorExample]) -> Batch:
-        return {
-            self.name: torch.stack([example.values for example in examples]),
-            "labels": torch.tensor([example.label for example in examples]),
-        }
+def collate_tensors(examples: Sequence[TensorExample], *, name: str) -> Batch:
+    """Make the values under the model's name for them, and labels [examples]."""
+    values, labels = zip(*examples, strict=True)
+    return {name: torch.stack(values), "labels": torch.tensor(labels)}

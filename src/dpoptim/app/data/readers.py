@@ -89,11 +89,6 @@ def read_text(path: Path, newline: str | None = None) -> str:
         raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank."""
-    return [text for line in read_text(path).split("\n") if (text := line.strip())]
-
-
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote this folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))

@@ -147,7 +147,7 @@ def read_records(
     elif path.is_dir():
         columns = readers.load_saved_dataset(path, split)
     elif path.is_file() and path.suffix.lower() == ".txt":
-        columns = {"text": readers.read_lines(path)}
+        columns = {"text": [text for line in readers.read_text(path).split("\n") if (text := line.strip())]}
     elif path.is_file():
         columns, locate = readers.read_tables([path])
     elif path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):

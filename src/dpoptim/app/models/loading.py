@@ -74,7 +74,7 @@ def load_model(
         task: What is predicted.
         name_or_path: A folder, a name on the Hugging Face hub, "mlp" (tabular) or "small-cnn" (images). A folder of
             LoRA factors stands for its base model with the factors added.
-        num_labels: The number of labels, for classification.
+        num_labels: The number of labels, for classification without `label_names`.
         label_names: The names of the labels, saved in the model's configuration.
         columns: The number of features, for "mlp".
         lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
@@ -88,8 +88,9 @@ def load_model(
     >>> load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=4, num_labels=3)[0]
     Linear(in_features=4, out_features=128, bias=True)
     """
-    if task.is_classification and (num_labels is None or num_labels < 2):
-        raise ValueError(f"num_labels={num_labels!r}: {task.value} needs at least two labels")
+    labels = label_names or [str(place) for place in range(num_labels or 0)]
+    if task.is_classification and len(labels) < 2:
+        raise ValueError(f"{task.value} needs at least two labels, got {len(labels)}")
     name = _expanded(name_or_path)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -100,11 +101,11 @@ def load_model(
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
             if name == "small-cnn":
-                return SmallCNN(num_labels=num_labels or 0)
-            if columns is None:
-                raise ValueError("columns=None: the built-in mlp needs the number of features")
-            return MLP(columns=columns, num_labels=num_labels or 0)
-        model = _from_transformers(task, name, label_names or [str(i) for i in range(num_labels or 0)], from_scratch)
+                return SmallCNN(num_labels=len(labels))
+            if not columns:
+                raise ValueError(f"columns={columns}: the built-in mlp needs the number of features")
+            return MLP(columns=columns, num_labels=len(labels))
+        model = _from_transformers(task, name, labels, from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
 
@@ -148,8 +149,6 @@ def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
         task: What the model predicts.
         rank: The rank of the factors.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
     peft = require("peft", f"lora_rank={rank}")
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from dpoptim.app.data.examples import (
     ImageDataset,
     MaskedCollate,
     RowDataset,
-    TensorCollate,
     TensorExample,
     TextCollate,
     TextExample,
     TokenDataset,
+    collate_tensors,
 )
 from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
@@ -179,10 +180,9 @@ def prepare(
         tokenizer = load_tokenizer(name)
     if task is Task.MASKED_LM and tokenizer.mask_token_id is None:
         raise ValueError(f"tokenizer of {name or 'the model'} has no mask token; masked-lm needs one")
-    labels = records.label_names if task.is_classification else None
     module = model if isinstance(model, nn.Module) else load_model(
-        task, model, num_labels=None if labels is None else len(labels), label_names=labels,
-        columns=len(records.feature_names) or None, lora_rank=lora_rank, from_scratch=from_scratch, seed=seed,
+        task, model, label_names=records.label_names, columns=len(records.feature_names), lora_rank=lora_rank,
+        from_scratch=from_scratch, seed=seed,
     )  # fmt: skip
     broken = not_finite(module)
     if broken:
@@ -196,7 +196,7 @@ def prepare(
     elif task is Task.IMAGE_CLASSIFICATION:
         make_dataset, collate = _for_images(module, name, image_size)
     else:
-        make_dataset, collate = _row_dataset, TensorCollate(name="features")
+        make_dataset, collate = RowDataset, partial(collate_tensors, name="features")
     prepared = Prepared(
         task=task,
         model=module,
@@ -299,18 +299,7 @@ def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _
     if channels != 3:
         raise ValueError(f"the model needs {channels} colour channels, and images are read as RGB, with 3")
     mean, std = load_pixel_scale(name)
-
-    def make_dataset(records: Records) -> ImageDataset:
-        assert records.labels is not None  # checked with the task
-        return ImageDataset(records.images, records.labels, side, mean, std)
-
-    return make_dataset, TensorCollate(name="pixel_values")
-
-
-def _row_dataset(records: Records) -> RowDataset:
-    assert records.features is not None  # checked with the task
-    assert records.labels is not None
-    return RowDataset(records.features, records.labels)
+    return partial(ImageDataset, size=side, mean=mean, std=std), partial(collate_tensors, name="pixel_values")
 
 
 # -- checks and examples that touch no record -----------------------------------------------------------------------

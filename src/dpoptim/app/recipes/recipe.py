@@ -32,11 +32,12 @@ BUILT_IN = ("mlp", "small-cnn")
 
 # -- kinds of settings: the check, (name, value) -> the value as the recipe stores it, and how a flag reads and shows it
 
-Check = Callable[[str, Any], Any]
 Kind = dict[str, Any]
 
 
-def _kind(check: Check, type: type, metavar: str | tuple[str, ...] | None = None, **more: Any) -> Kind:
+def _kind(
+    check: Callable[[str, Any], Any], type: type, metavar: str | tuple[str, ...] | None = None, **more: Any
+) -> Kind:
     return {"check": check, "type": type, "metavar": metavar, "choices": None, **more}
 
 

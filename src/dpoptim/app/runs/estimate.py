@@ -15,8 +15,6 @@ from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
 
-_MOST_PARTS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -47,7 +45,7 @@ def estimate(setup: RunSetup) -> Estimate:
     before = _peak(device)
     seconds: list[float] = []
     for warm in (True, False):
-        for part in parts[: 1 if warm else _MOST_PARTS]:
+        for part in parts[: 1 if warm else 3]:
             began = _now(device)
             with setup.precision():
                 loss = prepared.loss_per_example(setup.model, random_batch(prepared, part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import platform
 import shutil
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpoptim.app.files import make_folder
+from dpoptim.app.files import make_folder, write_text
+from dpoptim.app.format import plain
 from dpoptim.app.models.loading import load_model
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
@@ -74,7 +76,8 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
-            place.remove()
+            for folder in (place.path, place.secret_folder):
+                shutil.rmtree(folder, ignore_errors=True)
             raise OSError(f"{error}; nothing was released, and {place.path} is removed") from error
 
 
@@ -188,7 +191,7 @@ class _Run:
         summary = _summary(self.place, plan)
         if self.stop.signal is not None:
             summary["signal"] = int(self.stop.signal)
-        self.place.write_summary(summary)
+        write_text(self.place.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
         return summary
 
     def _description(self) -> dict[str, Any]:
@@ -321,10 +324,9 @@ def load_trained(directory: str | Path) -> nn.Module:
         raise ValueError(f"{place.path} has no model yet; finish the run with: dpoptim train --resume {place.path}")
     recipe = read_recipe(place.recipe_file)
     task, names = Task(recipe.task), recipe.label_names
-    labels = None if names is None else len(names)
     if recipe.model not in BUILT_IN:
-        return load_model(task, place.model, num_labels=labels, label_names=names).eval()
+        return load_model(task, place.model, label_names=names).eval()
     state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
-    model = load_model(task, recipe.model, num_labels=labels, columns=next(iter(state.values())).shape[1])
+    model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
     model.load_state_dict(state)
     return model.eval()

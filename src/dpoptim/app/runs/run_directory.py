@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpoptim.app.files import make_folder, remove_unfinished, write_text
+from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
 from dpoptim.noise import NoiseKey
@@ -83,11 +83,6 @@ class RunDirectory:
             shutil.rmtree(self.secret_folder, ignore_errors=True)
             raise
 
-    def remove(self) -> None:
-        """Remove a run that released nothing."""
-        for folder in (self.path, self.secret_folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
         """What a run needs to resume."""
         self.check_is_run()
@@ -105,10 +100,6 @@ class RunDirectory:
     def read_plan(self) -> PrivacyPlan:
         """The run's plan."""
         return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json."""
-        write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,9 +116,7 @@ def prepare_run(
 
 def held_out_places(count: int, fraction: float) -> np.ndarray:
     """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records."""
-    if not fraction:
-        return np.zeros(0, dtype=np.int64)
-    every = max(2, round(1 / fraction))
+    every = max(2, round(1 / fraction)) if fraction else count + 1
     return np.arange(every - 1, count, every, dtype=np.int64)
 
 
@@ -167,11 +166,10 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
 def training_digest(prepared: Prepared, key: NoiseKey) -> str:
     """A keyed digest of the training examples as the model sees them: tokens, numbers, or the bytes of image files."""
     records = prepared.records
-    if records.kind is not RecordKind.IMAGE:
-        return fingerprint_records(prepared.dataset, key, name="data").digest
-    labels = [] if records.labels is None else records.labels.tolist()
-    parts = [fingerprint_records(part, key, name="data").digest for part in (records.images, labels)]
-    return " ".join(parts)
+    parts: list[Any] = [prepared.dataset]
+    if records.kind is RecordKind.IMAGE:
+        parts = [records.images, np.asarray(records.labels).tolist()]
+    return " ".join(fingerprint_records(part, key, name="data").digest for part in parts)
 
 
 def same_source(one: str, other: str) -> bool:
