@@ -89,11 +89,6 @@ def read_text(path: Path, newline: str | None = None) -> str:
         raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
 
 
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote this folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
 def load_saved_dataset(folder: Path, split: str) -> Columns:
     """The columns of the `datasets.Dataset` in a folder, or of the part `split` of a `DatasetDict`."""
     datasets = require("datasets", f"reading the saved dataset {folder}")

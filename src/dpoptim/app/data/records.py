@@ -142,10 +142,10 @@ def read_records(
         raise ValueError(f"data {name!r} is blank; give a file, a folder or a dataset's name")
     path = Path(source).expanduser()
     locate: Locate = readers.record_number
-    if path.is_dir() and not readers.is_saved_dataset(path):
-        columns, locate = _folder(path, split, kind)
-    elif path.is_dir():
+    if any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):  # written by save_to_disk
         columns = readers.load_saved_dataset(path, split)
+    elif path.is_dir():
+        columns, locate = _folder(path, split, kind)
     elif path.is_file() and path.suffix.lower() == ".txt":
         columns = {"text": [text for line in readers.read_text(path).split("\n") if (text := line.strip())]}
     elif path.is_file():

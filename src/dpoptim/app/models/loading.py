@@ -209,10 +209,8 @@ def _from_transformers(task: Task, name: str, labels: Sequence[str], from_scratc
         model = _from_transformers(task, adapter["base_model_name_or_path"], labels, from_scratch)
         with _loading("model", name):
             return peft.PeftModel.from_pretrained(model, name).merge_and_unload().requires_grad_(True)
-    settings: dict[str, Any] = {}
-    if task.is_classification:
-        places = {label: place for place, label in enumerate(labels)}
-        settings = {"num_labels": len(labels), "id2label": dict(enumerate(labels)), "label2id": places}
+    places = {label: place for place, label in enumerate(labels)}
+    settings = {"id2label": dict(enumerate(labels)), "label2id": places} if task.is_classification else {}
     auto = getattr(transformers, _AUTO_CLASSES[task])
     with _loading("model", name):
         config = transformers.AutoConfig.from_pretrained(name, **settings)

@@ -170,10 +170,7 @@ def prepare(
     _check_records(task, records)
     name = None if isinstance(model, nn.Module) else str(model)
     if name is None and (lora_rank is not None or from_scratch):
-        raise ValueError(
-            f"lora_rank={lora_rank} and from_scratch={from_scratch} need the model's folder, not a module; give the "
-            "folder, or use add_lora"
-        )
+        raise ValueError("lora_rank and from_scratch need the model's folder, not a module; give it, or use add_lora")
     if task.reads_text and tokenizer is None:
         if name is None:
             raise ValueError("tokenizer=None: give the tokenizer of a model that is a module")
@@ -186,10 +183,8 @@ def prepare(
     )  # fmt: skip
     broken = not_finite(module)
     if broken:
-        raise ValueError(
-            f"model={name or type(module).__name__!r} has NaN or infinite values in {len(broken)} parameters (first: "
-            f"{broken[0]!r}) before any training; give finite weights"
-        )
+        what = name or type(module).__name__
+        raise ValueError(f"{len(broken)} parameters of model={what!r} are not finite (first: {broken[0]!r})")
     length = _length(task, module, tokenizer, max_length) if task.reads_text else None
     if length is not None:
         make_dataset, collate = _for_text(task, module, tokenizer, length, bucket)

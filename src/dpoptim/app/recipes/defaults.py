@@ -74,9 +74,8 @@ def validation_fraction(recipe: Recipe) -> float:
     """The share of records to hold out: none with validation_data, or under add-remove, where places shift."""
     if recipe.validation_fraction is not None:
         return recipe.validation_fraction
-    if recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value:
-        return 0.0
-    return VALIDATION_FRACTION
+    is_none = recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value
+    return 0.0 if is_none else VALIDATION_FRACTION
 
 
 def default_learning_rate(recipe: Recipe) -> float:

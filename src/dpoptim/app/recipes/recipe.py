@@ -35,9 +35,7 @@ BUILT_IN = ("mlp", "small-cnn")
 Kind = dict[str, Any]
 
 
-def _kind(
-    check: Callable[[str, Any], Any], type: type, metavar: str | tuple[str, ...] | None = None, **more: Any
-) -> Kind:
+def _kind(check: Callable[[str, Any], Any], type: type, metavar: Any = None, **more: Any) -> Kind:
     return {"check": check, "type": type, "metavar": metavar, "choices": None, **more}
 
 

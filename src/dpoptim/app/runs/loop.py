@@ -45,7 +45,7 @@ class Loop:
             pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
         self._diagnostics = Diagnostics(self._optimizer)
-        self._spent = EpsilonSpent(self.plan)
+        self.spent = EpsilonSpent(self.plan)
         self._times = StepTimes(over=recipe.log_every)
 
     @property
@@ -57,11 +57,6 @@ class Loop:
     def step(self) -> int:
         """The number of steps taken."""
         return self._loader.next_step
-
-    @property
-    def epsilon_is_whole(self) -> bool:
-        """Whether the ε of the steps so far is reported as the whole run's."""
-        return self._spent.note is not None
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
         """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
@@ -115,10 +110,10 @@ class Loop:
             opens = loader.step_ends
             if opens:
                 seed_generators(recipe.seed)  # drop the secret state
-                spent = self._spent.at(number + 1)
+                spent = self.spent.at(number + 1)
                 entry: dict[str, Any] = {"step": number + 1, "learning_rate": rate, "epsilon": spent}
-                if self._spent.note is not None:
-                    entry["epsilon_note"] = self._spent.note
+                if self.spent.note is not None:
+                    entry["epsilon_note"] = self.spent.note
                 if is_logged:
                     entry["released"] = self._diagnostics.after()
                 if counted is not None:

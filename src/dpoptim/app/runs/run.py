@@ -127,9 +127,7 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except torch.OutOfMemoryError as error:
-                    raise ValueError(
-                        "the device ran out of memory; set a smaller micro_batch_size or micro_batch_tokens"
-                    ) from error
+                    raise ValueError("out of memory; set a smaller micro_batch_size or micro_batch_tokens") from error
                 except OSError as error:
                     found = checkpoints(place.checkpoints)
                     command = f"continue with: dpoptim train --resume {place.path}"
@@ -154,7 +152,7 @@ class _Run:
         assert recipe.checkpoint_every is not None
         began, finite_at = time.perf_counter(), loop.step
         self.log.write("start", **self._description(), resumed_from=resumed_from)
-        whole_run = loop.epsilon_is_whole
+        whole_run = loop.spent.note is not None
         self.progress.begin(step=loop.step, steps=plan.steps, batch_size=plan.batch_size, whole_run=whole_run)
         reason = "finished"
         try:

@@ -13,10 +13,9 @@ import torch
 from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
-
-KEPT = 2
 
 
 class RunDirectory:
@@ -57,9 +56,7 @@ class RunDirectory:
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
             raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
         if self.secret_folder.exists():
-            raise ValueError(
-                f"{self.secret_folder} holds the key of an earlier run. Choose another name, or remove the folder."
-            )
+            raise ValueError(f"{self.secret_folder} holds the key of an earlier run; remove it, or choose another name")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
@@ -119,7 +116,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
     remove_unfinished(folder)
     make_folder(path, fill)
-    for old in checkpoints(folder)[:-KEPT]:
+    for old in checkpoints(folder)[:-2]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 
@@ -137,7 +134,6 @@ def step_of(path: Path) -> int:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
     try:
-        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        return dict(torch.load(path / "state.pt", map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}). Remove it.") from error
-    return state
+        raise ValueError(f"checkpoint {path} cannot be read ({first_line(error)}). Remove it.") from error

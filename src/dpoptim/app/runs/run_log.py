@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
@@ -25,7 +25,6 @@ from dpoptim.privacy.composition import EpsilonSpent
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""
 
-_Value = TypeVar("_Value")
 _LOG = "log.jsonl"
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -153,9 +152,10 @@ class RunHistory:
         self.is_ended = _last_reason(entries) is not None  # the last session of the run logged its end
         cut_off = log_lines(log)[-1] is None
         self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
-        self.recipe_text = _parsed(folder / "recipe.toml", str)
-        self.recipe = _parsed(folder / "recipe.toml", tomllib.loads)
-        self.statement = _parsed(folder / "statement.txt", str).strip()
+        self.recipe_text: str = _parsed(folder / "recipe.toml", str)
+        self.recipe: dict[str, Any] = _parsed(folder / "recipe.toml", tomllib.loads)
+        self.statement: str = _parsed(folder / "statement.txt", str).strip()
+        self.privacy_plan: PrivacyPlan
         self.privacy_plan, self._epsilon = _parsed(folder / "plan.json", _plan)
 
     def setting(self, name: str) -> Any:
@@ -244,7 +244,7 @@ def _plan(text: str) -> tuple[PrivacyPlan, float]:
     return plan, float(found["epsilon"]) if plan.is_private else math.inf
 
 
-def _parsed(file: Path, parse: Callable[[str], _Value]) -> _Value:
+def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
