@@ -181,11 +181,11 @@ def line(error: pytest.ExceptionInfo[ValueError]) -> str:
 
 
 def test_a_folder_without_its_files(tmp_path, bert):
-    with pytest.raises(ValueError, match=r"cannot be loaded: .* config\.json") as error:
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.* config\.json") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
     tiny.bert_config(len(WORDS)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*no file named model\.safetensors") as error:
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.*no file named model\.safetensors") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
     assert type(load_model(Task.MASKED_LM, tmp_path, from_scratch=True)).__name__ == "BertForMaskedLM"
@@ -193,14 +193,14 @@ def test_a_folder_without_its_files(tmp_path, bert):
         load_tokenizer(tmp_path)
     line(error)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match="cannot be loaded: ") as error:
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
-        with pytest.raises(ValueError, match="does not exist here"):
+        with pytest.raises(ValueError, match="does not exist"):
             load(tmp_path / "missing")
         with pytest.raises(ValueError, match="does not exist"):
             load("~/no such folder")

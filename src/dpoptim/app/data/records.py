@@ -48,7 +48,7 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    text_column: str | None = None  # the column that the texts were read from, if there were several
+    text_column: str | None = None  # the column that the texts were read from, if there was a choice
     locate: Locate = readers.record_number
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class _Reader:
             values = list(self.columns[text])
             wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
             _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose another column")
-            column = text if len(self.columns) > 1 else None
+            column = None if list(self.columns) == ["text"] else text  # a .txt file has no columns
             return self._records(RecordKind.TEXT, label, texts=[value or "" for value in values], text_column=column)
         if label is None:
             raise ValueError(

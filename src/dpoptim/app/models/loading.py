@@ -175,7 +175,7 @@ def task_of_model(name: str) -> Task:
     name = _expanded(name)
     adapter = _adapter(name)
     if adapter is not None:
-        return _ADAPTER_TASKS.get(adapter.get("task_type")) or task_of_model(adapter["base_model_name_or_path"])
+        return _ADAPTER_TASKS.get(str(adapter.get("task_type"))) or task_of_model(adapter["base_model_name_or_path"])
     with _loading("model", name):
         classes = transformers.AutoConfig.from_pretrained(name).architectures or ()
     found, elsewhere = tasks_of_classes(classes), trained_elsewhere(classes)
@@ -238,6 +238,6 @@ def _loading(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        missing = " does not exist here, and the Hugging Face hub did not provide it; it"
-        where = "" if Path(name).is_dir() else missing
-        raise ValueError(f"{what}={name!r}{where} cannot be loaded: {first_line(error)}") from error
+        missing = "does not exist: it is not a folder here, and the Hugging Face hub did not provide it"
+        problem = "cannot be loaded" if Path(name).is_dir() else missing
+        raise ValueError(f"{what}={name!r} {problem} ({first_line(error)})") from error

@@ -261,8 +261,9 @@ def _tokenized(tokenizer: Any, texts: Sequence[str], length: int, closing: int |
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
         for row in tokenizer(chunk, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]:
-            is_open = closing is not None and len(row) < length and row[-1:] != [closing]
-            yield [*row, closing] if is_open else row
+            if closing is not None and len(row) < length and row[-1:] != [closing]:
+                row = [*row, closing]
+            yield row
 
 
 def _length(task: Task, model: nn.Module, tokenizer: Any, asked: int | None) -> int:
