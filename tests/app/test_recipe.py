@@ -131,7 +131,7 @@ def test_defaults_are_idempotent():
     assert with_defaults(once, task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu")) == once
 
 
-def test_delta_is_below_a_tenth_of_a_record():
+def test_default_delta_is_at_most_a_tenth_of_one_over_n():
     for count in (8, 9, 10, 11, 999, 1000, 1001, 123_456):
         delta = with_defaults(made(), task=Task.MASKED_LM, num_examples=count, device=torch.device("cpu")).delta
         assert delta is not None

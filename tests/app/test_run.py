@@ -64,7 +64,7 @@ def test_recipe_and_plan_agree(finished):
     assert recipe.label_names == ("no", "yes")
 
 
-def test_log_of_a_run(finished):
+def test_log_holds_steps_scores_and_times(finished):
     place, _ = finished
     entries = log_of(place.path)
     kinds = [entry["kind"] for entry in entries]
@@ -125,7 +125,7 @@ def test_language_model_with_default_settings(tmp_path):
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) > 50
 
 
-def test_lora_and_bf16(tmp_path):
+def test_lora_trains_in_bf16(tmp_path):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
         lora_rank=2, dtype="bf16", steps=2, batch_size=8, validation_fraction=0.0, noise="independent",
@@ -218,14 +218,14 @@ def test_records_in_both_sources_are_counted(tmp_path):
         ("cuda:-1", 1, "auto, cpu"),
     ],
 )
-def test_missing_device(name, count, use, monkeypatch):
+def test_missing_device_is_refused(name, count, use, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ValueError, match=f"^device='{name}' is not available here; use {use}"):
         chosen_device(name)
 
 
-def test_available_device(monkeypatch):
+def test_available_device_is_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cuda", "cuda:0", "cuda:1", "cpu"):
@@ -329,7 +329,7 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
     resume(tmp_path / "run")
     entries = log_of(tmp_path / "run")
     assert [step for name, _, step in written if name == "run/epsilon"] == [1, 2, 3, 4, 5], "one version of each step"
-    assert not (tmp_path / "run" / "tensorboard").exists(), "what was written of the later steps is gone"
+    assert not (tmp_path / "run" / "tensorboard").exists(), "events of later steps are removed"
     last = [entry for entry in entries if entry["kind"] == "step"][-1]
     assert ("released/gradient_norm", last["released"]["gradient_norm"], 5) in written
     assert ("run/epsilon", last["epsilon"], 5) in written

@@ -16,7 +16,7 @@ from dpoptim.integrations.optional import first_line, require
 
 Columns = Mapping[str, Sequence[Any]]
 Locate = Callable[[int], str]
-"""Where the record of an index is, for errors."""
+"""Describes the place of a record, by its index, for errors."""
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")

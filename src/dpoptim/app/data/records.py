@@ -1,8 +1,8 @@
 """Private records: texts, images or rows of numbers, with labels.
 
 A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record. A blank line is
-not a record, and hidden files are not read. Anything computed over all private records is not private, so
-features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to all.
+not a record, and hidden files are not read. Anything computed over all private records is not private, so features are
+not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to everyone.
 """
 
 from __future__ import annotations
@@ -195,9 +195,7 @@ class _Reader:
         images = [name for name, values in self.columns.items() if _is_images(values)]
         if self.kind is RecordKind.IMAGE or (self.kind is None and self.text is None and images):
             if len(images) != 1:
-                raise ValueError(
-                    f"data {self.source!r} has {len(images)} columns of images; give one, or a folder CLASS/*.png"
-                )
+                raise ValueError(f"data {self.source!r} has {len(images)} columns of images; one is needed")
             return self._records(RecordKind.IMAGE, label, images=self.columns[images[0]])
         text = None if self.kind is RecordKind.TABULAR else self._text_column(label)
         if text is not None:
@@ -277,7 +275,7 @@ def _is_images(values: Sequence[Any]) -> bool:
 
 
 def _is_strings(values: Sequence[Any]) -> bool:
-    """Whether a column holds strings that are not all numbers, as a .csv file writes them."""
+    """Whether a column holds strings; numbers do not count, although a .csv file holds them as strings."""
     if isinstance(values, HubColumn):
         return values.is_string
     some = [value for value in values if value is not None and value != ""]

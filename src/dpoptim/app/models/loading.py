@@ -168,7 +168,7 @@ def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
 
 
 def task_of_model(name: str) -> Task:
-    """The task that a model's configuration names its class for."""
+    """The task of the class that a model's configuration names."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     transformers = require("transformers", f"model={name!r}")

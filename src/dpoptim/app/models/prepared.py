@@ -141,7 +141,7 @@ def prepare(
 
     Args:
         task: What is predicted.
-        model: A folder, a hub name, "mlp" or "small-cnn"; or a module, which is used as it is, in its own dtype.
+        model: A folder, a hub name, "mlp" or "small-cnn"; or a module, which is used unchanged, in its own dtype.
         records: What to train on.
         max_length: The number of tokens that texts are cut to. Defaults to 512, for causal-lm to 1024, or to the
             model's limit if that is less. In causal-lm the tokenizer's end-of-text token closes a text.

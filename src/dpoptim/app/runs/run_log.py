@@ -174,7 +174,7 @@ class RunHistory:
 
     @property
     def ending(self) -> str:
-        """How the run ended, as the log has it."""
+        """How the run ended, in the words of the log."""
         return str(self.ends[-1]["reason"]) if self.is_ended else "still running, or killed"
 
     @property
@@ -184,7 +184,7 @@ class RunHistory:
 
     @property
     def seconds(self) -> float | None:
-        """How long its sessions worked; if one ended unlogged, its steps at their mean time."""
+        """The seconds of all sessions; if one did not log its end, all steps at their mean time."""
         if self.ends and len(self.ends) >= len(self.starts):
             return math.fsum(end["seconds"] for end in self.ends)
         steps = series(self.steps, "seconds")

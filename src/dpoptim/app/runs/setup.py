@@ -125,9 +125,7 @@ def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
         given = getattr(recipe, name)
         if given is not None and not is_used:
-            raise ValueError(
-                f"{name}={given!r} is not used by {task.value}; leave it out, or set --task text-classification"
-            )
+            raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
 
     def read(source: str, label_names: Sequence[str] | None) -> Records:
         names = label_names if task.is_classification else None
