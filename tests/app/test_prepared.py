@@ -15,7 +15,7 @@ from PIL import Image
 
 from dpoptim.app import evaluate, prepare
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.masking import IGNORED
+from dpoptim.integrations.token_losses import IGNORED
 from tests.app import tiny
 from tests.app.cases import (
     HEADS,

@@ -70,7 +70,7 @@ def test_bf16_runs():
     assert optimizer.mechanism.step == 6
 
 
-def test_a_private_loader_passes_accelerate_untouched():
+def test_accelerate_leaves_a_private_loader_unchanged():
     *_, loader = made()
     assert Accelerator(cpu=True).prepare(loader) is loader
 

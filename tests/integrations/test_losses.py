@@ -43,7 +43,7 @@ def batch(classes: int, positions: int = 6) -> dict[str, torch.Tensor]:
     ("make", "task", "classes", "positions"),
     [(tagger, None, 4, 6), (t5, None, 50, 4), (adapted_t5, None, 50, 4), (bart, "seq2seq-lm", 50, 4)],
 )
-def test_losses_beside_labels(make, task, classes, positions):
+def test_losses_equal_the_models_own(make, task, classes, positions):
     model, given = make().eval(), batch(classes, positions)
     losses = losses_for(model, task)
     found = losses(model, given)
@@ -78,7 +78,7 @@ def test_classifier_losses_follow_the_problem_type():
             assert found[j].item() == pytest.approx(model(**alone).loss.item(), abs=1e-5)
 
 
-def test_task_of_a_class():
+def test_the_task_follows_from_the_class():
     assert losses_for(masked_model()) == BatchLosses(task="masked-lm", targets_only=True)
     assert losses_for(causal_model()) == BatchLosses(task="causal-lm", targets_only=True)
     assert losses_for(tagger()) == BatchLosses(task="token-classification")
@@ -97,7 +97,7 @@ def test_task_of_a_class():
 def test_a_batch_without_labels_names_a_collator(make, collator):
     model, given = make(), batch(4)
     del given["labels"]
-    with pytest.raises(ValueError, match=f"has no labels, only input_ids, attention_mask; .*{collator}"):
+    with pytest.raises(ValueError, match=f"has no labels, only input_ids, attention_mask\\. .*{collator}"):
         losses_for(model)(model, given)
 
 

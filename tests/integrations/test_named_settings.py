@@ -24,7 +24,7 @@ from dpoptim.integrations.named_settings import (
 PLAN = dpoptim.PrivacyPlan(num_examples=20, batch_size=5, steps=4, noise_multiplier=1.0, delta=1e-3)
 
 
-def test_recipes_know_every_variant():
+def test_recipes_accept_every_variant():
     assert set(recipe.VARIANTS) == set(named_settings.VARIANTS)
 
 
@@ -38,7 +38,7 @@ def test_every_variant_makes_an_optimizer(variant):
     assert type(optimizer.plan.release) is type(release_of(variant))
 
 
-def test_names_are_reversible():
+def test_names_round_trip():
     for word in noise_words():
         name = word.replace("BANDS", "3").replace("BUFFERS", "3")
         assert name_of_noise(noise_of(name)) == name

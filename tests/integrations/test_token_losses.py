@@ -12,8 +12,7 @@ from torch import nn
 
 from dpoptim.app import prepare
 from dpoptim.integrations.losses import Task
-from dpoptim.integrations.masking import IGNORED
-from dpoptim.integrations.token_losses import can_read_targets
+from dpoptim.integrations.token_losses import IGNORED, can_read_targets
 from tests.app import tiny
 from tests.app.cases import PIECES, WORDS, masked_lm, text_records, whole_batch
 
@@ -63,7 +62,7 @@ def test_a_plain_module_computes_all_logits():
             return self.out(self.table(input_ids))
 
     model = Plain()
-    assert not can_read_targets(model, 300)
+    assert not can_read_targets(model)
     prepared = prepare(task=Task.CAUSAL_LM, model=model, tokenizer=PIECES, records=text_records(), bucket=8)
     losses = prepared.loss_per_example(model, whole_batch(prepared))
     assert losses.shape == (7,)

@@ -73,13 +73,13 @@ def train_with_torch(make, plan: dpoptim.PrivacyPlan) -> Tensor:
         ("noiseless_preconditioner, scaled", "adamw"),
     ],
 )
-def test_no_noise_and_no_clipping_is_torch_optim(variant, rule):
+def test_without_noise_and_clipping_equals_torch_optim(variant, rule):
     quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
     ours = train(lambda t: VARIANTS[variant].make(t.model, quiet, RULES[rule][0], t, **RUN), quiet)
     torch.testing.assert_close(ours, train_with_torch(TORCH[rule], quiet), rtol=1e-11, atol=1e-12)
 
 
-def test_sgd_is_torch_sgd():
+def test_sgd_equals_torch_sgd():
     quiet = plan(noise_multiplier=0.0, clip_norm=math.inf)
     ours = train(lambda t: dpoptim.dp_sgd(t.model, quiet, LR, momentum=0.9, weight_decay=0.1), quiet)
     theirs = train_with_torch(lambda p: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=0.1), quiet)
@@ -87,7 +87,7 @@ def test_sgd_is_torch_sgd():
 
 
 @pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
-def test_exponent_zero_is_post_processing(rule):
+def test_exponent_zero_equals_post_processing(rule):
     """s = ε/(1 + ε) is constant: post-processing with clip norm ζ/s, step for step."""
     constant = EPS_SCALE / (1 + EPS_SCALE)
     scaled, flat = plan(), plan(clip_norm=0.9 / constant)
@@ -103,7 +103,7 @@ def test_exponent_zero_is_post_processing(rule):
 
 @pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
 @pytest.mark.parametrize("options", [{"exponent": 0.0}, {"eps_scale": math.inf}], ids=["exponent 0", "eps_scale inf"])
-def test_the_default_of_exponent_zero_is_post_processing_itself(rule, options):
+def test_exponent_zero_defaults_to_post_processing(rule, options):
     """Bit for bit, at the same clip norm: the scale is 1."""
     same = plan()
     ours = train(lambda t: dpoptim.scale_then_privatize(t.model, same, LR, rule=RULES[rule][0], **options, **RUN), same)
@@ -112,7 +112,7 @@ def test_the_default_of_exponent_zero_is_post_processing_itself(rule, options):
 
 
 @pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
-def test_a_large_stability_constant_is_post_processing(rule):
+def test_a_large_eps_scale_approaches_post_processing(rule):
     """Where ε_s1 dwarfs √ν̂, the normalised scale is 1 and the clip norm is the raw gradient norm."""
     scaled = plan()
     ours = train(
@@ -124,7 +124,7 @@ def test_a_large_stability_constant_is_post_processing(rule):
 
 
 @pytest.mark.parametrize("rule", ["adam with decay", "adagrad"])
-def test_normalised_scale_is_the_printed_algorithm(rule):
+def test_normalised_scale_equals_the_printed_algorithm(rule):
     """s and ζ scaled together change nothing: clip norm ζ·ε_s1 against ζ."""
     printed = plan(clip_norm=3.0)
     normal = plan(clip_norm=3.0 * EPS_SCALE)
@@ -137,7 +137,7 @@ def test_normalised_scale_is_the_printed_algorithm(rule):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_band_is_independent_noise(variant):
+def test_one_band_equals_independent_noise(variant):
     banded = plan(noise=dpoptim.BandedToeplitz(bands=1), steps=15)
     independent = plan(steps=15)
     paths = [
@@ -156,7 +156,7 @@ def test_a_released_square_does_not_include_decay():
     assert float((ours - theirs).abs().max()) > 1e-4
 
 
-def test_mean_loss_is_sum_loss():
+def test_mean_loss_equals_sum_loss():
     settings = plan()
     by_sum = train(lambda t: dpoptim.scale_then_privatize(t.model, settings, LR, **RUN), settings)
     made = task(settings, torch.float64)
@@ -181,7 +181,7 @@ def on_pure_noise(second_moment, release, steps: int, rule, count: int = 4000, l
     )  # fmt: skip
 
 
-def test_bias_correction_on_pure_noise_is_negative_two_thirds_of_the_time_at_first():
+def test_first_bias_correction_is_negative_for_two_thirds_of_pure_noise():
     """P(z² < 1) = .68269 at t = 1, near one half at last."""
     optimizer = on_pure_noise(NoiseCorrected(), dpoptim.Gradient(), 400, rules.Adam(eps=1e-12))
     fractions = []
@@ -196,7 +196,7 @@ def test_bias_correction_on_pure_noise_is_negative_two_thirds_of_the_time_at_fir
     assert abs(fractions[-1] - 0.51) < 0.04
 
 
-def test_post_processing_on_pure_noise_moves_by_the_root_of_the_averaging():
+def test_post_processing_moves_by_the_averaged_noise_where_gradients_are_zero():
     """steady update RMS ≈ √((1−β₁)/(1+β₁)) = .22942, in units of lr."""
     optimizer = on_pure_noise(OfNoisyGradient(), dpoptim.Gradient(), 300, rules.Adam(eps=1e-12), lr=1.0)
     (weight,) = optimizer.param_groups[0]["params"]
@@ -241,7 +241,7 @@ AMPLIFICATION = {0.0: 1.0, 0.25: 2.0, 1 / 3: 2.0, 0.5: 2.0, 0.6: 1.3698, 0.75: 1
 @pytest.mark.parametrize(
     ("exponent", "batch_size"), list(zip(AMPLIFICATION, itertools.cycle([64, 2048]), strict=False))
 )
-def test_the_default_constant_bounds_pure_noise(exponent, batch_size):
+def test_the_default_eps_scale_bounds_pure_noise(exponent, batch_size):
     """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, whatever the noise's unit."""
     noisy = plan(num_examples=10 * batch_size, batch_size=batch_size, steps=150)
     level = 0.9 * 0.7 / batch_size
@@ -279,7 +279,7 @@ def test_the_warning_starts_where_pure_noise_has_no_fixed_point(exponent, factor
         make(0.99)
 
 
-def test_the_default_constant_at_one_half_is_twice_the_noise():
+def test_the_default_eps_scale_is_twice_the_noise():
     for changes in ({}, {"clip_norm": 3.7, "noise_multiplier": 1.3}, {"noise_multiplier": 1e-12}):
         noisy = plan(**changes)
         geometry = dpoptim.scale_then_privatize(OneNumber(3), noisy, LR, **RUN).geometry

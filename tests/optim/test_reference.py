@@ -132,7 +132,7 @@ def run(variant: str, rule: Rule, examples: int) -> Tensor:
         ("noiseless_scale_then_privatize", 3),
     ],
 )
-def test_without_noise_and_clipping_a_variant_is_torch_optim(variant: str, examples: int, name: str) -> None:
+def test_without_noise_and_clipping_variants_equal_torch_optim(variant: str, examples: int, name: str) -> None:
     rule, make = OPTIM[name]
     torch.testing.assert_close(run(variant, rule, examples), torch_path(make, examples), rtol=0, atol=1e-12)
 
@@ -157,19 +157,19 @@ def test_l2_decay_equals_torch(variant: str, name: str) -> None:
         (RMSProp(lr=0.1, eps=0.0), lambda p: torch.optim.RMSprop(p, lr=0.1, eps=0.0)),
     ],
 )
-def test_bias_correction_without_noise_and_floor_is_torch_optim(rule: Rule, make: Maker) -> None:
+def test_bias_correction_without_noise_and_floor_equals_torch_optim(rule: Rule, make: Maker) -> None:
     torch.testing.assert_close(run("bias_correction", rule, 3), torch_path(make, 3), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("examples", [1, 3])
-def test_average_of_squares_is_not_the_square_of_the_average_for_more_than_one_example(examples: int) -> None:
+def test_average_of_squares_differs_from_square_of_average(examples: int) -> None:
     rule = OPTIM["adam"][0]
     of_average = run("independent_moments", rule, examples)
     of_squares = run("independent_moments, average of squares", rule, examples)
     assert torch.allclose(of_average, of_squares, rtol=0, atol=1e-12) == (examples == 1)
 
 
-def test_dp_sgd_without_noise_and_clipping_is_torch_sgd() -> None:
+def test_dp_sgd_without_noise_and_clipping_equals_torch_sgd() -> None:
     path = reference.dp_sgd(
         normals(COORDINATES, seed=2),
         quadratic_gradients(3),
@@ -188,7 +188,7 @@ def noisy(clip_norm: float = 1.0, noise_stddev: float = 0.8) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OPTIM)
-def test_constant_scale_is_post_processing_with_clip_norm_over_s(name: str) -> None:
+def test_constant_scale_equals_post_processing_with_clip_norm_over_s(name: str) -> None:
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
     scaled = reference.scale_then_privatize(
@@ -202,7 +202,7 @@ def test_constant_scale_is_post_processing_with_clip_norm_over_s(name: str) -> N
 
 @pytest.mark.parametrize("noiseless", [False, True])
 @pytest.mark.parametrize("name", OPTIM)
-def test_normalised_scale_with_clip_norm_times_eps_is_the_same_algorithm(name: str, noiseless: bool) -> None:
+def test_normalised_scale_equals_the_plain_one_with_clip_norm_times_eps(name: str, noiseless: bool) -> None:
     function = functools.partial(reference.scale_then_privatize, noiseless=noiseless)
     rule, noise = OPTIM[name][0], normals(STEPS, COORDINATES, seed=3)
     theta, gradients = normals(COORDINATES, seed=2), quadratic_gradients(6)
@@ -269,7 +269,7 @@ def test_an_empty_batch_takes_a_noise_step(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_division_is_by_the_expected_batch_size_and_examples_are_clipped(variant: str) -> None:
+def test_examples_are_clipped_and_divided_by_the_expected_batch_size(variant: str) -> None:
     """Doubling every gradient beyond the clip norm changes nothing; doubling the examples does."""
     large = normals(4, COORDINATES, seed=5) * 1e6
     once = VARIANTS[variant](lambda theta, t: large)
@@ -298,7 +298,7 @@ def test_a_coordinate_without_gradient_stays_even_without_eps(rule: Rule, projec
 
 
 @pytest.mark.parametrize("name", OPTIM)
-def test_joint_moments_are_independent_moments_of_the_average_of_squares_at_one_noise_level(
+def test_joint_moments_equal_independent_moments_at_one_noise_level(
     name: str,
 ) -> None:
     rule, noise, square_noise = (

@@ -52,14 +52,14 @@ def trained(model, optimizer, steps=60):
         (torch.float16, "rmsprop", "scaled"),
     ],
 )
-def test_the_run_equals_the_float32_run_rounded(dtype, rule, variant):
+def test_a_run_equals_the_rounded_float32_run(dtype, rule, variant):
     found = trained(*begun(dtype, rule, variant))
     expected = trained(*begun(torch.float32, rule, variant))
     for low, high in zip(found, expected, strict=True):
         torch.testing.assert_close(low, high.to(dtype), rtol=0, atol=0)
 
 
-def test_dp_sgd_too():
+def test_a_dp_sgd_run_equals_the_rounded_float32_run():
     paths = []
     for dtype in (torch.bfloat16, torch.float32):
         model, _ = begun(dtype)
@@ -90,8 +90,8 @@ def test_a_resumed_run_continues_bit_for_bit():
 
 
 @pytest.mark.parametrize("value", [0.25, 0.0])
-def test_a_parameter_set_from_outside_loses_its_remainder(value):
-    """A remainder of before, up to 2^-9 here, is not added to it."""
+def test_setting_a_parameter_discards_its_remainder(value):
+    """The old remainder, up to 2^-9 here, is not added to the new value."""
     model, optimizer = begun(torch.bfloat16)
     trained(model, optimizer, 25)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_float32_parameters_keep_no_remainder():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", ["adam", "adam with decay", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel_keeps_the_same_remainders(dtype, rule):
+def test_the_gpu_kernel_stores_the_same_remainders(dtype, rule):
     model, optimizer = begun(dtype, rule, device="cuda")
     found = trained(model, optimizer)
     expected = trained(*begun(torch.float32, rule))

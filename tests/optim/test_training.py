@@ -126,7 +126,7 @@ def test_an_interrupted_run_resumes_bit_for_bit():
     assert torch.equal(torch.cat([p.detach().flatten() for p in fresh.parameters()]), whole)
 
 
-def test_a_scheduler_advances_where_a_step_ends():
+def test_a_scheduler_advances_once_per_logical_step():
     the_plan, model = plan(), mlp()
     loader = dpoptim.private_loader(dataset(), the_plan, **RUN, micro_batch_size=4)
     optimizer = dpoptim.scale_then_privatize(model, the_plan, lr=1e-2)
@@ -231,7 +231,7 @@ class TestMisuseIsCaught:
         with pytest.raises(ValueError, match="drawn with a different key or run_id than the run's"):
             again.step()
 
-    def test_frozen_after_the_optimizer_was_made(self):
+    def test_parameters_frozen_after_the_optimizer_was_created(self):
         model = mlp()
         dpoptim.dp_sgd(model, plan(), lr=1e-2)
         model[0].requires_grad_(False)

@@ -37,7 +37,7 @@ def probed(data: torch.Tensor, *, batch_size: float, clip_norm: float = 10.0, sp
 
 
 @pytest.mark.parametrize("batch_size", [*(pytest.param(b, marks=pytest.mark.slow) for b in (1, 100)), 10_000])
-def test_the_norm_is_that_of_the_training_batch(batch_size):
+def test_the_norm_is_estimated_for_the_training_batch_size(batch_size):
     """The average over 128 public examples is .27 long; training's is 2.01, .28 and .201."""
     mean, stddev = known_problem()
     found = [probed(examples(mean, stddev, count=128, seed=s), batch_size=batch_size).norm * 10 for s in range(5)]
@@ -50,7 +50,7 @@ def test_the_norm_is_that_of_the_training_batch(batch_size):
         assert abs(naive - np.mean(np.square(found))) > 8 * error
 
 
-def test_the_split_has_no_bias_for_batches_of_any_size():
+def test_the_split_is_unbiased_for_unequal_batches():
     """Over many repeats, coordinate by coordinate: means within four standard errors; unequal batches too."""
     rng = np.random.default_rng(3)
     sizes = np.array([1.0, 2.0, 5.0, 3.0])
@@ -64,7 +64,7 @@ def test_the_split_has_no_bias_for_batches_of_any_size():
 
 
 @pytest.mark.parametrize("count", [64, 512])
-def test_the_spread_is_found(count):
+def test_the_spread_is_recovered(count):
     """The part of the coordinates below each decile, and the mean of x/(1+x), which the adviser looks at."""
     mean, stddev = known_problem()
     signal = probed(examples(mean, stddev, count=count, seed=1), batch_size=1000)
@@ -79,7 +79,7 @@ def test_the_spread_is_found(count):
     assert signal.average(squares / (squares + noise)) < even - 0.1
 
 
-def test_many_examples_show_a_spread_that_variances_do_not():
+def test_many_examples_reveal_a_spread_that_variances_hide():
     """All v alike, μ² of two sizes: the prior knows nothing of it and the posterior does."""
     mean = np.concatenate([np.full(1000, 1e-3), np.full(1000, 1e-1)])
     signal = probed(examples(mean, np.full(2000, 0.1), count=2000, seed=2), batch_size=1e6, clip_norm=100.0, split=40)
@@ -101,7 +101,7 @@ def test_clipping_norms_and_agreement():
     assert sum(w for w, s in zip(signal.weights, signal.squares, strict=True) if s > 0) == pytest.approx(2 / 50)
 
 
-def test_orthogonal_examples_agree_little():
+def test_orthogonal_examples_have_low_agreement():
     data = torch.eye(64).repeat(4, 1)
     signal = probed(data, batch_size=1e9, clip_norm=1.0)
     assert signal.agreement == pytest.approx(1 / 8, rel=0.15)  # ‖mean of 64 unit vectors‖ = 1/8
@@ -130,8 +130,8 @@ def test_groups_keep_the_total_of_many_coordinates(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"clip_norm": 0.0}, "clip_norm=0.0"),
-        ({"batch_size": 0.5}, "batch_size=0.5"),
+        ({"clip_norm": 0.0}, "Expected clip_norm > 0"),
+        ({"batch_size": 0.5}, "Expected batch_size >= 1"),
         ({"batches": [torch.ones(4, 3)]}, "holds 1 batches"),
         ({"batches": []}, "holds 0 batches"),
         ({"batches": [torch.full((2, 3), math.nan)] * 2}, "no example has a finite gradient"),

@@ -41,8 +41,8 @@ def test_golden():
 @pytest.mark.parametrize("name", PAIRS)
 def test_smallest_batch_inverts_largest_dimension(name, signal):
     dimension_of, batch_of, options = PAIRS[name]
-    for batch_size, noise_multiplier, row_norm in ((10.0, 0.3, 1.0), (2048.0, 1.0, 1.7), (1e5, 8.0, 1.0)):
-        given: dict[str, Any] = dict(noise_multiplier=noise_multiplier, row_norm=row_norm, signal=signal, **options)
+    for batch_size, noise_multiplier in ((10.0, 0.3), (2048.0, 1.7), (1e5, 8.0)):
+        given: dict[str, Any] = dict(noise_multiplier=noise_multiplier, signal=signal, **options)
         dimension = dimension_of(batch_size=batch_size, **given)
         if name == "ime" and signal is Signal.PESSIMISTIC:
             assert dimension == pytest.approx(dimension_of(batch_size=1.0, **given))
@@ -91,12 +91,8 @@ def test_ime_at_its_limit():
     assert float(nu.std()) != pytest.approx(clip_norm**2 / other, rel=0.5)
 
 
-def test_correlated_noise_counts_by_its_rows_and_can_only_do_worse():
-    """Row norms r multiply σ; the exact variance of ν̂ in pure noise is at least that of independent noise of norm r."""
-    plain = regimes.largest_dimension_bias_correction(batch_size=100, noise_multiplier=1.0)
-    assert regimes.largest_dimension_bias_correction(
-        batch_size=100, noise_multiplier=1.0, row_norm=1.5
-    ) == pytest.approx(plain / 1.5**2)
+def test_multiplying_sigma_by_a_row_norm_is_optimistic_for_correlated_noise():
+    """The exact variance of ν̂ in pure noise is at least that of independent noise with the same row norm."""
     strategy = dpoptim.BandedToeplitz(bands=8).optimize(steps=64)
     norm = float(strategy.row_norms().min())
     exact = second_moment_variance(noise_variance=1.0, step=64, beta2=0.9, strategy=strategy)
@@ -107,13 +103,11 @@ def test_edge_cases():
     assert regimes.largest_dimension_bias_correction(batch_size=1, noise_multiplier=0.0) == math.inf
     assert regimes.largest_dimension_ime(batch_size=1, noise_multiplier=0.0) == math.inf
     assert regimes.smallest_batch_ime(dimension=5, noise_multiplier=0.0) == 0.0
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="Expected batch_size > 0"):
         regimes.largest_dimension_post_processing(batch_size=0, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="dimension=-1"):
+    with pytest.raises(ValueError, match="Expected dimension > 0"):
         regimes.smallest_batch_bias_correction(dimension=-1, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="noise_multiplier=-1"):
+    with pytest.raises(ValueError, match="Expected noise_multiplier >= 0"):
         regimes.largest_dimension_ime(batch_size=1, noise_multiplier=-1)
-    with pytest.raises(ValueError, match="row_norm=0"):
-        regimes.largest_dimension_ime(batch_size=1, noise_multiplier=1, row_norm=0)
-    with pytest.raises(ValueError, match="beta2=1"):
+    with pytest.raises(ValueError, match="Expected beta2 >= 0 and < 1"):
         regimes.largest_dimension_ime(batch_size=1, noise_multiplier=1, beta2=1.0)

@@ -118,7 +118,7 @@ def test_contour_integral_for_equal_weights_is_noncentral_chi_square(count, shif
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])
-def test_contour_integral_is_imhofs(shift):
+def test_contour_integral_equals_imhofs(shift):
     """Imhof's own real integral, by quadrature, at 25 unequal weights."""
     weights = second_moments.moment_weights(beta=0.8, step=25)
 
@@ -181,17 +181,17 @@ def test_edge_cases():
     assert float(second_moments.ime_negative_probability(square_stddev=0.0)) == 0.0
     assert float(second_moments.negative_probability(noise_variance=1.0, beta2=0.0)) == pytest.approx(0.6826894921)
     assert float(second_moments.negative_probability(1e3, noise_variance=1.0, step=50)) == 0.0
-    with pytest.raises(ValueError, match="beta2=1"):
+    with pytest.raises(ValueError, match="Expected beta2 >= 0 and < 1"):
         second_moments.second_moment_mean(noise_variance=1.0, beta2=1.0)
-    with pytest.raises(ValueError, match="step=0"):
+    with pytest.raises(ValueError, match=r"Expected step .* got 0"):
         second_moments.second_moment_variance(noise_variance=1.0, step=0)
-    with pytest.raises(ValueError, match="step=41"):
+    with pytest.raises(ValueError, match="got 41 > 40"):
         second_moments.negative_probability(noise_variance=1.0, step=41, strategy=STRATEGIES["banded"])
     with pytest.raises(ValueError, match="step=None"):
         second_moments.second_moment_variance(noise_variance=1.0, strategy=STRATEGIES["banded"])
-    with pytest.raises(ValueError, match="noise_variance=-1"):
+    with pytest.raises(ValueError, match="Expected noise_variance >= 0"):
         second_moments.second_moment_variance(noise_variance=-1.0)
-    with pytest.raises(ValueError, match="square_stddev=-1"):
+    with pytest.raises(ValueError, match="Expected square_stddev >= 0"):
         second_moments.ime_negative_probability(square_stddev=-1.0)
 
 
@@ -208,15 +208,15 @@ def test_edge_cases():
 )
 def test_steps_must_be_whole(compute):
     for step in (1.5, 2.0, True, "2"):
-        with pytest.raises(ValueError, match="must be a whole number"):
+        with pytest.raises(ValueError, match="Expected step to be a whole number"):
             compute(step=step)
     assert np.all(compute(step=np.int64(2)) == compute(step=2))
 
 
 def test_a_noise_specification_must_be_optimized_first():
-    with pytest.raises(ValueError, match=r"call \.optimize\(steps=\.\.\.\) first"):
+    with pytest.raises(ValueError, match=r"Call \.optimize\(steps=\.\.\.\) first"):
         second_moment_bias(dpoptim.BufferedToeplitz(buffers=2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"call \.optimize\(steps=\.\.\.\) first"):
+    with pytest.raises(ValueError, match=r"Call \.optimize\(steps=\.\.\.\) first"):
         second_moments.negative_probability(noise_variance=1.0, step=2, strategy=dpoptim.BufferedToeplitz(buffers=2))  # type: ignore[arg-type]
 
 
@@ -310,13 +310,12 @@ def test_steps_beyond_the_block_are_scaled(monkeypatch):
     (scaled,) = moment_laws(strategy, [600], beta2=0.99)
     for name in ("bias", "once", "twice", "cube", "shifted_cube"):
         assert getattr(scaled, name) == pytest.approx(getattr(whole, name), rel=0.05)
-    assert scaled.covariances
 
 
 @pytest.mark.parametrize("step", [0, 5, 1.5, True])
 def test_moment_laws_refuse_bad_steps(step):
     strategy = Independent().optimize(steps=4)
-    with pytest.raises(ValueError, match=rf"step={step}"):
+    with pytest.raises(ValueError, match=rf"Expected step .*got {step}"):
         moment_laws(strategy, [step])
-    with pytest.raises(ValueError, match=rf"step={step}"):
+    with pytest.raises(ValueError, match=rf"Expected step .*got {step}"):
         momentum_weight(strategy, step=step)

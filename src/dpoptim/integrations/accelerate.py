@@ -43,20 +43,17 @@ def prepare_accelerate(
     Guarantee: `accelerator.backward` does not scale the loss, and every `optimizer.step()` reaches the optimizer.
     """
     if not isinstance(optimizer, PrivateOptimizer):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}. Create it with dpoptim before preparing it.")
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}. Create it with dpoptim, for example by "
-            "dpoptim.scale_then_privatize(model, plan, lr=1e-3), before preparing it."
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} divides the loss, which changes "
-            "clipping. Leave it out and use private_loader(..., micro_batch_size=...)."
+            f"gradient_accumulation_steps={steps} scales the loss, which changes clipping. Leave it out, and use "
+            "private_loader(..., micro_batch_size=...)."
         )
     one_process.check_accelerator(accelerator)
     for other in others:
         if isinstance(other, PrivateLoader) or hasattr(other, "batch_sampler"):
             raise ValueError(
-                f"a {type(other).__name__} must not be prepared here. Iterate over the private loader itself and move "
-                "its batches to accelerator.device; prepare other loaders with accelerator.prepare."
+                f"a {type(other).__name__} must not be prepared here. Iterate over the private loader itself."
             )
     return tuple(accelerator.prepare(model, optimizer, *others))

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.arguments import check_choice
-from dpoptim.integrations.masking import IGNORED
-from dpoptim.integrations.modes import without_peft
 from dpoptim.integrations.optional import require
-from dpoptim.integrations.token_losses import can_read_targets, logits_of, token_losses
+from dpoptim.integrations.token_losses import IGNORED, can_read_targets, logits_of, token_losses, without_peft
 
 
 class Task(enum.Enum):
@@ -51,17 +49,7 @@ _TABLES = {  # transformers' tables of model classes
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 }
-_ENDINGS = {  # of classes that are in no table
-    "ForMaskedLM": "masked-lm",
-    "LMHeadModel": "causal-lm",
-    "ForCausalLM": "causal-lm",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-}
 _COLLATORS = {"token-classification": "DataCollatorForTokenClassification", "seq2seq-lm": "DataCollatorForSeq2Seq"}
-
-
-# -- batches of `dpoptim train` ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,45 +75,32 @@ def example_losses(
 
     Guarantee: Entry j depends on example j alone, and not on its padding, if that holds for the model's outputs.
     """
-    if task is Task.TABULAR_CLASSIFICATION:
-        return _of_logits(logits_of(model(_in_dtype_of(model, batch["features"]))), batch["labels"])
-    if task is Task.IMAGE_CLASSIFICATION:
-        pixels = _in_dtype_of(model, batch["pixel_values"])
-        return _of_logits(logits_of(model(pixel_values=pixels)), batch["labels"])
-    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    if task is Task.TEXT_CLASSIFICATION:
-        return _of_logits(logits_of(model(**inputs)), batch["labels"])
-    places = None
-    if task is Task.MASKED_LM:
-        assert "places" in batch, "the batch is not masked: use prepared.at_step or prepared.batches"
-        places = batch["places"]
-    elif hasattr(getattr(model, "config", None), "use_cache"):
+    assert task is not Task.MASKED_LM or "places" in batch, "the batch is not masked: use prepared.at_step or batches"
+    dtype = next(model.parameters()).dtype
+    inputs = {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
+    labels, places = inputs.pop("labels"), inputs.pop("places", None)
+    if task.is_classification:
+        logits = logits_of(model(inputs["features"]) if task is Task.TABULAR_CLASSIFICATION else model(**inputs))
+        losses = class_losses(logits, labels)
+        return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
+    return _of_tokens(task.value, model, inputs, labels, places, targets_only)
+
+
+def _of_tokens(
+    task: str, model: nn.Module, inputs: dict[str, Any], labels: Tensor, places: Tensor | None, targets_only: bool
+) -> ExampleLosses:
+    if task in ("causal-lm", "seq2seq-lm") and hasattr(_config(model), "use_cache"):
         inputs["use_cache"] = False
-    losses = token_losses(model, inputs, batch["labels"], places, targets_only=targets_only)
-    return ExampleLosses(total=losses.float().sum(1), targets=(batch["labels"] != IGNORED).sum(1))
-
-
-def _of_logits(logits: Tensor, labels: Tensor) -> ExampleLosses:
-    losses = class_losses(logits, labels)
-    return ExampleLosses(total=losses, targets=torch.ones_like(labels), correct=logits.argmax(-1) == labels)
-
-
-def _in_dtype_of(model: nn.Module, values: Tensor) -> Tensor:
-    return values.to(next(model.parameters()).dtype)
-
-
-# -- batches of Hugging Face collators --------------------------------------------------------------------------------
+    losses = token_losses(model, inputs, labels, places, targets_only=targets_only)
+    return ExampleLosses(total=losses.float().sum(1), targets=(labels != IGNORED).sum(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLosses:
-    """`losses(model, batch) -> [examples]` for a batch, by name, as a Hugging Face collator makes it.
+    """`losses(model, batch)` returns the loss of each example of a Hugging Face collator's batch.
 
-        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
-
-    With `targets_only`, language models decode the targets alone and store no logits. Classifiers follow
-    `config.problem_type` as transformers does: one label, several, or a number (mean squared error). Encoder–decoder
-    models get `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
+    With `targets_only`, language models decode the targets alone and store no logits. Encoder–decoder models get
+    `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
 
     Guarantee: Entry j depends on example j alone, if that holds for the model's outputs. An example without targets has
     loss 0.
@@ -140,24 +115,18 @@ class BatchLosses:
         if labels is None:
             collator = _COLLATORS.get(self.task, "DataCollatorForLanguageModeling")
             raise ValueError(
-                f"the batch has no labels, only {', '.join(inputs)}; {self.task} needs them. Use a collator that makes "
-                f"them, such as {collator}, or pass loss_per_example=."
+                f"the batch has no labels, only {', '.join(inputs)}. Use a collator that adds them, such as {collator}."
             )
         if self.task in ("text-classification", "image-classification"):
             return class_losses(logits_of(model(**inputs)), labels, _config(model))
         places = None
         if self.task == "causal-lm":
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
-            if hasattr(_config(model), "use_cache"):
-                inputs["use_cache"] = False
-        elif self.task == "seq2seq-lm":
-            inputs["use_cache"] = False
-            if inputs.get("decoder_input_ids") is None:
-                inputs["decoder_input_ids"] = _shifted(model, labels)
+        elif self.task == "seq2seq-lm" and inputs.get("decoder_input_ids") is None:
+            inputs["decoder_input_ids"] = _shifted(model, labels)
         elif self.task == "masked-lm" and self.targets_only:
             labels, places = _gathered(labels)
-        losses = token_losses(model, inputs, labels, places, targets_only=self.targets_only)
-        return losses.float().sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+        return _of_tokens(self.task, model, inputs, labels, places, self.targets_only).losses
 
 
 def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
@@ -167,11 +136,18 @@ def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
     model's class.
     """
     if task is None:
-        task = _task_of(model)
+        inner = without_peft(model)
+        found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
+        if len(found) != 1:
+            problem = "does several tasks" if found else "has no known task"
+            raise ValueError(
+                f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=."
+            )
+        (task,) = found
     check_choice("task", task, _TABLES)
     if task == "causal-lm":
         check_is_causal(model)
-    return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and _can_read_targets(model))
+    return BatchLosses(task=task, targets_only=task in ("masked-lm", "causal-lm") and can_read_targets(model))
 
 
 def class_losses(logits: Tensor, labels: Tensor, config: Any = None) -> Tensor:
@@ -200,12 +176,9 @@ def check_is_causal(model: nn.Module) -> None:
     is_encoder = getattr(config, "model_type", None) in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if is_encoder and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
         raise ValueError(
-            f"{type(without_peft(model)).__name__} reads in both directions, so it would see the tokens that causal-lm "
-            "predicts. Use masked-lm, or set is_decoder=True in the model's configuration."
+            f"{type(without_peft(model)).__name__} reads in both directions, so it sees the tokens that causal-lm "
+            "predicts. Use masked-lm, or set is_decoder=True in its configuration."
         )
-
-
-# -- tasks by class ---------------------------------------------------------------------------------------------------
 
 
 def tasks_of_classes(names: Iterable[str]) -> list[Task]:
@@ -223,35 +196,14 @@ def trained_elsewhere(names: Iterable[str]) -> str | None:
 
 
 def _tasks_of(names: Iterable[str]) -> list[str]:
-    """The tasks of classes with these names: by transformers' tables, or by how a name ends."""
+    """The tasks of classes with these names, by transformers' tables."""
     auto = require("transformers.models.auto.modeling_auto", "finding the task of a model")
     asked = set(names)
-    found = [task for task, table in _TABLES.items() if asked & _class_names(getattr(auto, table))]
-    by_ending = {task for name in asked for ending, task in _ENDINGS.items() if name.endswith(ending)}
-    return found or [task for task in _TABLES if task in by_ending]
 
+    def has_one(table: Mapping[str, str | tuple[str, ...]]) -> bool:
+        return any(asked & ({value} if isinstance(value, str) else set(value)) for value in table.values())
 
-def _class_names(table: Mapping[str, Any]) -> set[str]:
-    return {name for value in table.values() for name in ([value] if isinstance(value, str) else value)}
-
-
-def _task_of(model: nn.Module) -> str:
-    inner = without_peft(model)
-    found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
-    if len(found) != 1:
-        problem = "does several tasks" if found else "has no known task"
-        raise ValueError(
-            f"{type(inner).__name__} {problem}. Set task= ({', '.join(_TABLES)}), or pass loss_per_example=, a "
-            "function of (model, batch) that returns one loss per example."
-        )
-    return found[0]
-
-
-def _can_read_targets(model: nn.Module) -> bool:
-    try:
-        return can_read_targets(model, int(without_peft(model).get_input_embeddings().weight.shape[0]))
-    except ValueError:  # an optimizer's engine already runs its layers
-        return False
+    return [task for task, table in _TABLES.items() if has_one(getattr(auto, table))]
 
 
 def _config(model: nn.Module) -> Any:
@@ -261,10 +213,7 @@ def _config(model: nn.Module) -> Any:
 def _shifted(model: nn.Module, labels: Tensor) -> Any:
     shift = getattr(without_peft(model), "prepare_decoder_input_ids_from_labels", None)
     if shift is None:
-        raise ValueError(
-            f"the batch has no decoder_input_ids, and {type(without_peft(model)).__name__} cannot make them from "
-            "labels. Use DataCollatorForSeq2Seq(tokenizer, model=model), or put them into the dataset."
-        )
+        raise ValueError("the batch has no decoder_input_ids, and the model cannot shift labels. Add them to the data.")
     return shift(labels=labels)
 
 

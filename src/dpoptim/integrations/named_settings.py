@@ -98,9 +98,9 @@ def make_plan(
             noise_multiplier=noise_multiplier, delta=delta,
         )  # fmt: skip
     except ValueError as error:
-        if "no proof" not in str(error):
+        if "amplification" not in str(error):
             raise
-        raise ValueError(
+        raise ValueError(  # in the words of a recipe
             f"noise={noise!r} with sampling={sampling!r} has no proof. Leave sampling out or use shuffled: "
             "poisson is proved for independent noise, cyclic for banded-toeplitz with at most as many bands as groups."
         ) from error
@@ -213,8 +213,8 @@ def refuse_weak_delta(delta: float, num_examples: int) -> None:
     """Refuse a δ of 1/n or more, which would allow publishing one record in full."""
     if delta >= 1 / num_examples:
         raise ValueError(
-            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records, so publishing a "
-            f"whole record would count as private. Use less, such as {default_delta(num_examples):g}, or leave it out."
+            f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
+            f"such as {default_delta(num_examples):g}."
         )
 
 

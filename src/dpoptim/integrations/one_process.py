@@ -31,7 +31,7 @@ def check_accelerator(accelerator: Any) -> None:
     if accelerator.num_processes > 1 or backend in _BACKENDS:
         raise ValueError(
             f"num_processes={accelerator.num_processes}, distributed_type={backend}: private training runs in one "
-            "process. Start the script with python, not accelerate launch."
+            "process. Start the script with python."
         )
     if accelerator.scaler is not None:
         raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")
@@ -41,6 +41,4 @@ def check_module(module: nn.Module) -> None:
     """Refuse a module in a wrapper for distributed training."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS:
-            raise ValueError(
-                f"module is a {kind.__name__}, but private training runs in one process. Pass a plain module."
-            )
+            raise ValueError(f"module is a {kind.__name__}: private training runs in one process. Pass a plain module.")

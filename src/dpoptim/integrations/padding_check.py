@@ -1,4 +1,4 @@
-"""Checks of a few records before training: padding and the collator must not make one example depend on others.
+"""Checks of a few records before training: neither the collator nor padding may make one example depend on others.
 
 The check of example independence starts after the collator and keeps the batch's width. So it cannot see what the
 collator mixes, or that the longest example decides how far the others are padded.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
-from dpoptim.integrations.modes import in_eval_mode
+from dpoptim.integrations.token_losses import in_eval_mode
 from dpoptim.kernels.precision import full_precision
 
 _SEEDS = 32  # are tried until masks leave every record a target
@@ -27,65 +27,59 @@ Collate = Callable[[list[Any]], Any]
 def check_padding(
     model: nn.Module, losses: Callable[[nn.Module, Any], Tensor], collate: Collate, records: list[Any]
 ) -> None:
-    """Refuse `losses(model, batch)` if the loss of a record is different among the others and alone, without padding.
+    """Refuse a collator that mixes records (mixup), and `losses(model, batch)` that depend on padding.
 
-    If the collator draws random numbers (masks), the record's row is cut to its attention mask instead of collated
-    alone. A loss that draws random numbers in eval mode cannot be compared.
+    A record among the others is compared with a batch of its copies. Its row must stay the same, unless a different
+    width or number of random draws changes it. Its loss must stay the same: without padding if the collator pads to the
+    longest record. If the collator draws (masks), the row is cut to its attention mask instead. A loss that draws
+    random numbers in eval mode cannot be compared.
     """
     model, tolerance = _in_float32(model)
     with (
-        _generators_restored(), buffers_restored(model), in_eval_mode(model),
-        full_precision(next(model.parameters()).device.type),
+        state_restored(model), in_eval_mode(model), full_precision(next(model.parameters()).device.type),
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):  # fmt: skip
         for seed in range(_SEEDS):
             batch, collator_draws = _collated(collate, records, seed)
-            seeded = generator_states()
+            drawn = generator_states()
             together = losses(model, copy.copy(batch)).float()
-            if generator_states() != seeded:
-                return
-            if not collator_draws or bool((together != 0).all()):
+            loss_draws = generator_states() != drawn
+            if not collator_draws or loss_draws or bool((together != 0).all()):
                 break
         if together.shape != (len(records),):
             raise ValueError(
                 f"the losses of {len(records)} examples have shape {tuple(together.shape)}. Return one per example."
             )
         for row, record in enumerate(records):
-            alone, _ = _collated(collate, [record], seed)
-            if collator_draws:
-                alone = _cut(batch, row, alone)
-            if alone is None:
+            copies, _ = _collated(collate, [record] * len(records), seed)
+            if generator_states() == drawn:
+                _check_row(batch, copies, row, len(records))
+            alone = _cut(batch, row, copies) if collator_draws else copies
+            if alone is None or loss_draws:
                 continue
-            loss = losses(model, alone).float()[0]
+            loss = losses(model, alone).float()[-1]
             if not torch.allclose(together[row], loss, rtol=tolerance, atol=1e-3 * tolerance, equal_nan=True):
                 raise ValueError(
-                    "the loss of an example changes with its padding or with the other examples of its batch: "
-                    f"{type(model).__name__}, the loss or the collator reads them. Pad on the right, give the model "
-                    "its attention_mask, and divide by each example's own tokens; or pad all examples to one length."
+                    "the loss of an example changes with its padding or with the other examples of its batch. Pad on "
+                    "the right, give the model its attention_mask, and divide by each example's own tokens."
                 )
 
 
-def check_collator(collate: Collate, records: list[Any]) -> None:
-    """Refuse a collator that mixes records (mixup): a row must stay the same if the other records are replaced.
-
-    Batches of different shapes, or for which a different amount of random numbers was drawn, are not compared.
-    """
-    with _generators_restored():
-        batch, _ = _collated(collate, records, 0)
-        after = generator_states()
-        for row, record in enumerate(records):
-            other, _ = _collated(collate, [record] * len(records), 0)
-            if not isinstance(batch, Mapping) or generator_states() != after:
-                continue
-            for name, one in batch.items():
-                two = other[name]
-                if not isinstance(one, Tensor) or one.shape[:1] != (len(records),) or one.shape != two.shape:
-                    continue
-                if not torch.allclose(one[row], two[row], rtol=0.0, atol=0.0, equal_nan=True):
-                    raise ValueError(
-                        f"data_collator mixes examples: '{name}' of one example changes when the others are replaced. "
-                        "Remove what combines several examples, such as mixup."
-                    )
+@contextlib.contextmanager
+def state_restored(*models: nn.Module) -> Iterator[None]:
+    """Restore the random generators, and the models' buffers, which would otherwise hold private values."""
+    restore_generators = save_rng_states()
+    owners = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        restore_generators()
+        for buffers, before in owners:
+            buffers.clear()
+            buffers.update(before)
+        for buffer, content in contents:
+            buffer.data.copy_(content)
 
 
 def _collated(collate: Collate, records: list[Any], seed: int) -> tuple[Any, bool]:
@@ -95,10 +89,21 @@ def _collated(collate: Collate, records: list[Any], seed: int) -> tuple[Any, boo
     return collate(copy.deepcopy(records)), generator_states() != before
 
 
-def _cut(batch: Any, row: int, alone: Any) -> Any:
+def _check_row(batch: Any, copies: Any, row: int, examples: int) -> None:
+    for name, one in batch.items() if isinstance(batch, Mapping) else ():
+        if not isinstance(one, Tensor) or one.shape[:1] != (examples,) or one.shape != copies[name].shape:
+            continue
+        if not torch.allclose(one[row], copies[name][row], rtol=0.0, atol=0.0, equal_nan=True):
+            raise ValueError(
+                f"data_collator mixes examples: '{name}' of one example changes when the others are replaced. Remove "
+                "what combines several examples, such as mixup."
+            )
+
+
+def _cut(batch: Any, row: int, copies: Any) -> Any:
     """One row of a batch, cut to the columns in its attention mask; None if the collator has not padded it."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if mask is None or mask.ndim != 2 or alone["attention_mask"].shape[1] == mask.shape[1]:
+    if mask is None or mask.ndim != 2 or copies["attention_mask"].shape[1] == mask.shape[1]:
         return None
     columns = mask[row].nonzero().flatten()
     return {
@@ -116,27 +121,3 @@ def _in_float32(model: nn.Module) -> tuple[nn.Module, float]:
     if sum(parameter.numel() for parameter in parameters) <= _MAX_COPIED:
         return copy.deepcopy(model).float(), 1e-4
     return model, 5e-2
-
-
-@contextlib.contextmanager
-def _generators_restored() -> Iterator[None]:
-    restore = save_rng_states()
-    try:
-        yield
-    finally:
-        restore()
-
-
-@contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what the model writes into its buffers: nothing refuses it here, and it would hold private values."""
-    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffers, before in owners:
-            buffers.clear()
-            buffers.update(before)
-        for buffer, content in contents:
-            buffer.data.copy_(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +54,5 @@ def recipe_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, strings, and lists and dicts of them; other objects by the value of their enum member."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    value = getattr(value, "value", value)
-    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+    """The value as JSON has it; enum members by their value, other objects by their type."""
+    return json.loads(json.dumps(value, default=lambda part: getattr(part, "value", type(part).__name__)))

@@ -25,7 +25,7 @@ def available(device: str | torch.device) -> bool:
     return device.index is None or device.index == torch.cuda.current_device()
 
 
-def _on_current_device(tensors: Sequence[Tensor | None]) -> bool:
+def on_current_device(*tensors: Tensor | None) -> bool:
     """Return whether kernels can be launched for these tensors, which only the current device allows."""
     if not torch.cuda.is_initialized() or not _has_triton():
         return False
@@ -42,7 +42,7 @@ def _has_tensor_descriptors() -> bool:
 def on_gpu(*tensors: Tensor | None) -> bool:
     """Return whether kernels run for these tensors; float64 stays with the plain functions."""
     is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return not is_double and _on_current_device(tensors)
+    return not is_double and on_current_device(*tensors)
 
 
 def outer_on_gpu(*tensors: Tensor | None) -> bool:

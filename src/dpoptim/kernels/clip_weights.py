@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpoptim.kernels.norms import wide_dtype
+from dpoptim.kernels import choose
 
 
 class ClipResult(NamedTuple):
@@ -32,15 +32,24 @@ def clip_weights(
     float32 has no such weight at full precision (rounding could double it). The norm of an example cannot be trusted
     if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
-    norms = squared.sqrt() * factor
-    weights = (clip_norm / norms).clamp(max=1.0)
-    weights = torch.where(weights >= torch.finfo(torch.float32).tiny, weights, 0.0) * factor
-    if min_trusted_norm is None:
-        needs_recompute = torch.zeros_like(weights, dtype=torch.bool)
-    else:
-        needs_recompute = (weights > 0) & ~(min_trusted_norm * factor <= norms)
-        weights = weights.masked_fill(needs_recompute, 0.0)
-    counts = torch.stack([norms > clip_norm, (weights == 0) & ~needs_recompute, needs_recompute]).sum(1)
+    if choose.on_current_device(squared, min_trusted_norm):
+        from dpoptim.kernels import clip_weights_triton as kernel
+
+        return ClipResult(
+            *kernel.clip_weights(squared, min_trusted_norm, clip_norm=clip_norm, factor=factor, dtype=dtype)
+        )
+    norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
+    weights = (limit / norms).clamp(max=1.0)
+    is_kept = weights >= torch.finfo(torch.float32).tiny  # false for NaN
+    left_out, needs_recompute = ~is_kept, torch.zeros_like(is_kept)
+    if min_trusted_norm is not None:
+        is_trusted = min_trusted_norm <= norms
+        needs_recompute = is_kept & ~is_trusted
+        is_kept = is_kept & is_trusted
+    weights = torch.where(is_kept, weights, 0.0)
+    counts = torch.stack([norms > limit, left_out, needs_recompute]).sum(1)
+    if factor != 1:
+        norms, weights = norms * factor, weights * factor
     return ClipResult(norms.to(dtype), weights.to(dtype), needs_recompute, counts)
 
 
@@ -62,25 +71,28 @@ def sum_of_parts(
     Where D and E cancel, rounding shows in full. Where parts of D cancel, its rounding shows beside E; a fifth of
     their bound is enough there.
     """
-    d, e, parts = d_squared.sqrt(), e_squared.sqrt(), d_parts + e_parts
-    summands = d_squared + e_squared + parts * (parts / 10 if is_gram else (d + e) / 50)
-    min_trusted_norm = (d + e_parts + d_parts / 5) / trust + (summands / trust).sqrt()
-    squares = (d_squared + 2 * cross + e_squared).clamp(min=0)
-    # `cross` may be -inf where the other two are finite.
-    return torch.where(cross.isfinite(), squares, torch.nan), min_trusted_norm
+    d, squares = d_squared.sqrt(), d_squared + e_squared
+    parts = d_parts + e_parts
+    other, share = (parts, 1 / 10) if is_gram else (d + e_squared.sqrt(), 1 / 50)
+    summands = torch.addcmul(squares, parts, other, value=share)
+    uncancelled = (d + e_parts).add_(d_parts, alpha=1 / 5)
+    min_trusted_norm = summands.div_(trust).sqrt_().add_(uncancelled, alpha=1 / trust)
+    squares = squares.add_(cross, alpha=2).clamp_(min=0)
+    # Where `cross` is -inf, clamping would hide that the sum is not a number; 0·inf is NaN.
+    return squares.add_(cross, alpha=0), min_trusted_norm
 
 
 def length_products(
     left: Tensor, right: Tensor, *, left_lengths: Tensor | None = None, factor: Tensor | None = None
 ) -> Tensor:
     """Σ_t ‖left[j, t]‖·‖right[j, t]‖·factor for each j, float64; `left_lengths` are the first norms, if known."""
-    known = row_lengths(left) if left_lengths is None else left_lengths.double()
-    total = (known * row_lengths(right)).sum(1)
-    return total if factor is None else total * factor.double()
+    total = ((row_lengths(left) if left_lengths is None else left_lengths) * row_lengths(right)).sum(1)
+    return total if factor is None else total * factor
 
 
 def row_lengths(vectors: Tensor) -> Tensor:
     """Norms along the last axis, float64; positive for every nonzero vector, even if its squares underflow."""
-    dtype = wide_dtype(vectors.dtype)
-    largest = torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1, dtype=dtype)
-    return torch.maximum(torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype), largest).double()
+    lengths = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64)
+    if vectors.dtype != torch.float64:
+        return lengths  # squares of narrower numbers do not underflow in float64
+    return torch.maximum(lengths, torch.linalg.vector_norm(vectors, ord=math.inf, dim=-1))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.tables_triton import DTYPES, addresses_of, parts_of
+from dpoptim.kernels.tables_triton import DTYPES, parts_of, table_of
 
 _SPAN = 1 << 15  # elements of one gradient that a program squares
 _BLOCK = 256  # elements that a program sums over examples
@@ -32,28 +32,33 @@ class _Launch(NamedTuple):
 
 
 def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, list[_Launch]]:
-    """Pairs (gradients, scale or sum) by launch: one table of addresses [2, pairs] for all, and for each launch which
-    program works on what. Tensors without elements are left out; loads are of 16 bytes where all begins at a multiple
-    of that.
+    """Group pairs (gradients, scale or sum) by launch.
+
+    Returns one table of addresses [2, pairs] for all launches, and for each launch which program works on what.
+    Tensors without elements are left out. Loads are of 16 bytes where everything begins at a multiple of that. The host
+    does this at every step, so each tensor is asked as little as possible.
     """
-    kinds: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor, tuple[int, int]]]] = {}
+    examples, device = grads[0].shape[0], grads[0].device
+    kinds: dict[tuple[torch.dtype, int], list[tuple[int, int, tuple[int, int]]]] = {}
     for grad, other in zip(grads, others, strict=True):
-        if not grad.numel():
+        numel = grad.numel()
+        if not numel:
             continue
-        size = (grad.numel() // grad.shape[0], grad.stride(0))  # elements of an example, and the stride of examples
+        per_example, stride, addresses = numel // examples, grad.stride(0), (grad.data_ptr(), other.data_ptr())
         step = 16 // grad.element_size()
-        if size[0] % step or size[1] % step or grad.data_ptr() % 16 or other.data_ptr() % 16:
+        if (per_example | stride) % step or (addresses[0] | addresses[1]) % 16:
             step = 1
-        kinds.setdefault((grad.dtype, step), []).append((grad, other, size))
-    pairs = [pair for members in kinds.values() for pair in members]
-    launches, first = [], 0
+        kinds.setdefault((grad.dtype, step), []).append((*addresses, (per_example, stride)))
+    launches: list[_Launch] = []
+    pairs: list[tuple[int, int, tuple[int, int]]] = []
     for (dtype, step), members in kinds.items():
         sizes = tuple(size for *_, size in members)
-        launches.append(_Launch(dtype, step, parts_of(sizes, span, grads[0].device, first=first)))
-        first += len(members)
+        launches.append(_Launch(dtype, step, parts_of(sizes, span, device, first=len(pairs))))
+        pairs += members
     if not pairs:
-        return torch.empty(2, 0, dtype=torch.int64, device=grads[0].device), []
-    return addresses_of([grad for grad, *_ in pairs], [other for _, other, _ in pairs]), launches
+        return torch.empty(2, 0, dtype=torch.int64, device=device), []
+    first, second, _ = zip(*pairs, strict=True)
+    return table_of((first, second), torch.int64, device), launches
 
 
 @triton.jit(do_not_specialize=["tensors", "columns", "column"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,17 +19,8 @@ from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import CachedPublicGradients
 
 
-class Geometry(Protocol):
+class Geometry:
     """The first slot: the shape of the clipping ball and of the noise."""
-
-    def begin(self, bundle: ParameterBundle) -> None: ...
-    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None: ...
-    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class Flat:
-    """s = 1: plain clipping and isotropic noise."""
 
     def begin(self, bundle: ParameterBundle) -> None:
         pass
@@ -38,12 +28,17 @@ class Flat:
     def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
         pass
 
-    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> None:
+    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         return None
 
 
+@dataclass(frozen=True)
+class Flat(Geometry):
+    """s = 1: plain clipping and isotropic noise."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class InverseRoot:
+class InverseRoot(Geometry):
     """s = ε/(ν̂ᵖ + ε), in (0, 1]: scale-then-privatize at p = ½.
 
     Args:
@@ -73,9 +68,6 @@ class InverseRoot:
     def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("second_moment")
 
-    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
-        pass
-
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
         if math.isinf(self.eps_scale):
             return None
@@ -84,15 +76,14 @@ class InverseRoot:
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        estimate = share * total
-        if start:
-            estimate += start
-        # In place: on a GPU every pass over a large model counts.
-        return estimate.clamp_(min=0).pow_(self.exponent).add_(self.eps_scale).reciprocal_().mul_(top)
+        # top / ((share·total)^exponent + eps_scale) in few passes: on a GPU each one over a large model counts.
+        root = (total + start if start else total).clamp(min=0).pow_(self.exponent)
+        floor = torch.tensor(self.eps_scale / top, dtype=root.dtype, device="cpu")
+        return torch.add(floor, root, alpha=share**self.exponent / top).reciprocal_()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delayed:
+class Delayed(Geometry):
     """DP²: alternate `plain_steps` of plain private SGD, which average their releases, and `scaled_steps` that clip
     g/(√A + ε).
 
@@ -144,7 +135,7 @@ class Delayed:
         return 1 / (self.clip_ratio * bundle.transient["divided_by"])
 
 
-class FromPublic:
+class FromPublic(Geometry):
     """AdaDPS: s = 1/√(A + ε), where A ← decay·A + (1−decay)·g_pub² comes from PUBLIC data.
 
     Args:
@@ -176,8 +167,7 @@ class FromPublic:
 
     def _renew(self, bundle: ParameterBundle) -> None:
         public = bundle.flat(self._source.at(bundle.step))
-        total = bundle.get("preconditioner")
-        total.lerp_(public.square(), 1 - self.decay)
+        bundle.get("preconditioner").lerp_(public.square(), 1 - self.decay)
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor:
         bundle.transient["divided_by"] = (bundle.get("preconditioner") + self.eps).sqrt()

@@ -13,10 +13,10 @@ from dpoptim.clipping import Captured, PrivateMechanism, Released
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, ParameterBundle
-from dpoptim.optim.geometries import Geometry
+from dpoptim.optim.geometries import Flat, Geometry
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
-from dpoptim.privacy import PrivacyPlan, Release
+from dpoptim.privacy import Gradient, PrivacyPlan, Release
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -34,18 +34,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Args:
         model: The model to train.
         plan: A calibrated plan.
-        release: What each step releases.
         lr: The learning rate.
         rule: The update rule.
-        geometry: The scale of gradients before clipping.
         second_moment: What the update divides by.
+        release: What each step releases.
+        geometry: The scale of gradients before clipping.
         param_groups: Dicts as for `torch.optim`; None puts all trainable parameters into one group.
         loss_reduction: "sum" or "mean": how the loop reduces the losses before backward.
         key: The noise key of a run to resume; None creates one.
-        run_id: Public name of the run; None creates one. `load_state_dict` restores it.
+        run_id: Public name of the run; None creates one. `load_state_dict` restores it. Pass it only to recompute the
+            same noise.
         external_batches: True if the caller draws batches as the plan says, without a `private_loader`.
-        noise_memory: How correlated noise stores its past.
-        clipping_memory: Bytes that a physical batch may use to clip faster, beyond what it needs.
+        noise_memory: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
+        clipping_memory: Bytes that a physical batch may use to clip faster, beyond what it needs; see `explain()`.
+        allow_mixing: A reason to train although examples mix in the model. The guarantee does not cover that, and
+            `plan.statement()` prints the reason.
 
     Attributes:
         observers: Functions called in every step with what was released, before the parameters move. They must not
@@ -60,11 +63,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         plan: PrivacyPlan,
         *,
-        release: Release,
         lr: float,
         rule: UpdateRule,
-        geometry: Geometry,
         second_moment: SecondMoment,
+        release: Release = Gradient(),  # noqa: B008
+        geometry: Geometry = Flat(),  # noqa: B008
         param_groups: Iterable[dict[str, Any]] | None = None,
         loss_reduction: str = "sum",
         key: NoiseKey | None = None,
@@ -213,17 +216,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             now = self.plan.to_dict()
             other = sorted(name for name in now if privacy["plan"].get(name) != now[name])
             raise ValueError(
-                f"state_dict belongs to a different privacy plan: {', '.join(other)} differ. Create the optimizer with "
-                "the plan of the run."
+                f"state_dict belongs to a different privacy plan: {', '.join(other)} "
+                f"{'differs' if len(other) == 1 else 'differ'}. Create the optimizer with the plan of the run."
             )
         if privacy["key_fingerprint"] != self.key.fingerprint():
             raise ValueError(
-                "state_dict was made with a different noise key. Resuming with a new key would break the correlation "
-                "of the noise and the sampling: load the run's key with NoiseKey.load(path) and pass it as key=."
+                "state_dict was made with a different noise key. Load the run's key with NoiseKey.load(path) and pass "
+                "it as key=."
             )
         if privacy["variant"] != self._variant():
             raise ValueError(
-                f"state_dict is of {' with '.join(privacy['variant'])} and this optimizer is "
+                f"state_dict belongs to {' with '.join(privacy['variant'])} and this optimizer is "
                 f"{' with '.join(self._variant())}. Create the optimizer with the same call as in the run."
             )
         self.mechanism.resume(privacy)

@@ -9,7 +9,7 @@ by; `step` counts from 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,39 @@ from dpoptim.arguments import check_number
 from dpoptim.optim.bundle import ParameterBundle
 
 
-class UpdateRule(Protocol):
-    """The update rule of a variant: Adam, AdaGrad, RMSProp or SGD."""
+class UpdateRule:
+    """The update rule of a variant: Adam, AdaGrad, RMSProp or SGD, each a dataclass of its settings."""
 
-    @property
-    def eps(self) -> float: ...
-    @property
-    def adaptive(self) -> bool: ...
-    @property
-    def decoupled(self) -> bool: ...
-    def defaults(self) -> dict[str, Any]: ...
-    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None: ...
-    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor: ...
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor: ...
+    eps: float = 0.0
+    adaptive = True
+    decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in self.defaults().items():
+            if name == "betas":
+                for i, beta in enumerate(value):
+                    check_number(f"betas[{i}]", beta, low=0, below=1)
+            else:
+                check_number(name, value, low=0, below=1 if name in ("alpha", "momentum") else None)
+
+    def defaults(self) -> dict[str, Any]:
+        """The settings of a parameter group."""
+        return {name: value for name, value in vars(self).items() if name != "decoupled"}
+
+    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
+        raise AssertionError(f"{self} keeps no second moment")
+
+    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
+        return total
+
+    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
+        ratio = _ratio(gradient, denominator)
+        momentum = bundle.group.get("momentum", 0.0)
+        return bundle.get("momentum_buffer").mul_(momentum).add_(ratio) if momentum else ratio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class Adam(UpdateRule):
     """μ ← β₁μ + (1−β₁)g, ν ← β₂ν + (1−β₂)g²; direction (μ/(1−β₁ᵗ)) / denominator; ν̂ = ν/(1−β₂ᵗ).
 
     Args:
@@ -48,16 +64,6 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
-    adaptive = True
-
-    def __post_init__(self) -> None:
-        for i, beta in enumerate(self.betas):
-            check_number(f"betas[{i}]", beta, low=0, below=1)
-        check_number("eps", self.eps, low=0)
-        check_number("weight_decay", self.weight_decay, low=0)
-
-    def defaults(self) -> dict[str, Any]:
-        return {"betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.lerp_(value, 1 - group["betas"][1])
@@ -83,7 +89,7 @@ def AdamW(*, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weigh
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaGrad:
+class AdaGrad(UpdateRule):
     """ν ← ν + g², direction g / denominator. Where ν and g are 0 the step is 0, even at eps = 0.
 
     Args:
@@ -93,28 +99,13 @@ class AdaGrad:
 
     eps: float = 1e-10
     weight_decay: float = 0.0
-    adaptive = True
-    decoupled = False
-
-    def __post_init__(self) -> None:
-        check_number("eps", self.eps, low=0)
-        check_number("weight_decay", self.weight_decay, low=0)
-
-    def defaults(self) -> dict[str, Any]:
-        return {"eps": self.eps, "weight_decay": self.weight_decay}
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.add_(value)
 
-    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
-        return total
-
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
-        return _ratio(gradient, denominator)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RMSProp:
+class RMSProp(UpdateRule):
     """ν ← αν + (1−α)g², not debiased; direction g / denominator, through a momentum buffer if momentum > 0.
 
     Args:
@@ -128,30 +119,13 @@ class RMSProp:
     momentum: float = 0.0
     eps: float = 1e-8
     weight_decay: float = 0.0
-    adaptive = True
-    decoupled = False
-
-    def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, low=0, below=1)
-        check_number("momentum", self.momentum, low=0, below=1)
-        check_number("eps", self.eps, low=0)
-        check_number("weight_decay", self.weight_decay, low=0)
-
-    def defaults(self) -> dict[str, Any]:
-        return {"alpha": self.alpha, "momentum": self.momentum, "eps": self.eps, "weight_decay": self.weight_decay}
 
     def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
         total.lerp_(value, 1 - group["alpha"])
 
-    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
-        return total
-
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
-        return _momentum(_ratio(gradient, denominator), bundle)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(UpdateRule):
     """buf ← momentum·buf + g, direction buf: no second moment.
 
     Args:
@@ -161,31 +135,7 @@ class SGD:
 
     momentum: float = 0.0
     weight_decay: float = 0.0
-    eps: ClassVar[float] = 0.0
     adaptive = False
-    decoupled = False
-
-    def __post_init__(self) -> None:
-        check_number("momentum", self.momentum, low=0, below=1)
-        check_number("weight_decay", self.weight_decay, low=0)
-
-    def defaults(self) -> dict[str, Any]:
-        return {"momentum": self.momentum, "weight_decay": self.weight_decay}
-
-    def accumulate(self, total: Tensor, value: Tensor, group: dict[str, Any]) -> None:
-        raise AssertionError("SGD keeps no second moment")
-
-    def estimate(self, total: Tensor, group: dict[str, Any], step: int) -> Tensor:
-        raise AssertionError("SGD keeps no second moment")
-
-    def direction(self, gradient: Tensor, denominator: Tensor | None, bundle: ParameterBundle) -> Tensor:
-        return _momentum(_ratio(gradient, denominator), bundle)
-
-
-def _momentum(direction: Tensor, bundle: ParameterBundle) -> Tensor:
-    if bundle.group["momentum"] == 0:
-        return direction
-    return bundle.get("momentum_buffer").mul_(bundle.group["momentum"]).add_(direction)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor | None) -> Tensor:

@@ -1,21 +1,8 @@
 """The paper's optimizers, each one expression: release, geometry, second moment, update rule.
 
-Every variant takes `model`, a calibrated `plan`, `lr`, and these keyword arguments:
-
-- `param_groups`: Dicts as for torch.optim.
-- `loss_reduction`: "sum" or "mean", how the loop reduces the loss vector before backward.
-- `key`: The NoiseKey of a run to resume.
-- `run_id`: The public name of the run, new for every optimizer and restored by load_state_dict. Pass it only to
-  recompute the same noise.
-- `noise_memory`: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
-- `clipping_memory`: Bytes that a physical batch may use to clip faster, beyond what it needs (64 MiB; see
-  `optimizer.explain()`).
-- `external_batches`: True if the caller draws batches as the plan says, without a private_loader.
-- `allow_mixing`: A reason to train although examples mix in the model. The guarantee does not cover that, and
-  `optimizer.plan.statement()` prints the reason.
-
-A `rule` is Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its arguments. Every variant
-raises ValueError for arguments of the wrong type or out of range.
+Every variant takes `model`, a calibrated `plan`, `lr`, and the keyword arguments of `PrivateOptimizer` from
+`param_groups` on. A `rule` is Adam(), AdamW(), AdaGrad() or RMSProp(), with betas, eps and weight_decay as its
+arguments. Every variant raises ValueError for arguments of the wrong type or out of range.
 """
 
 from __future__ import annotations
@@ -40,18 +27,11 @@ from dpoptim.optim.second_moments import (
     OfReleasedSquare,
     OfScale,
 )
-from dpoptim.privacy import (
-    Gradient,
-    IndependentMoments,
-    JointMoments,
-    NoiselessSquare,
-    PrivacyPlan,
-    Release,
-)
+from dpoptim.privacy import Gradient, IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
 
 
 class Common(TypedDict, total=False):
-    """Keyword arguments that every variant takes; see the module."""
+    """Keyword arguments that every variant takes; see `PrivateOptimizer`."""
 
     param_groups: Iterable[dict[str, Any]] | None
     loss_reduction: Literal["sum", "mean"]
@@ -81,10 +61,8 @@ def dp_sgd(
         momentum: The momentum of the buffer.
         weight_decay: Added to the noisy gradient.
     """
-    return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum, weight_decay=weight_decay),
-        geometry=Flat(), second_moment=NoSecondMoment(), **common,
-    )  # fmt: skip
+    rule = SGD(momentum=momentum, weight_decay=weight_decay)
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=NoSecondMoment(), **common)
 
 
 def post_processing(
@@ -96,10 +74,7 @@ def post_processing(
     **common: Unpack[Common],
 ) -> PrivateOptimizer:
     """Create the rule on the noisy gradient: ν of g̃², update μ̂ / (√ν̂ + eps)."""
-    return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
-        geometry=Flat(), second_moment=OfNoisyGradient(), **common,
-    )  # fmt: skip
+    return PrivateOptimizer(model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfNoisyGradient(), **common)
 
 
 def bias_correction(
@@ -120,10 +95,7 @@ def bias_correction(
     rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
     if not rule.eps > 0:
         raise ValueError(f"rule has eps={rule.eps}, but bias correction needs a positive floor. Try the noise's level.")
-    return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
-        geometry=Flat(), second_moment=NoiseCorrected(), **common,
-    )  # fmt: skip
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=NoiseCorrected(), **common)
 
 
 def independent_moments(
@@ -160,9 +132,8 @@ def independent_moments(
     )
     rule = _floored_adam(plan, release) if rule is None else rule
     return PrivateOptimizer(
-        model, plan, release=release, lr=lr, rule=_adaptive(rule),
-        geometry=Flat(), second_moment=OfReleasedSquare(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
+    )
 
 
 def joint_moments(
@@ -183,9 +154,8 @@ def joint_moments(
     release = JointMoments(square_weight=square_weight)
     rule = _floored_adam(plan, release) if rule is None else rule
     return PrivateOptimizer(
-        model, plan, release=release, lr=lr, rule=_adaptive(rule),
-        geometry=Flat(), second_moment=OfReleasedSquare(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
+    )
 
 
 def scale_then_privatize(
@@ -219,9 +189,8 @@ def scale_then_privatize(
     eps_scale = _stable_eps_scale(plan, rule, eps_scale, exponent, normalise)
     geometry = InverseRoot(eps_scale=eps_scale, exponent=exponent, normalise=normalise, debias=debias, start=start)
     return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
-        geometry=geometry, second_moment=OfNoisyGradient(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfNoisyGradient(), geometry=geometry, **common
+    )
 
 
 def side_information(
@@ -241,9 +210,8 @@ def side_information(
         rule: The update rule.
     """
     return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=_adaptive(rule),
-        geometry=Flat(), second_moment=OfPublicGradient(public_gradients), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfPublicGradient(public_gradients), **common
+    )
 
 
 def noiseless_preconditioner(
@@ -269,8 +237,8 @@ def noiseless_preconditioner(
     check_plan(plan)
     if not isinstance(plan.release, NoiselessSquare):
         raise ValueError(
-            "plan: noiseless_preconditioner is not private and needs a plan that declares this. "
-            "Pass plan.with_release(dpoptim.NoiselessSquare())."
+            "plan must declare that noiseless_preconditioner is not private. Pass "
+            "plan.with_release(dpoptim.NoiselessSquare())."
         )
     warnings.warn(
         "noiseless_preconditioner is NOT PRIVATE. It trains on squares without noise, as a baseline for comparison.",
@@ -279,10 +247,10 @@ def noiseless_preconditioner(
     geometry: Geometry = Flat()
     if scaled:
         geometry = InverseRoot(eps_scale=_stable_eps_scale(plan, rule, eps_scale, exponent=0.5, normalise=True))
+    moment, release = OfReleasedSquare(), plan.release
     return PrivateOptimizer(
-        model, plan, release=NoiselessSquare(), lr=lr, rule=_adaptive(rule),
-        geometry=geometry, second_moment=OfReleasedSquare(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=_adaptive(rule), second_moment=moment, release=release, geometry=geometry, **common
+    )
 
 
 def delayed_preconditioner(
@@ -318,9 +286,8 @@ def delayed_preconditioner(
         clip_ratio=1.0 if scaled_clip_norm is None else scaled_clip_norm / plan.clip_norm,
     )
     return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum),
-        geometry=geometry, second_moment=OfScale(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=SGD(momentum=momentum), second_moment=OfScale(), geometry=geometry, **common
+    )
 
 
 def adadps(
@@ -346,9 +313,8 @@ def adadps(
     """
     geometry = FromPublic(public_gradients, renew_every=renew_every, decay=decay, eps=eps)
     return PrivateOptimizer(
-        model, plan, release=Gradient(), lr=lr, rule=SGD(momentum=momentum),
-        geometry=geometry, second_moment=OfScale(), **common,
-    )  # fmt: skip
+        model, plan, lr=lr, rule=SGD(momentum=momentum), second_moment=OfScale(), geometry=geometry, **common
+    )
 
 
 def noise_level(plan: PrivacyPlan, release: Release) -> float:
@@ -401,7 +367,7 @@ def _stable_eps_scale(
 
 
 def _adaptive(rule: UpdateRule) -> UpdateRule:
-    if isinstance(rule, type) or not hasattr(rule, "adaptive"):
+    if not isinstance(rule, UpdateRule):
         raise ValueError(
             f"rule={rule!r} must be an instance such as dpoptim.Adam(betas=(0.9, 0.999), weight_decay=0.0)."
         )

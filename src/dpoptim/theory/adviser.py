@@ -1,29 +1,24 @@
 """Which variant and which noise to train with, why, and which constants to try.
 
-`choose_noise` selects the noise and `choose_variant` the variant. The constants come from the window of
-scale-then-privatize and the level of the noise. Nothing here looks at data: gradients are described by a
-`GradientSignal`, which is assumed or measured on public examples.
+Nothing here looks at data: gradients are described by a `GradientSignal`, which is assumed or measured on public
+examples.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise import NoiseMemory
 from dpoptim.noise.series import Series
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient, IndependentMoments, PrivacyPlan
 from dpoptim.theory.noise_choice import Alternative, Choice, Progress, alternatives, choose_noise
-from dpoptim.theory.second_moments import (
-    check_beta,
-    moment_laws,
-    momentum_weight,
-    negative_fractions,
-    squared_weight,
-)
+from dpoptim.theory.second_moments import check, moment_laws, momentum_weight, negative_fractions, squared_weight
 from dpoptim.theory.stability_window import ScaleWindow, rounded, scale_window
 
 PAPER_NORM = 0.27
@@ -73,30 +68,26 @@ class GradientSignal:
     example_norms: tuple[float, float, float] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.parameters, bool) or not isinstance(self.parameters, int) or self.parameters < 1:
-            raise ValueError(f"parameters={self.parameters!r} must be the number of trained parameters, at least 1")
+        check_whole("parameters", self.parameters)
         if not self.squares or len(self.squares) != len(self.weights):
             raise ValueError(f"squares has {len(self.squares)} groups and weights {len(self.weights)}; use as many")
-        if not all(0 <= square < math.inf for square in self.squares):
-            raise ValueError("squares must be finite numbers of at least 0, in units of the squared clip norm")
-        if not all(weight >= 0 for weight in self.weights) or abs(sum(self.weights) - 1) > 1e-6:
+        for value in (*self.squares, *self.weights):
+            check_number("squares and weights", value, low=0)
+        if abs(sum(self.weights) - 1) > 1e-6:
             raise ValueError(f"weights must be shares of the coordinates that add up to 1, not {sum(self.weights)}")
-        if not 0 <= self.agreement <= 1:
-            raise ValueError(f"agreement={self.agreement} must lie in [0, 1]")
+        check_number("agreement", self.agreement, low=0, high=1)
 
     @classmethod
     def evenly(cls, *, parameters: int, norm: float = PAPER_NORM) -> GradientSignal:
         """Assume ‖g‖ = norm·ζ, 0 < norm ≤ 1, spread evenly: g_i² = (norm·ζ)²/m in each of the m coordinates.
 
-        This is the most favourable spread for bias correction. The probability of a negative ν̂ falls with g² and is
-        convex in it (nearly linear for small g² under correlated noise). So any other spread of the same norm has more
-        negative coordinates, by Jensen.
+        This is the most favourable spread for bias correction: the probability of a negative ν̂ is convex in g², so any
+        other spread of the same norm has more negative coordinates.
 
         >>> GradientSignal.evenly(parameters=100, norm=1.0).squares
         (0.01,)
         """
-        if not 0 < norm <= 1:
-            raise ValueError(f"norm={norm} must lie in (0, 1]: an average of clipped gradients is no longer than ζ")
+        check_number("norm", norm, above=0, high=1, hint="An average of clipped gradients is no longer than ζ.")
         return cls(parameters=parameters, squares=(norm**2 / parameters,), weights=(1.0,), agreement=norm)
 
     @property
@@ -123,7 +114,7 @@ class GradientSignal:
         return float(np.dot(self.weights, values))
 
     def share_above(self, level: float) -> float:
-        """Compute the part of ‖g‖² in coordinates with g_i²/ζ² ≥ level; 0 if there is no gradient."""
+        """Compute the part of ‖g‖² in coordinates with g_i²/ζ² ≥ level; 0 if all gradients are 0."""
         squares, weights = np.asarray(self.squares), np.asarray(self.weights)
         return float(np.dot(weights, squares * (squares >= level)) / self.mean) if self.mean else 0.0
 
@@ -155,12 +146,11 @@ class Advice:
         reason: Why, in one sentence.
         forecasts: Negative second moments at some steps.
         snr: The mean of g² over φ at the last step. Below 1, noise exceeds the gradient on average.
-        signal_share: The mean over coordinates of x/(1+x), where x is the signal-to-noise ratio in the update's
-            numerator, momentum included.
+        signal_share: The mean over coordinates of x/(1+x), where x is the signal-to-noise ratio of the momentum.
         scaled_share: The same if scaling made x equal in all coordinates, which is the most it can do.
         window: The window of eps_scale.
         eps_to_try: Values of eps for bias correction and IME.
-        clip_norms_to_try: Values of the clip norm.
+        clip_norms_to_try: Quantiles of measured norms, or the given clip norm, a third and a tenth of it.
         alternatives: The other mechanisms at the same (ε, δ).
         notes: What the numbers are based on, and their limits.
     """
@@ -231,8 +221,7 @@ def advise(
         progress: Called with the name of each mechanism before it is calibrated.
 
     Guarantee:
-        Probabilities of a negative ν̂ are within .01 of the exact distribution for constant gradients of the given
-        sizes (.003 at β₂ = .999).
+        Probabilities of a negative ν̂ are within .01 of the exact ones for constant gradients (.003 at β₂ = .999).
 
     >>> plan = PrivacyPlan(num_examples=10_000, batch_size=100, steps=300)
     >>> advice = advise(plan, epsilon=5.0, delta=1e-6, parameters=10_000)
@@ -241,28 +230,19 @@ def advise(
     """
     if not isinstance(plan.release, Gradient):
         raise ValueError(f"plan releases {plan.release!r}. Use release=Gradient(); variants set their own release.")
-    check_beta("beta1", beta1)
-    check_beta("beta2", beta2)
+    check(beta1=beta1, beta2=beta2)
     signal = GradientSignal.evenly(parameters=parameters) if signal is None else signal
     if signal.parameters != parameters:
         raise ValueError(f"signal has {signal.parameters} parameters, not {parameters}. Use the same model for both.")
-    choice = choose_noise(
-        plan,
-        epsilon=epsilon,
-        delta=delta,
-        parameters=parameters,
-        memory_budget=memory_budget,
-        memory=memory,
-        progress=progress,
-    )
-    rows, missing = alternatives(choice, epsilon=epsilon, delta=delta, memory_budget=memory_budget, progress=progress)
-    forecasts, exact = _forecasts(choice.plan, signal, beta2)
+    target: dict[str, Any] = dict(epsilon=epsilon, delta=delta, memory_budget=memory_budget, progress=progress)
+    choice = choose_noise(plan, parameters=parameters, memory=memory, **target)
+    rows, missing = alternatives(choice, **target)
+    forecasts = _forecasts(choice.plan, signal, beta2)
     shares = _shares(choice.plan, signal, beta1)
-    phi = forecasts[-1].noise_variance / plan.clip_norm**2
-    variant, reason = choose_variant(
-        signal, phi=phi, negative=forecasts[-1].bias_correction, shares=shares, beta2=beta2
-    )
+    phi, negative = forecasts[-1].noise_variance / plan.clip_norm**2, forecasts[-1].bias_correction
+    variant, reason = choose_variant(signal, phi=phi, negative=negative, shares=shares, beta2=beta2)
     level = noise_level(choice.plan, Gradient())
+    norms = signal.example_norms or (plan.clip_norm / 10, plan.clip_norm / 3, plan.clip_norm)
     return Advice(
         epsilon=epsilon,
         delta=delta,
@@ -274,11 +254,11 @@ def advise(
         snr=signal.mean / phi if phi else math.inf,
         signal_share=shares[0],
         scaled_share=shares[1],
-        window=_window(choice.plan, signal),
+        window=_window(choice.plan, signal, level),
         eps_to_try=tuple(rounded(level * factor) for factor in (0.3, 1.0, 3.0)),
-        clip_norms_to_try=_clip_norms(plan.clip_norm, signal),
+        clip_norms_to_try=tuple(sorted({rounded(norm) for norm in norms if norm > 0} or {plan.clip_norm})),
         alternatives=rows,
-        notes=_notes(choice.plan, signal, exact=exact, missing=missing),
+        notes=_notes(choice.plan, signal, missing),
     )
 
 
@@ -287,11 +267,9 @@ def choose_variant(
 ) -> tuple[str, str]:
     """Choose the variant and give the reason.
 
-    1. φ ≤ .1·g² in half of the coordinates: ν̂ is off by 10 %, steps by 5 %. Post-processing is enough.
-    2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction,
-       which then sees g² and changes nothing else.
-    3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ, κ = (1−β₂)/(1+β₂):
-       there is nothing to adapt to, so post-processing.
+    1. φ ≤ .1·g² in half of the coordinates: post-processing is enough, because ν̂ is off by 10 % and steps by 5 %.
+    2. Measured, at most 25 % negative, and scaling would raise the share of signal by less than .02: bias correction.
+    3. Measured, and less than half of ‖g‖² lies where g² exceeds the fluctuation of ν̂, √(2κ)·φ: post-processing.
     4. Assumed, and φ so large that this holds even with all of the gradient in 1 % of the coordinates: likewise.
     5. Otherwise scale-then-privatize. An assumed even spread cannot show what scaling gains, so the evidence decides.
     """
@@ -341,7 +319,7 @@ def unit_variance(plan: PrivacyPlan) -> float:
     return (stddev * plan.strategy.column_norm / plan.batch_size) ** 2
 
 
-def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple[tuple[Forecast, ...], bool]:
+def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple[Forecast, ...]:
     """At the first step, the last, a quarter of the way, and some in between, evenly spaced in logarithm."""
     from scipy.special import ndtr
 
@@ -349,23 +327,16 @@ def _forecasts(plan: PrivacyPlan, signal: GradientSignal, beta2: float) -> tuple
     steps = {1, max(1, last // 4), last, *np.geomspace(1, last, _MOST_FORECASTS).round().astype(int).tolist()}
     unit, norms, squares = unit_variance(plan), plan.strategy.row_norms(), np.asarray(signal.squares)
     square_stddev = _square_stddev(plan)
-    found, exact = [], True
+    found = []
     for law in moment_laws(plan.strategy, sorted(steps), beta2=beta2):
         negative, ime = 0.0, None if square_stddev is None else 0.0
         if unit:
             negative = signal.average(negative_fractions(plan.strategy, squares / unit, law=law, beta2=beta2))
             if square_stddev:
                 ime = signal.average(ndtr(-squares / (square_stddev * math.sqrt(law.once))))
-            exact = exact and law.covariances
-        found.append(
-            Forecast(
-                step=law.step,
-                noise_variance=plan.clip_norm**2 * unit * float(norms[law.step - 1]) ** 2,
-                bias_correction=negative,
-                independent_moments=ime,
-            )
-        )
-    return tuple(found), exact
+        phi = plan.clip_norm**2 * unit * float(norms[law.step - 1]) ** 2
+        found.append(Forecast(step=law.step, noise_variance=phi, bias_correction=negative, independent_moments=ime))
+    return tuple(found)
 
 
 def _square_stddev(plan: PrivacyPlan) -> float | None:
@@ -377,8 +348,7 @@ def _square_stddev(plan: PrivacyPlan) -> float | None:
     return None if square is None else square * plan.strategy.column_norm / plan.clip_norm**2
 
 
-def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
-    level = noise_level(plan, Gradient())
+def _window(plan: PrivacyPlan, signal: GradientSignal, level: float) -> ScaleWindow:
     occupied = sum(weight for weight, square in zip(signal.weights, signal.squares, strict=True) if square > 0)
     return scale_window(
         clip_norm=plan.clip_norm,
@@ -391,26 +361,15 @@ def _window(plan: PrivacyPlan, signal: GradientSignal) -> ScaleWindow:
 
 
 def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[float, float]:
-    """The mean of x/(1+x) over coordinates, without scaling and with x the same in all.
-
-    Scaling by 1/√ν̂ spreads noise in proportion to the gradient, so x then equals its mean everywhere. The second
-    number is never smaller (Jensen), and equal only for even gradients.
-    """
+    """The mean of x/(1+x) over coordinates: without scaling, and with x the same in all, which scaling can reach."""
     noise = unit_variance(plan) * momentum_weight(plan.strategy, step=plan.steps, beta1=beta1)
     if not noise:
         return 1.0, 1.0
-    ratios: Series = np.asarray(signal.squares) / noise
-    even = signal.mean / noise
+    ratios, even = np.asarray(signal.squares) / noise, signal.mean / noise
     return signal.average(ratios / (1 + ratios)), even / (1 + even)
 
 
-def _clip_norms(clip_norm: float, signal: GradientSignal) -> tuple[float, ...]:
-    """The quantiles of measured norms, or the given clip norm, a third and a tenth of it."""
-    values = signal.example_norms or (clip_norm / 10, clip_norm / 3, clip_norm)
-    return tuple(sorted({rounded(value) for value in values if value > 0} or {clip_norm}))
-
-
-def _notes(plan: PrivacyPlan, signal: GradientSignal, *, exact: bool, missing: str | None) -> tuple[str, ...]:
+def _notes(plan: PrivacyPlan, signal: GradientSignal, missing: str | None) -> tuple[str, ...]:
     """What the numbers are based on, and where to doubt them."""
     if signal.measured:
         source = (
@@ -430,8 +389,6 @@ def _notes(plan: PrivacyPlan, signal: GradientSignal, *, exact: bool, missing: s
             f"{plan.clip_norm:g}: a lower clip norm means less noise, and the window's upper end holds only where "
             "gradients are clipped"
         )
-    if not exact:
-        notes.append("Covariances of the noise over steps were left out: its matrix is too large; row norms are exact")
     if missing is not None:
         notes.append(f"The other sampling is not compared: {missing}")
     return tuple(notes)

@@ -1,7 +1,6 @@
 """Measure on PUBLIC examples what the adviser otherwise assumes: length and spread of the averaged clipped gradient.
 
-THE EXAMPLES MUST BE PUBLIC. No noise is added here and no guarantee covers the result. Advice based on private
-gradients would reveal them.
+THE EXAMPLES MUST BE PUBLIC. No noise is added here. Advice based on private gradients would reveal them.
 
 An average over n examples is longer than the mean gradient because of sampling: E‖g_n‖² = ‖μ‖² + tr V/n. Training
 averages over B examples. So both parts are estimated, coordinate by coordinate, and recombined for B. With S_k the
@@ -9,10 +8,9 @@ clipped sum of the k-th batch of b_k examples and n = Σb_k,
 
     μ² ← ((ΣS_k)² − ΣS_k²) / (n² − Σb_k²),     v ← (ΣS_k² − Σb_k²·μ²) / n,     E g² at batch size B = μ² + v/B
 
-These are unbiased, because products of different batches are. One estimate alone is noise, but the total over millions
-of coordinates is not. To see how μ² is spread, coordinates of similar v form groups. In each group μ is taken as normal
-around 0 with the group's mean μ² as its variance, and every coordinate as its posterior given ΣS_k/n. For large n that
-is the observation; for small n it is the prior.
+These are unbiased, because products of different batches are. To see how μ² is spread, coordinates of similar v form
+groups. In each group μ is taken as normal around 0 with the group's mean μ² as its variance, and every coordinate as
+its posterior given ΣS_k/n. For large n that is the observation; for small n it is the prior.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_number
 from dpoptim.clipping import clipped_sum
 from dpoptim.noise.series import Series
 from dpoptim.theory.adviser import GradientSignal
@@ -59,40 +58,36 @@ def measure_signal(
         happens by chance, counts as v/B alone. Examples with non-finite gradients have weight 0.
 
     Guarantee:
-        E‖g‖² is estimated without bias. There is no privacy guarantee: the examples must be public.
+        E‖g‖² is estimated without bias. Nothing here is private: the examples must be public.
 
     >>> model = nn.Linear(3, 1, bias=False)
-    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all equal, so there is no sampling noise
+    >>> examples = torch.tensor([[3.0, 4.0, 0.0]]).repeat(8, 1)  # all equal: no sampling noise
     >>> signal = measure_signal(
     ...     model, lambda m, x: m(x)[:, 0], examples.split(2), clip_norm=1.0, batch_size=100
     ... )
     >>> round(signal.norm, 5), round(signal.agreement, 5), [round(norm, 3) for norm in signal.example_norms]
     (1.0, 1.0, [5.0, 5.0, 5.0])
     """
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm} must be a positive finite number")
-    if not 1 <= batch_size < math.inf:
-        raise ValueError(f"batch_size={batch_size} must be the training batch size, at least 1")
-    total: Tensor | None = None
-    total_of_squares: Tensor | None = None
-    norms: list[Tensor] = []
+    check_number("clip_norm", clip_norm, above=0)
+    check_number("batch_size", batch_size, low=1)
+    total: Any = 0.0  # an array from the first batch on
+    total_of_squares: Any = 0.0
+    norms: list[Series] = []
     for batch in batches:
         sums, found = clipped_sum(model, loss_per_example, batch, clip_norm=clip_norm)
-        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums])
-        if total is None or total_of_squares is None:
-            total, total_of_squares = torch.zeros_like(flat), torch.zeros_like(flat)
-        total.add_(flat)
-        total_of_squares.addcmul_(flat, flat)
-        norms.append(found.detach().double().cpu())
+        flat = torch.cat([sums[name].detach().double().flatten().cpu() for name in sums]).numpy()
+        total += flat
+        total_of_squares += flat**2
+        norms.append(found.detach().double().cpu().numpy())
         if progress is not None:
             progress(sum(len(one) for one in norms))
-    if total is None or total_of_squares is None or len(norms) < 2:
+    if len(norms) < 2:
         raise ValueError(f"batches holds {len(norms)} batches. Pass at least two; they may be small.")
     sizes = np.asarray([len(one) for one in norms], dtype=np.float64)
-    mean_squares, variances = split_moments(total.numpy(), total_of_squares.numpy(), sizes)
+    mean_squares, variances = split_moments(total, total_of_squares, sizes)
     count = float(sizes.sum())
-    squares, weights = spread(total.numpy() / count, mean_squares, variances, count=count, batch_size=batch_size)
-    every = torch.cat(norms).numpy()
+    squares, weights = spread(total / count, mean_squares, variances, count=count, batch_size=batch_size)
+    every = np.concatenate(norms)
     finite = every[np.isfinite(every)]
     if not len(finite):
         raise ValueError("batches: no example has a finite gradient. Check the model and its loss.")

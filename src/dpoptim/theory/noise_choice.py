@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from dpoptim.arguments import check_at_most, check_number, check_whole
 from dpoptim.noise import (
     BandedInverse,
     BandedToeplitz,
@@ -43,7 +44,7 @@ class Candidate:
     """A calibrated plan as one of several choices: how much noise remains, in how much memory.
 
     Errors are root mean squares of the noise on the workload, by default prefix sums, of the AVERAGED gradient
-    for clip norm 1: noise_multiplier·column_norm·‖row of AC⁻¹‖/batch_size. `memory` tells how past noise is stored.
+    for clip norm 1: noise_multiplier·column_norm·‖row of AC⁻¹‖/batch_size. `memory` is where past noise is stored.
     """
 
     plan: PrivacyPlan
@@ -150,29 +151,19 @@ def choose_noise(
     """
     if isinstance(parameters, nn.Module):
         parameters = sum(p.numel() for p in parameters.parameters() if p.requires_grad)
-    if isinstance(parameters, bool) or not isinstance(parameters, int) or parameters < 1:
-        raise ValueError(f"parameters={parameters!r} must be the number of trained parameters, or the model")
+    check_whole("parameters", parameters, hint="Pass the number of trained parameters, or the model.")
     if memory_budget is None:
         memory_budget = max(_LEAST_BUDGET, _BUDGET_PER_PARAMETER * parameters)
-    if not isinstance(memory_budget, int) or memory_budget < 0:
-        raise ValueError(f"memory_budget={memory_budget!r} must be a number of bytes, 0 or more")
-    if plan.steps > _MOST_STEPS:
-        raise ValueError(
-            f"steps={plan.steps}: mechanisms are compared for at most {_MOST_STEPS:,} steps. Compare them for fewer "
-            "steps and use that noise in your plan."
-        )
-    if plan.sampling.is_random and _MOST_SAMPLED_EPSILON < epsilon < math.inf:
-        raise ValueError(
-            f"epsilon={epsilon:g} with secret sampling exceeds {_MOST_SAMPLED_EPSILON:g}, beyond which accounting "
-            "takes minutes and protects nobody. Use a smaller epsilon."
-        )
+    check_whole("memory_budget", memory_budget, low=0, hint="It is a number of bytes.")
+    check_at_most("steps", plan.steps, "the limit", _MOST_STEPS, hint="Choose for fewer steps, then use that noise.")
+    if plan.sampling.is_random and epsilon < math.inf:
+        check_number("epsilon with secret sampling", epsilon, high=_MOST_SAMPLED_EPSILON, hint="Use a smaller epsilon.")
     report = progress or (lambda text: None)
 
     def candidate(noise: StrategySpec, sampling: Sampling = plan.sampling) -> Candidate:
         report(repr(noise))
-        calibrated = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None).calibrate(
-            epsilon=epsilon, delta=delta
-        )
+        changed = plan.replace(noise=noise, sampling=sampling, noise_multiplier=None)
+        calibrated = changed.calibrate(epsilon=epsilon, delta=delta)
         return Candidate(plan=calibrated, parameters=parameters, memory=memory, workload=workload)
 
     if isinstance(plan.sampling, Shuffled):
@@ -230,23 +221,17 @@ def _amplified(
 
 
 def _best(candidates: Sequence[Candidate], memory_budget: int) -> Choice:
+    """The choice, and in one line what it gains and what was better but too expensive."""
     fitting = [c for c in candidates if c.memory_bytes <= memory_budget and c.normal_rows <= _MOST_NORMAL_ROWS]
     least = min(c.rmse_mean for c in fitting)
     chosen = min((c for c in fitting if c.rmse_mean <= _AS_GOOD * least), key=lambda c: (c.normal_rows, c.memory_bytes))
     choice = Choice(chosen=chosen, reason="", candidates=tuple(candidates))
-    return dataclasses.replace(choice, reason=_reason(choice, memory_budget))
-
-
-def _reason(choice: Choice, memory_budget: int) -> str:
-    """One line: what was chosen, what it gains, and what was better but too expensive."""
-    chosen, candidates = choice.chosen, choice.candidates
     reason = f"{chosen.name}: RMSE {chosen.rmse_mean:.4g}"
     if chosen is not choice.independent:
         reason += f", {choice.independent.rmse_mean / chosen.rmse_mean:.3g} times less than independent noise"
     reason += f", in {format_bytes(chosen.memory_bytes)}"
     if not isinstance(chosen.plan.sampling, Shuffled) and len(candidates) > 1:
-        most = max(c.plan.strategy.bands for c in candidates)
-        reason += f"; 1 to {most} bands were compared"
+        reason += f"; 1 to {max(c.plan.strategy.bands for c in candidates)} bands were compared"
     better = [c for c in candidates if c.rmse_mean * _AS_GOOD < chosen.rmse_mean]
     if better:
         other = min(better, key=lambda c: c.rmse_mean)
@@ -255,7 +240,7 @@ def _reason(choice: Choice, memory_budget: int) -> str:
             budget = format_bytes(memory_budget) if memory_budget else "0 bytes"
             price = f"{format_bytes(other.memory_bytes)}, above the {budget} allowed"
         reason += f"; {other.name} has RMSE {other.rmse_mean:.4g}, but would take {price}"
-    return reason
+    return dataclasses.replace(choice, reason=reason)
 
 
 def format_bytes(count: int) -> str:
@@ -288,51 +273,29 @@ class Alternative:
     epsilon_at_chosen_error: float | None
 
     @property
-    def name(self) -> str:
-        """The mechanism, as written in a plan."""
-        return self.candidate.name
-
-    @property
-    def sampling(self) -> str:
-        """The sampling, as written in a plan."""
-        return repr(self.candidate.plan.sampling)
-
-    @property
-    def adjacency(self) -> Adjacency:
-        """The adjacency that its ε refers to."""
-        return self.candidate.plan.adjacency
-
-    @property
     def accountant(self) -> str:
         """Name and version of the accountant that computes its ε."""
         return describe_accountant(self.candidate.plan.run)
 
 
 def alternatives(
-    choice: Choice,
-    *,
-    epsilon: float,
-    delta: float,
-    memory_budget: int | None = None,
-    progress: Progress | None = None,
+    choice: Choice, *, delta: float, progress: Progress | None = None, **target: Any
 ) -> tuple[tuple[Alternative, ...], str | None]:
     """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
 
-    The other sampling is `Poisson()` (cyclic for correlated noise) for `Shuffled()` and the reverse, at the same
-    adjacency. The second result is why the other sampling is missing.
+    The other sampling is `Poisson()` for `Shuffled()` and the reverse. The second result is why it is missing, or None.
     """
     report = progress or (lambda name: None)
-    candidates, missing = list(choice.candidates), None
+    candidates, missing, chosen = list(choice.candidates), None, choice.chosen
     other = Poisson() if isinstance(choice.plan.sampling, Shuffled) else Shuffled()
     try:
         found = choose_noise(
             choice.plan.replace(sampling=other, noise=Independent(), noise_multiplier=None),
-            epsilon=epsilon,
             delta=delta,
-            parameters=choice.chosen.parameters,
-            memory_budget=memory_budget,
-            memory=choice.chosen.memory,
+            parameters=chosen.parameters,
+            memory=chosen.memory,
             progress=lambda name: report(f"{name} under the other sampling"),
+            **target,
         )
         candidates += [c for c in found.candidates if c is found.chosen or c is found.independent]
     except ValueError as refused:
@@ -340,10 +303,8 @@ def alternatives(
     rows = []
     for candidate in candidates:
         report(f"{candidate.name}: epsilon at the same error")
-        at_error = _epsilon_at(candidate, choice.chosen.rmse_mean, delta)
-        rows.append(
-            Alternative(candidate=candidate, chosen=candidate is choice.chosen, epsilon_at_chosen_error=at_error)
-        )
+        cost = _epsilon_at(candidate, chosen.rmse_mean, delta)
+        rows.append(Alternative(candidate=candidate, chosen=candidate is chosen, epsilon_at_chosen_error=cost))
     return tuple(rows), missing
 
 

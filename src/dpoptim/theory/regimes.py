@@ -7,13 +7,8 @@ following, where φ = ζ²σ²/B² and κ = (1−β₂)/(1+β₂) is the varianc
     bias correction     what averaging leaves of the noise     φ√κ      ≤ ‖g‖²/m
     IME                 Gaussian noise on the square           s₂√κ     ≤ ‖g‖²/m,   s₂ = √2·σΔ₂, Δ₂ = 2ζ²/B
 
-`Signal.OPTIMISTIC` takes ‖g‖ = ζ, as if all clipped gradients of a batch were equal. `Signal.PESSIMISTIC` takes
-‖g‖ = ζ/√B, as if they were orthogonal. For the first two methods that replaces B by √B; for IME the batch size cancels.
-ζ always cancels.
-
-These are orders of magnitude, without factors near 1. (In pure noise the standard deviation of ν̂ is √2·φ√κ;
-`second_moment_variance` is exact.) Correlated noise multiplies σ by `row_norm`, the norm of a row of C⁻¹ times the
-largest column norm of C. Covariances between steps could only make bias correction's limit smaller.
+ζ cancels. These are orders of magnitude, without factors near 1; `second_moment_variance` is exact. With correlated
+noise, multiply σ by the largest column norm of C and the norm of a row of C⁻¹.
 """
 
 from __future__ import annotations
@@ -21,36 +16,37 @@ from __future__ import annotations
 import enum
 import math
 
-from dpoptim.theory.second_moments import check_beta, check_not_negative, check_positive, squared_weight
+from dpoptim.theory.second_moments import check, squared_weight
+
+_IME = 2 * math.sqrt(2)  # s₂ over σζ²/B
 
 
 class Signal(enum.Enum):
     """How long the averaged gradient is assumed to be."""
 
-    OPTIMISTIC = "optimistic"  # ζ
-    PESSIMISTIC = "pessimistic"  # ζ/√B
+    OPTIMISTIC = "optimistic"  # ζ, as if all clipped gradients of a batch were equal
+    PESSIMISTIC = "pessimistic"  # ζ/√B, as if they were orthogonal
 
 
 def largest_dimension_post_processing(
-    *, batch_size: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC, row_norm: float = 1.0
+    *, batch_size: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute m up to which the bias φ is below the signal, so that there is little to correct: (B/σ)², or B/σ².
+    """Compute m up to which the bias φ is below the signal: (B/σ)², or B/σ² if the signal is pessimistic.
 
     Args:
         batch_size: B.
         noise_multiplier: σ. Without noise the result is ∞.
         signal: The assumed gradient norm.
-        row_norm: Correlated noise multiplies σ by this.
 
     >>> largest_dimension_post_processing(batch_size=2048, noise_multiplier=1.0)
     4194304.0
     """
-    check_positive(batch_size=batch_size)
-    return _divide(float(batch_size) ** _power(signal), _noise(noise_multiplier, row_norm) ** 2)
+    check(batch_size=batch_size, noise_multiplier=noise_multiplier)
+    return _divide(float(batch_size) ** _power(signal), noise_multiplier**2)
 
 
 def smallest_batch_post_processing(
-    *, dimension: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC, row_norm: float = 1.0
+    *, dimension: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
     """Compute B from which the bias φ is below the signal in m dimensions: σ√m, or σ²m.
 
@@ -58,22 +54,16 @@ def smallest_batch_post_processing(
         dimension: m.
         noise_multiplier: σ.
         signal: The assumed gradient norm.
-        row_norm: Correlated noise multiplies σ by this.
 
     >>> smallest_batch_post_processing(dimension=1e6, noise_multiplier=2.0)
     2000.0
     """
-    check_positive(dimension=dimension)
-    return float(dimension * _noise(noise_multiplier, row_norm) ** 2) ** (1 / _power(signal))
+    check(dimension=dimension, noise_multiplier=noise_multiplier)
+    return float(dimension * noise_multiplier**2) ** (1 / _power(signal))
 
 
 def largest_dimension_bias_correction(
-    *,
-    batch_size: float,
-    noise_multiplier: float,
-    beta2: float = 0.999,
-    signal: Signal = Signal.OPTIMISTIC,
-    row_norm: float = 1.0,
+    *, batch_size: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
     """Compute m up to which ν̂ minus its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
 
@@ -86,19 +76,12 @@ def largest_dimension_bias_correction(
     >>> print(f"{largest_dimension_bias_correction(**setting, signal=Signal.PESSIMISTIC):.4g}")
     9.157e+04
     """
-    plain = largest_dimension_post_processing(
-        batch_size=batch_size, noise_multiplier=noise_multiplier, signal=signal, row_norm=row_norm
-    )
+    plain = largest_dimension_post_processing(batch_size=batch_size, noise_multiplier=noise_multiplier, signal=signal)
     return _divide(plain, _root_kappa(beta2))
 
 
 def smallest_batch_bias_correction(
-    *,
-    dimension: float,
-    noise_multiplier: float,
-    beta2: float = 0.999,
-    signal: Signal = Signal.OPTIMISTIC,
-    row_norm: float = 1.0,
+    *, dimension: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
     """Compute B from which ν̂ minus its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
 
@@ -107,22 +90,13 @@ def smallest_batch_bias_correction(
     >>> round(smallest_batch_bias_correction(dimension=4.4e6, noise_multiplier=1.0), 1)
     313.7
     """
-    check_positive(dimension=dimension)
-    return smallest_batch_post_processing(
-        dimension=float(dimension) * _root_kappa(beta2),
-        noise_multiplier=noise_multiplier,
-        signal=signal,
-        row_norm=row_norm,
-    )
+    check(dimension=dimension)
+    averaged = float(dimension) * _root_kappa(beta2)
+    return smallest_batch_post_processing(dimension=averaged, noise_multiplier=noise_multiplier, signal=signal)
 
 
 def largest_dimension_ime(
-    *,
-    batch_size: float,
-    noise_multiplier: float,
-    beta2: float = 0.999,
-    signal: Signal = Signal.OPTIMISTIC,
-    row_norm: float = 1.0,
+    *, batch_size: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
     """Compute m up to which the released square shows the signal: (B/σ)/(2√2·√κ), or (1/σ)/(2√2·√κ).
 
@@ -132,17 +106,12 @@ def largest_dimension_ime(
     >>> round(largest_dimension_ime(batch_size=2048, noise_multiplier=1.0))
     32374
     """
-    check_positive(batch_size=batch_size)
-    return _divide(float(batch_size) ** (_power(signal) - 1), _noise(noise_multiplier, row_norm) * _ime_factor(beta2))
+    check(batch_size=batch_size, noise_multiplier=noise_multiplier)
+    return _divide(float(batch_size) ** (_power(signal) - 1), noise_multiplier * (_IME * _root_kappa(beta2)))
 
 
 def smallest_batch_ime(
-    *,
-    dimension: float,
-    noise_multiplier: float,
-    beta2: float = 0.999,
-    signal: Signal = Signal.OPTIMISTIC,
-    row_norm: float = 1.0,
+    *, dimension: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
     """Compute B from which the released square shows the signal in m dimensions: 2√2·√κ·σm.
 
@@ -152,31 +121,21 @@ def smallest_batch_ime(
     >>> round(smallest_batch_ime(dimension=1e6, noise_multiplier=1.0))
     63261
     """
-    check_positive(dimension=dimension)
-    needed = float(dimension) * _noise(noise_multiplier, row_norm) * _ime_factor(beta2)
+    check(dimension=dimension, noise_multiplier=noise_multiplier)
+    needed = float(dimension) * noise_multiplier * (_IME * _root_kappa(beta2))
     if signal is Signal.OPTIMISTIC:
         return needed
     return 1.0 if needed <= 1 else math.inf
 
 
 def _root_kappa(beta2: float) -> float:
-    check_beta("beta2", beta2)
+    check(beta2=beta2)
     return math.sqrt(squared_weight(beta=beta2))
-
-
-def _ime_factor(beta2: float) -> float:
-    return 2 * math.sqrt(2) * _root_kappa(beta2)
 
 
 def _power(signal: Signal) -> int:
     """The power of B in (B/σ)²·(‖g‖/ζ)²."""
     return 2 if signal is Signal.OPTIMISTIC else 1
-
-
-def _noise(noise_multiplier: float, row_norm: float) -> float:
-    check_not_negative(noise_multiplier=noise_multiplier)
-    check_positive(row_norm=row_norm)
-    return noise_multiplier * row_norm
 
 
 def _divide(a: float, b: float) -> float:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from dpoptim.arguments import check_at_most, check_number, check_whole
 from dpoptim.noise import Strategy, ToeplitzStrategy
 from dpoptim.noise.series import Series
 from dpoptim.noise.workloads import Matrix
@@ -26,7 +27,6 @@ _TAIL = 1e-7  # in the limit, older steps with this total weight enter by their 
 _NODES = np.linspace(0.0, 6.0, 121)
 _EXACT_UP_TO = 30  # steps
 _LONGEST_BLOCK = 2000  # steps whose covariances are computed; later steps hardly differ
-_LARGEST_MATRIX = 5000  # steps up to which a non-Toeplitz strategy is asked for its whole matrix
 
 
 def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
@@ -46,8 +46,7 @@ def second_moment_bias(strategy: Strategy, *, beta2: float = 0.999) -> Series:
     >>> round(float(second_moment_bias(banded, beta2=0.9)[-1]), 7)
     1.2836411
     """
-    check_strategy(strategy)
-    check_beta("beta2", beta2)
+    check(step=1, strategy=strategy, beta2=beta2)
     total, biases = 0.0, []
     for step, norm in enumerate(strategy.row_norms().tolist(), start=1):
         total = beta2 * total + (1 - beta2) * norm**2
@@ -65,26 +64,18 @@ def moment_weights(*, beta: float, step: int) -> Series:
     >>> moment_weights(beta=0.5, step=2).round(6).tolist()
     [0.333333, 0.666667]
     """
-    check_beta("beta", beta)
-    check_step(step)
+    check(step=step, beta=beta)
     powers = beta ** np.arange(step - 1, -1, -1, dtype=np.float64)
     return np.asarray((1 - beta) / (1 - beta**step) * powers)
 
 
 def squared_weight(*, beta: float, step: int | None = None, strategy: Strategy | None = None) -> float:
-    """wᵀKw: the factor by which a debiased average shrinks the noise variance of one step.
-
-        independent noise: Σ_i w_i² = (1−β)(1+βᵗ)/((1+β)(1−βᵗ)),    limit (1−β)/(1+β)
-
-    >>> squared_weight(beta=0.9, step=1), round(squared_weight(beta=0.9), 6)
-    (1.0, 0.052632)
-    """
-    check_beta("beta", beta)
-    check_step(step, strategy=strategy)
+    """wᵀKw: the factor by which a debiased average shrinks the noise variance of one step."""
+    check(step=step, strategy=strategy, beta=beta)
     if strategy is not None and step is not None:
         rows = strategy.noising_matrix()[:step, :step]
         return float(np.sum((moment_weights(beta=beta, step=step) @ rows) ** 2))
-    past = 0.0 if step is None else beta**step
+    past = 0.0 if step is None else beta**step  # K is the identity: the sum of the squared weights
     return (1 - beta) * (1 + past) / ((1 + beta) * (1 - past))
 
 
@@ -108,7 +99,7 @@ def second_moment_mean(
     >>> float(second_moment_mean(3.0, noise_variance=0.5))
     9.5
     """
-    _check(beta2, step, strategy, noise_variance=noise_variance)
+    check(step=step, strategy=strategy, beta2=beta2, noise_variance=noise_variance)
     return np.asarray(gradient, dtype=np.float64) ** 2 + noise_variance * _bias(step, beta2, strategy)
 
 
@@ -129,7 +120,7 @@ def second_moment_variance(
     >>> round(float(second_moment_variance(0.5, noise_variance=1.0, beta2=0.5)), 12)
     1.0
     """
-    _check(beta2, step, strategy, noise_variance=noise_variance)
+    check(step=step, strategy=strategy, beta2=beta2, noise_variance=noise_variance)
     squares = np.asarray(gradient, dtype=np.float64) ** 2
     if strategy is None or step is None:
         once = twice = squared_weight(beta=beta2, step=step)
@@ -157,17 +148,15 @@ def negative_probability(
         P(Σ < x) = (1/2πi) ∫ exp(sx − Σ_i [½log(1+2sλ_i) + sλ_iδ_i²/(1+2sλ_i)]) ds/s,     x = b_t/φ
 
     which is Imhof's integral. The path runs through the saddle point along a hyperbola that bends to the left, where
-    the integrand decays doubly exponentially. The result is exact to 1e-10 at every step. In pure noise it is .68269 at
-    the first step and falls to .5056 at β₂ = .999. In the limit, the oldest steps (1e-7 of the weight) enter by their
-    mean. One value costs 121·t complex logarithms; a strategy adds t³ once. The arguments are those of
-    `second_moment_mean`.
+    the integrand decays doubly exponentially. The result is exact to 1e-10. One value costs 121·t complex logarithms; a
+    strategy adds t³ once. The arguments are those of `second_moment_mean`.
 
     >>> round(float(negative_probability(noise_variance=1.0, step=1)), 5)
     0.68269
     >>> round(float(negative_probability(noise_variance=1.0)), 4)
     0.5056
     """
-    _check(beta2, step, strategy, noise_variance=noise_variance)
+    check(step=step, strategy=strategy, beta2=beta2, noise_variance=noise_variance)
     signal = np.asarray(gradient, dtype=np.float64) ** 2
     if noise_variance == 0:
         return np.zeros_like(signal)
@@ -206,7 +195,7 @@ def ime_negative_probability(
     """
     from scipy.special import ndtr
 
-    _check(beta2, step, strategy, square_stddev=square_stddev)
+    check(step=step, strategy=strategy, beta2=beta2, square_stddev=square_stddev)
     signal = np.asarray(gradient, dtype=np.float64) ** 2
     if square_stddev == 0:
         return np.zeros_like(signal)
@@ -252,14 +241,11 @@ def _bias(step: int | None, beta2: float, strategy: Strategy | None) -> float:
     return 1.0 if strategy is None or step is None else float(second_moment_bias(strategy, beta2=beta2)[step - 1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MomentLaw:
-    """The first three cumulants of ν̂_t at unit noise φ = 1, as functions of g²/φ.
+    """What the first three cumulants of ν̂_t are made of.
 
-        κ₁ = φ·Σw_iK_ii + g²,   κ₂ = 2φ²·wᵀ(K∘K)w + 4φg²·wᵀKw,   κ₃ = 8φ³·tr((WK)³) + 24φ²g²·wᵀKWKw
-
-    A shifted gamma distribution with these cumulants is within .003 of `negative_probability` from step 30 on at
-    β₂ = .999, and within .008 at .9. `covariances` tells whether the covariances between steps were used.
+    κ₁ = φ·Σw_iK_ii + g²,   κ₂ = 2φ²·wᵀ(K∘K)w + 4φg²·wᵀKw,   κ₃ = 8φ³·tr((WK)³) + 24φ²g²·wᵀKWKw
     """
 
     step: int
@@ -268,33 +254,17 @@ class MomentLaw:
     twice: float  # wᵀ(K∘K)w
     cube: float  # tr((WK)³)
     shifted_cube: float  # wᵀKWKw
-    covariances: bool = True
-
-    def below_bias(self, ratios: ArrayLike) -> Series:
-        """P(ν̂_t < b_t) for g²/φ = ratios, by the shifted gamma distribution."""
-        from scipy.special import gammainc
-
-        x = np.asarray(ratios, dtype=np.float64)
-        variance = 2 * self.twice + 4 * x * self.once
-        skew = (8 * self.cube + 24 * x * self.shifted_cube) / variance**1.5
-        return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
 
 
 def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.999) -> list[MomentLaw]:
-    """Compute the law of ν̂ at some steps, from the covariances of at most 2,000 steps.
-
-    After step 2,000 the quantities of step 2,000 are scaled by Σw² and Σw³; row norms have settled by then. Beyond
-    5,000 steps a strategy that is not Toeplitz counts as independent noise with its row norms.
-    """
-    check_beta("beta2", beta2)
+    """The law of ν̂ at some steps, from the covariances of at most 2,000 steps; later ones are scaled by Σw² and Σw³."""
     steps = list(steps)
     for step in steps:
-        check_step(step, strategy=strategy)
-    squares = strategy.row_norms() ** 2
-    covariance = None
+        check(step=step, strategy=strategy, beta2=beta2)
+    squares, covariance = strategy.row_norms() ** 2, None
     longest = min(max(steps), _LONGEST_BLOCK)
-    if strategy.bands > 1 and (leading := _leading_strategy(strategy, longest)) is not None:
-        rows = leading.noising_matrix()[:longest, :longest]
+    if strategy.bands > 1:
+        rows = _leading_strategy(strategy, longest).noising_matrix()[:longest, :longest]
         covariance = rows @ rows.T
     blocks: dict[int, tuple[float, float, float, float]] = {}
     laws = []
@@ -307,17 +277,8 @@ def moment_laws(strategy: Strategy, steps: Iterable[int], *, beta2: float = 0.99
             blocks[block] = _uncorrelated(squares[:block], shorter)
         once, twice, cube, shifted = blocks[block]
         second, third = (float(np.sum(weights**p) / np.sum(shorter**p)) for p in (2, 3))
-        laws.append(
-            MomentLaw(
-                step=step,
-                bias=float(weights @ squares[:step]),
-                once=once * second,
-                twice=twice * second,
-                cube=cube * third,
-                shifted_cube=shifted * third,
-                covariances=strategy.bands == 1 or covariance is not None,
-            )
-        )
+        bias = float(weights @ squares[:step])
+        laws.append(MomentLaw(step, bias, once * second, twice * second, cube * third, shifted * third))
     return laws
 
 
@@ -335,78 +296,46 @@ def _uncorrelated(variances: Series, weights: Series) -> tuple[float, float, flo
 
 
 def negative_fractions(strategy: Strategy, ratios: ArrayLike, *, law: MomentLaw, beta2: float = 0.999) -> Series:
-    """P(ν̂_t − b_t < 0) for g²/φ = ratios; exact before step 30, by the strategy's `law` at the step from there on.
+    """P(ν̂_t − b_t < 0) for g²/φ = ratios; from step 30 on by a shifted gamma distribution with the law's cumulants."""
+    from scipy.special import gammainc
 
-    >>> from dpoptim.noise import Independent
-    >>> strategy = Independent().optimize(steps=100)
-    >>> negative_fractions(strategy, [0.0, 0.5], law=moment_laws(strategy, [100])[0]).round(3).tolist()
-    [0.519, 0.003]
-    """
-    small = _leading_strategy(strategy, law.step) if law.step < _EXACT_UP_TO else None
-    if small is not None:
-        roots = np.sqrt(np.asarray(ratios, dtype=np.float64))
-        return negative_probability(roots, noise_variance=1.0, step=law.step, beta2=beta2, strategy=small)
-    return law.below_bias(ratios)
+    x = np.asarray(ratios, dtype=np.float64)
+    if law.step < _EXACT_UP_TO:
+        small = _leading_strategy(strategy, law.step)
+        return negative_probability(np.sqrt(x), noise_variance=1.0, step=law.step, beta2=beta2, strategy=small)
+    variance = 2 * law.twice + 4 * x * law.once
+    skew = (8 * law.cube + 24 * x * law.shifted_cube) / variance**1.5
+    return np.asarray(gammainc(4 / skew**2, np.maximum(2 / skew * (2 / skew - x / np.sqrt(variance)), 0.0)))
 
 
 def momentum_weight(strategy: Strategy, *, step: int, beta1: float = 0.9) -> float:
     """aᵀKa: what momentum leaves of the noise variance, in units of φ, from the last 2,000 steps' covariances."""
-    check_step(step, strategy=strategy)
+    check(step=step, strategy=strategy)
     block = min(step, _LONGEST_BLOCK)
-    small = _leading_strategy(strategy, block)
-    if small is not None:
-        return squared_weight(beta=beta1, step=block, strategy=small)
-    return float(moment_weights(beta=beta1, step=step) ** 2 @ strategy.row_norms()[:step] ** 2)
+    return squared_weight(beta=beta1, step=block, strategy=_leading_strategy(strategy, block))
 
 
-def _leading_strategy(strategy: Strategy, steps: int) -> Strategy | None:
-    """A strategy with the same first rows, or None where only too large a matrix would have them."""
+def _leading_strategy(strategy: Strategy, steps: int) -> Strategy:
+    """A strategy with the same first rows, in a smaller matrix if the strategy is Toeplitz."""
     if isinstance(strategy, ToeplitzStrategy):
         return ToeplitzStrategy(steps=steps, strategy_coefs=tuple(strategy.strategy_coefs[:steps]))
-    return strategy if strategy.steps <= _LARGEST_MATRIX else None
+    return strategy
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Refuse a noise specification that has not been optimized yet."""
-    if not isinstance(strategy, Strategy):
-        raise ValueError(f"strategy={strategy!r} has no matrix yet; call .optimize(steps=...) first")
-
-
-def check_beta(name: str, value: float) -> None:
-    """Refuse a decay outside [0, 1)."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value} must lie in [0, 1)")
-
-
-def check_step(step: int | None, *, strategy: Strategy | None = None, name: str = "step") -> None:
-    """Refuse a step that is not a whole number from 1 to the strategy's steps, and None with a strategy."""
+def check(*, step: int | None = None, strategy: Strategy | None = None, **values: float) -> None:
+    """Refuse a step beyond the strategy, and numbers out of range: decays are in [0, 1), noise ≥ 0, the rest > 0."""
+    for name, value in values.items():
+        if name.startswith("beta"):
+            check_number(name, value, low=0, below=1)
+        elif name in ("noise_multiplier", "noise_variance", "square_stddev"):
+            check_number(name, value, low=0)
+        else:
+            check_number(name, value, above=0)
     if strategy is not None:
-        check_strategy(strategy)
+        if not isinstance(strategy, Strategy):
+            raise ValueError(f"strategy={strategy!r} has no matrix yet. Call .optimize(steps=...) first.")
         if step is None:
-            raise ValueError(f"{name}=None is the limit for independent noise; with a strategy, pass a step")
-    if step is None:
-        return
-    if isinstance(step, bool) or not isinstance(step, int | np.integer):
-        raise ValueError(f"{name}={step!r} must be a whole number, counted from 1")
-    if step < 1 or (strategy is not None and step > strategy.steps):
-        raise ValueError(f"{name}={step} must be at least 1 and at most the number of steps of the strategy")
-
-
-def check_not_negative(**values: float) -> None:
-    """Refuse values that are negative or not finite."""
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be a finite number of at least 0")
-
-
-def check_positive(**values: float) -> None:
-    """Refuse values that are not positive and finite."""
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be a positive finite number")
-
-
-def _check(beta2: float, step: int | None, strategy: Strategy | None, **not_negative: float) -> None:
-    check_beta("beta2", beta2)
-    check_step(step, strategy=strategy)
-    check_not_negative(**not_negative)
+            raise ValueError("step=None is the limit for independent noise. With a strategy, pass a step.")
+        check_at_most("step", check_whole("step", step), "the strategy's steps", strategy.steps)
+    elif step is not None:
+        check_whole("step", step)

@@ -5,38 +5,32 @@ and divides by s again. With a constant gradient g and c = min(1, ζ/‖s⊙g‖
 
     E g̃² = (c·g)² + φ/s² = (c·g)² + φ·(√ν̂ + ε_s1)²
 
-so part of ν̂ returns as noise in the next release. There are three regimes:
-
-- Steady: nothing is clipped and ν̂ rests at g²/(1−φ) if ε_s1 is negligible. There ‖s⊙g‖² = m(1−φ), with m the number of
-  nonzero coordinates of g. So this needs ζ² ≥ m(1−φ), which is ζ ≥ (1/m + σ²/B²)^(−½).
-- Below the window, every gradient is clipped and √ν̂ shrinks by ρ = ζ·√(1/m + σ²/B²) < 1 until ε_s1 dominates.
-- Above the window, φ ≥ 1 (ζ ≥ B/σ) and ν̂ grows without bound.
+so part of ν̂ returns as noise in the next release. docs/theory.md, section 5, derives the clip norms where ν̂ is steady,
+(1/m + σ²/B²)^(−½) ≤ ζ < B/σ, with m the number of nonzero coordinates of g.
 
 These clip norms are in the paper's units. The library scales by s = eps_scale/(√ν̂ + eps_scale) and clips at
 `clip_norm`, in gradient units, so ζ = clip_norm/eps_scale. At a given clip norm c the window becomes one for eps_scale:
 
     c·σ/B < eps_scale ≤ c·√(1/m + σ²/B²)
 
-Its ends differ by the factor √(1 + B²/(mσ²)), so the window is narrow where noise exceeds the gradient. With correlated
-noise, multiply σ by the largest column norm of C and the largest row norm of C⁻¹.
-
 The upper end assumes that all examples have the same gradient. If the average of clipped gradients has only r times the
 clip norm because examples disagree, the end is c·√(r²/m + σ²/B²): `likely_high`. Both assume that gradients are
-constant over the steps and that examples are clipped.
+constant over the steps and that examples are clipped. With correlated noise, multiply σ by the largest column norm of C
+and the largest row norm of C⁻¹.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dpoptim.arguments import check_number, check_whole
 from dpoptim.noise.series import Series
-from dpoptim.theory.second_moments import check_beta, check_not_negative, check_positive, check_step
+from dpoptim.theory.second_moments import check
 
 _CLEAR_OF_DIVERGENCE = 1.1
 _WIDE = 4.0
@@ -61,8 +55,7 @@ def feedback(*, clip_norm: float, noise_multiplier: float, batch_size: float) ->
     >>> round(feedback(clip_norm=40.0, noise_multiplier=1.0, batch_size=100), 12)
     0.16
     """
-    check_positive(clip_norm=clip_norm, batch_size=batch_size)
-    check_not_negative(noise_multiplier=noise_multiplier)
+    check(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
     return (clip_norm * noise_multiplier / batch_size) ** 2
 
 
@@ -71,8 +64,7 @@ def steady_second_moment(
 ) -> NDArray[np.float64]:
     """Compute ν̂*/(1−φ), where the mean of ν̂ rests if nothing is clipped; ∞ for φ ≥ 1 where ν̂* > 0.
 
-    `noiseless` is ν̂* = g², the second moment without noise. The other arguments are those of `feedback`. Whether
-    anything is clipped is decided by `clip_norm_window`.
+    `noiseless` is ν̂* = g², the second moment without noise. The other arguments are those of `feedback`.
 
     >>> float(steady_second_moment(0.42, clip_norm=40.0, noise_multiplier=1.0, batch_size=100).round(12))
     0.5
@@ -93,7 +85,7 @@ def contraction_factor(*, clip_norm: float, noise_multiplier: float, batch_size:
     >>> round(contraction_factor(clip_norm=40.0, noise_multiplier=1.0, batch_size=100, beta2=0.9), 12)
     0.916
     """
-    check_beta("beta2", beta2)
+    check(beta2=beta2)
     phi = feedback(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
     return beta2 + (1 - beta2) * phi
 
@@ -103,14 +95,14 @@ def clip_norm_window(*, dimension: int, noise_multiplier: float, batch_size: flo
 
     Args:
         dimension: m, the number of nonzero coordinates of g. Their sizes do not matter, because s evens them out.
-        noise_multiplier: σ. Without noise the window is [√m, ∞).
+        noise_multiplier: σ, times the column and row norms if noise is correlated. Without noise the window is
+            [√m, ∞).
         batch_size: B.
 
     >>> [round(edge, 2) for edge in clip_norm_window(dimension=400, noise_multiplier=1.0, batch_size=100)]
     [19.61, 100.0]
     """
-    check_positive(dimension=dimension, batch_size=batch_size)
-    check_not_negative(noise_multiplier=noise_multiplier)
+    check(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
     ratio = noise_multiplier / batch_size
     return (1 / dimension + ratio**2) ** -0.5, 1 / ratio if ratio else math.inf
 
@@ -124,7 +116,7 @@ def predict(clip_norm: float, *, dimension: int, noise_multiplier: float, batch_
     >>> [predict(clip_norm, **given).value for clip_norm in (19.0, 22.0, 70.0, 120.0)]
     ['collapses', 'steady', 'steady', 'diverges']
     """
-    check_positive(clip_norm=clip_norm)
+    check(clip_norm=clip_norm)
     low, high = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
     if clip_norm < low:
         return SecondMomentRegime.COLLAPSES
@@ -136,15 +128,11 @@ def collapsed_state(
 ) -> float:
     """Compute (ρ·ε_s1/(1−ρ))², the mean-field ν̂ below the window, for coordinates of equal size.
 
-    It solves √ν̂ = ρ(√ν̂ + ε_s1) with ρ = ζ·√(1/m + σ²/B²), while gradients are still clipped there:
-    ‖g‖ ≥ ζ·ε_s1/(1−ρ). Far below the window it is much less than ε_s1². Then s is 1/ε_s1, and the method is
-    post-processing with clip norm ζ·ε_s1.
+    It solves √ν̂ = ρ(√ν̂ + ε_s1) with ρ = ζ·√(1/m + σ²/B²), if gradients are still clipped there: ‖g‖ ≥ ζ·ε_s1/(1−ρ).
+    The other arguments are those of `clip_norm_window`.
 
     Args:
         clip_norm: ζ, in the paper's units.
-        dimension: m, the number of nonzero coordinates of g.
-        noise_multiplier: σ.
-        batch_size: B.
         eps_scale: ε_s1.
 
     Returns:
@@ -154,7 +142,7 @@ def collapsed_state(
     >>> round(collapsed_state(clip_norm=5.0, **given), 12), collapsed_state(clip_norm=10.0, **given)
     (1.0, inf)
     """
-    check_positive(clip_norm=clip_norm, eps_scale=eps_scale)
+    check(clip_norm=clip_norm, eps_scale=eps_scale)
     low, _ = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
     ratio = clip_norm / low
     return (ratio * eps_scale / (1 - ratio)) ** 2 if ratio < 1 else math.inf
@@ -177,14 +165,11 @@ def mean_field(
         ν̂_t = ν_t/(1−β₂ᵗ),  ν̂_0 = start
 
     Exact for the mean of ν̂ while nothing is clipped and ε_s1 is negligible, because E g̃² is then linear in ν̂. Otherwise
-    it leaves out the fluctuation of ν̂. Late in a run that moves the mean by order 1−β₂. Early on, a rise or fall that
-    is clipped can lag by tens of percent.
+    it ignores fluctuations of ν̂: late in a run the mean is off by order 1−β₂, early by tens of percent. The other
+    arguments are those of `feedback`.
 
     Args:
         gradient: The constant gradient g.
-        clip_norm: ζ, in the paper's units.
-        noise_multiplier: σ.
-        batch_size: B.
         steps: The number of steps.
         beta2: Adam's second-moment decay.
         eps_scale: ε_s1.
@@ -194,9 +179,8 @@ def mean_field(
     >>> float(path[-1, 0].round(6))
     1.190476
     """
-    check_beta("beta2", beta2)
-    check_positive(eps_scale=eps_scale)
-    check_step(steps, name="steps")
+    check(beta2=beta2, eps_scale=eps_scale)
+    check_whole("steps", steps)
     phi = feedback(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
     g = np.atleast_1d(np.asarray(gradient, dtype=np.float64))
     nu, nu_hat = np.zeros_like(g), np.broadcast_to(np.asarray(start, dtype=np.float64), g.shape)
@@ -249,23 +233,21 @@ class ScaleWindow:
 
     def describe(self, eps_scale: float) -> str:
         """Describe where a value lies and what that means."""
-        regime = self.regime(eps_scale)
-        if regime is SecondMomentRegime.DIVERGES:
+        place = self.place(eps_scale)
+        if place == "below":
             return "below the window: noise feeds on itself and diverges"
-        if regime is SecondMomentRegime.STEADY:
-            agree = "" if eps_scale <= self.likely_high else " if examples agree"
-            phi = (self.low / eps_scale) ** 2
-            added = f"{phi / (1 - phi):.0%}" if phi < 1 else "∞"
-            return f"in the window{agree}: noise adds {added} to the mean of nu"
-        kept = 1 - self.high / eps_scale
-        return f"above the window: nu collapses; the scale is about {kept:.2f} everywhere (1 means unscaled)"
+        if place == "above":
+            kept = 1 - self.high / eps_scale
+            return f"above the window: nu collapses; the scale is about {kept:.2f} everywhere (1 means unscaled)"
+        phi = (self.low / eps_scale) ** 2
+        added = f"{phi / (1 - phi):.0%}" if phi < 1 else "∞"
+        return f"{place.replace('in', 'in the window', 1)}: noise adds {added} to the mean of nu"
 
     def place(self, eps_scale: float) -> str:
         """Name the place of a value: "in", "in if examples agree" (above `likely_high`), "above" or "below"."""
-        regime = self.regime(eps_scale)
-        if regime is SecondMomentRegime.STEADY:
-            return "in" if eps_scale <= self.likely_high else "in if examples agree"
-        return "above" if regime is SecondMomentRegime.COLLAPSES else "below"
+        if not self.low < eps_scale <= self.high:
+            return "below" if eps_scale <= self.low else "above"
+        return "in" if eps_scale <= self.likely_high else "in if examples agree"
 
     @property
     def too_narrow(self) -> bool:
@@ -274,10 +256,7 @@ class ScaleWindow:
 
     @property
     def to_try(self) -> tuple[float, ...]:
-        """Three to six values, from inside the window and clear of its lower end, up to where scaling fades.
-
-        Values have two digits, or as many as keep them on their side of the ends.
-        """
+        """Three to six values, more than 5 % apart, from inside the window and clear of its lower end."""
         if not self.low:
             return tuple(rounded(self.high * factor) for factor in (0.01, 0.1, 1.0, 10.0))
         if self.width > _WIDE:
@@ -286,7 +265,11 @@ class ScaleWindow:
         else:
             values = [math.sqrt(self.low * self.high), self.high, 2 * self.low, 4 * self.low, 8 * self.low]
         clear = [v for v in (self.likely_high, *values) if v >= _CLEAR_OF_DIVERGENCE * self.low]
-        return _drop_near_duplicates({self._short(value) for value in clear})
+        kept: list[float] = []
+        for value in sorted(self._short(v) for v in clear):
+            if not kept or value > 1.05 * kept[-1]:
+                kept.append(value)
+        return tuple(kept)
 
     def _short(self, value: float) -> float:
         """Round to the fewest digits, two or more, that keep the value's place."""
@@ -303,19 +286,14 @@ def scale_window(
     agreement: float = 1.0,
     default: float | None = None,
 ) -> ScaleWindow:
-    """Compute the window of eps_scale at a clip norm.
+    """Compute the window of eps_scale at a clip norm. The other arguments are those of `clip_norm_window`.
 
     Args:
         clip_norm: The clip norm, in gradient units.
-        dimension: m, the number of nonzero coordinates of the gradient.
-        noise_multiplier: σ, times the column and row norms if noise is correlated. Without noise the window is
-            (0, c/√m].
-        batch_size: B.
         agreement: r, the norm of the averaged clipped gradient over the clip norm.
         default: The library's own eps_scale; None means twice the lower end.
     """
-    if not 0 <= agreement <= 1:
-        raise ValueError(f"agreement={agreement} must lie in [0, 1]")
+    check_number("agreement", agreement, low=0, high=1)
     ends = clip_norm_window(dimension=dimension, noise_multiplier=noise_multiplier, batch_size=batch_size)
     ratio = noise_multiplier / batch_size
     low = clip_norm * ratio
@@ -327,15 +305,6 @@ def scale_window(
         clip_norms=ends,
         default=2 * low if default is None else default,
     )
-
-
-def _drop_near_duplicates(values: Iterable[float]) -> tuple[float, ...]:
-    """Sorted, without values within 5 % of the one before."""
-    kept: list[float] = []
-    for value in sorted(values):
-        if not kept or value > 1.05 * kept[-1]:
-            kept.append(value)
-    return tuple(kept)
 
 
 def rounded(value: float, digits: int = 2) -> float:

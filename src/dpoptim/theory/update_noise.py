@@ -4,18 +4,8 @@ The update is μ̂_t over a root of the second moment, with μ̂_t = Σ_i a_i·g
 coordinate at a time. The noise on g̃ is √φ·(C⁻¹z)_t with φ = ζ²σ²/B², and K = C⁻¹C⁻ᵀ. `strategy=None` means independent
 noise. `step=None` means the limit t → ∞ for independent noise.
 
-`noise_cost` and its companions ask which exponent p of s = |g|^(−2p) minimizes the noise. That depends on what is
-summed. With σ/B = 1 and the clip norm ζ² = Σ s_i²g_i², which just clips nothing, coordinate i has noise of standard
-deviation ζ/s_i, and
-
-    the gradient's noise        Σ ζ²/s_i²          ≥ (Σ|g_i|)²     at s ∝ |g|^(−½),   p = ¼   (AdaClip)
-    a regret bound of AdaGrad   (Σ ζ/s_i)²         ≥ (Σ|g_i|^⅔)³   at s ∝ |g|^(−⅔),   p = ⅓   (PAGAN)
-    the noise of Adam's update  Σ ζ²/(s_i²·g_i²)   ≥ m²            at s ∝ |g|^(−1),   p = ½   (scale-then-privatize)
-
-Proof. The first and the last are Cauchy–Schwarz for (1/s_i)·(s_i|g_i|) and (1/(s_i|g_i|))·(s_i|g_i|). The second is
-Hölder with exponents 3/2 and 3 for s_i^(−⅔)·(s_i|g_i|)^⅔. Equality holds where the two factors are proportional. ∎
-The first sum is Σ|g|^(2−4p)·Σ|g|^(4p), the same at p and at ½ − p. So scale-then-privatize puts as much noise on the
-gradient as plain clipping does, but in different coordinates.
+`noise_cost` and its companions ask which exponent p of s = |g|^(−2p) minimizes the noise at the smallest clip norm that
+clips nothing, ζ² = Σ s_i²g_i². docs/theory.md, section 8, has the three inequalities behind `least_noise_cost`.
 """
 
 from __future__ import annotations
@@ -27,15 +17,9 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dpoptim.arguments import check_at_most, check_number, check_whole
 from dpoptim.noise import Strategy
-from dpoptim.theory.second_moments import (
-    check_beta,
-    check_not_negative,
-    check_positive,
-    check_step,
-    moment_weights,
-    squared_weight,
-)
+from dpoptim.theory.second_moments import check, moment_weights, squared_weight
 
 _NEGLIGIBLE = 1e-10  # weight of the oldest steps that a limit leaves out
 
@@ -43,9 +27,7 @@ _NEGLIGIBLE = 1e-10  # weight of the oldest steps that a limit leaves out
 def momentum_noise_variance(
     *, noise_variance: float, step: int | None = None, beta1: float = 0.9, strategy: Strategy | None = None
 ) -> float:
-    """Compute φ·aᵀKa, the exact variance of the noise in μ̂_t before it is divided by anything.
-
-    Independent noise: φ(1−β₁)(1+β₁ᵗ)/((1+β₁)(1−β₁ᵗ)), in the limit φ(1−β₁)/(1+β₁).
+    """Compute φ·aᵀKa, the exact variance of the noise in μ̂_t; for independent noise in the limit φ(1−β₁)/(1+β₁).
 
     Args:
         noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
@@ -53,14 +35,10 @@ def momentum_noise_variance(
         beta1: Adam's momentum.
         strategy: Correlated noise, or None for independent noise.
 
-    Returns:
-        The variance.
-
     >>> round(momentum_noise_variance(noise_variance=1.0), 6)
     0.052632
     """
-    check_beta("beta1", beta1)
-    check_not_negative(noise_variance=noise_variance)
+    check(beta1=beta1, noise_variance=noise_variance)
     return noise_variance * squared_weight(beta=beta1, step=step, strategy=strategy)
 
 
@@ -74,14 +52,11 @@ def post_processing_update_rms(
 
         E[μ̂²/ν̂] = Σ_i p_i² ∫_0^∞ (1+2sλ_i)⁻¹ Π_j (1+2sλ_j)^(−½) ds
 
-    Exact, by quadrature to 1e-8; φ cancels, so the result does not depend on σ. As β₂ → 1 the limit over steps tends to
-    √((1−β₁)/(1+β₁)), which is .22942 at β₁ = .9 (.22930 at β₂ = .999). At t = 1 every update is ±1.
+    Exact to 1e-8, and independent of σ. As β₂ → 1 the limit over steps tends to √((1−β₁)/(1+β₁)), .22942 at β₁ = .9.
+    With a strategy the cost is t³. The other arguments are those of `momentum_noise_variance`.
 
     Args:
-        step: t, or None for the limit. With a strategy the cost is t³.
-        beta1: Adam's momentum.
         beta2: Adam's second-moment decay.
-        strategy: Correlated noise, or None for independent noise.
 
     Returns:
         The root mean square of one coordinate of the update, over the learning rate.
@@ -94,10 +69,8 @@ def post_processing_update_rms(
     """
     from scipy.integrate import quad
 
-    check_beta("beta1", beta1)
-    check_beta("beta2", beta2)
+    check(step=step, strategy=strategy, beta1=beta1, beta2=beta2)
     _check_momentum(beta1, beta2, step)
-    check_step(step, strategy=strategy)
     count = step or max(1, *(math.ceil(math.log(_NEGLIGIBLE) / math.log(b)) if b else 1 for b in (beta1, beta2)))
     sizes, shares = moment_weights(beta=beta2, step=count), moment_weights(beta=beta1, step=count) ** 2
     if strategy is not None:
@@ -110,31 +83,20 @@ def post_processing_update_rms(
         return float(np.sum(shares / (1 + spread)) * np.exp(v - 0.5 * np.sum(np.log1p(spread))))
 
     centre = -math.log(float(sizes.sum()))  # ν̂ is about Σλ, so s is about its inverse
-    # Beyond these pieces the integrand is below exp(−30).
-    ends = [centre - 30, centre - 4, centre, centre + 4, centre + 60]
-    pieces = itertools.pairwise(ends)
+    pieces = itertools.pairwise(centre + end for end in (-30, -4, 0, 4, 60))  # beyond, the integrand is below exp(−30)
     return math.sqrt(sum(quad(integrand, *piece, epsabs=1e-10, limit=200)[0] for piece in pieces))
 
 
 def bias_correction_update_bound(
-    *,
-    noise_variance: float,
-    eps: float,
-    step: int | None = None,
-    beta1: float = 0.9,
-    strategy: Strategy | None = None,
+    *, noise_variance: float, eps: float, step: int | None = None, beta1: float = 0.9, strategy: Strategy | None = None
 ) -> float:
     """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
 
-    The denominator is at least ε_s. About half of all ν̂ − b are negative there (`negative_probability`), and their
-    denominator equals ε_s. So the bound is within a small factor of the truth where √φ ≫ ε_s.
+    About half of all ν̂ − b are negative there (`negative_probability`), and their denominator equals ε_s. So the bound
+    is within a small factor of the truth where √φ ≫ ε_s. The other arguments are those of `momentum_noise_variance`.
 
     Args:
-        noise_variance: φ, the noise variance on the averaged gradient for a unit row of C⁻¹.
         eps: ε_s, the floor of the denominator.
-        step: t, or None for the limit.
-        beta1: Adam's momentum.
-        strategy: Correlated noise, or None for independent noise.
 
     Returns:
         The bound, over the learning rate.
@@ -142,7 +104,7 @@ def bias_correction_update_bound(
     >>> round(bias_correction_update_bound(noise_variance=1e-6, eps=1e-4), 4)
     2.2942
     """
-    check_positive(eps=eps)
+    check(eps=eps)
     variance = momentum_noise_variance(noise_variance=noise_variance, step=step, beta1=beta1, strategy=strategy)
     return math.sqrt(variance) / eps
 
@@ -167,8 +129,7 @@ def scaled_noise_stddev(
     >>> scaled_noise_stddev([1.0, 4.0], clip_norm=8.0, noise_multiplier=1.0, batch_size=2).tolist()
     [4.0, 1.0]
     """
-    check_positive(clip_norm=clip_norm, batch_size=batch_size)
-    check_not_negative(noise_multiplier=noise_multiplier)
+    check(clip_norm=clip_norm, noise_multiplier=noise_multiplier, batch_size=batch_size)
     s = np.asarray(scale, dtype=np.float64)
     if not np.all(s > 0):
         raise ValueError(f"scale={scale!r} must be positive everywhere")
@@ -195,17 +156,8 @@ def update_sensitivity(
         add/remove adjacency, where one example moves the averaged gradient of step i by at most ζ/B. Double it for
         replacement.
 
-    Proof. u acts on each coordinate alone, so its Lipschitz constant is the largest slope. Put q = √ν̂ and
-    e_j = √w_j·g_j/q, a unit vector; then μ̂ = q·(b·e) with b_j = a_j/√w_j, and
-
-        ∂u/∂g_i = a_i/(q+ε) − (b·e)·e_i·√w_i·q/(q+ε)²
-
-    The form −(b·e)e_i has the eigenvalues (±‖b‖ − b_i)/2 and 0. So with τ = ε/(q+ε) in (0, 1] the slope times ε is
-    at most a_iτ + k·τ(1−τ), and at least a_iτ − (k+a_i)τ(1−τ), since √w_i·b_i = a_i and √w_i·‖b‖ = ρ ≥ a_i. The first
-    has the maximum L, at τ = 1 (no gradient at all) or at τ = (a_i+k)/(2k). The second has the minimum
-    −k²/(4(k+a_i)), which is smaller. Along a line u is continuously differentiable, also through ν̂ = 0. ∎
-    Every slope up to L/ε occurs. A change of norm ζ/B approaches the bound if it is spread over so many coordinates
-    that each moves little; `first_update_sensitivity` is exact for t = 1.
+    A change of norm ζ/B approaches the bound if it is spread over so many coordinates that each moves little.
+    docs/theory.md, section 9, has the proofs.
 
     Args:
         clip_norm: ζ.
@@ -228,15 +180,10 @@ def update_sensitivity(
     """
     from scipy.special import logsumexp
 
-    check_positive(clip_norm=clip_norm, batch_size=batch_size, eps=eps)
-    check_beta("beta1", beta1)
-    check_beta("beta2", beta2)
-    check_step(step)
-    check_step(participation, name="participation")
+    check(step=step, clip_norm=clip_norm, batch_size=batch_size, eps=eps, beta1=beta1, beta2=beta2)
     _check_momentum(beta1, beta2, step)
-    last = step if participation is None else participation
-    if not 1 <= last <= step:
-        raise ValueError(f"participation={participation} must lie between 1 and step={step}")
+    last = check_whole("participation", step if participation is None else participation)
+    check_at_most("participation", last, "step", step)
     age, scale = step - last, (1 - beta1) / (1 - beta1**step)
     own = rho = scale * beta1**age
     if beta2 > 0:  # in logarithms, because the sum of (β₁²/β₂)^j may overflow where β₁² > β₂
@@ -251,10 +198,6 @@ def update_sensitivity(
 def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float, dimension: int) -> float:
     """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε).
 
-    Proof. For d = |x − y| in one coordinate, |x/(|x|+ε) − y/(|y|+ε)| is largest at x = −y = d/2, where it is
-    d/(d/2+ε). Its square is concave in d², so over all changes with Σd² ≤ (ζ/B)² the sum is largest where all d are
-    equal. It is attained by an example with equal coordinates, next to others that sum to minus half of it. ∎
-
     Args:
         clip_norm: ζ.
         batch_size: B. Attaining the value needs two examples.
@@ -267,23 +210,23 @@ def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float,
     >>> round(first_update_sensitivity(clip_norm=1.0, batch_size=100, eps=0.0, dimension=400), 9)
     40.0
     """
-    check_positive(clip_norm=clip_norm, batch_size=batch_size, dimension=dimension)
-    check_not_negative(eps=eps)
+    check(clip_norm=clip_norm, batch_size=batch_size, dimension=dimension)
+    check_number("eps", eps, low=0)
     change = clip_norm / batch_size
     return change / (eps + change / (2 * math.sqrt(dimension)))
 
 
 def _check_momentum(beta1: float, beta2: float, step: int | None) -> None:
     if beta2 == 0 and beta1 > 0 and step != 1:
-        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂; use beta2 > 0 or beta1=0")
+        raise ValueError("beta2=0 with momentum has no bound: old steps enter μ̂ but not ν̂. Use beta2 > 0 or beta1=0.")
 
 
 class Cost(enum.Enum):
     """What the noise is summed over."""
 
-    GRADIENT = "gradient"  # Σ of the variances on g̃
-    REGRET = "regret"  # (Σ of the standard deviations on g̃)²
-    UPDATE = "update"  # Σ of the variances on g̃/|g|
+    GRADIENT = "gradient"  # Σ ζ²/s_i², the variances on g̃: least at AdaClip's p = ¼
+    REGRET = "regret"  # (Σ ζ/s_i)², as in AdaGrad's regret bound: least at PAGAN's p = ⅓
+    UPDATE = "update"  # Σ ζ²/(s_i²·g_i²), the variances on g̃/|g|: least at p = ½, scale-then-privatize
 
 
 def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIENT) -> float:
@@ -298,7 +241,7 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
         cost: What the noise is summed over.
 
     Returns:
-        The sum; see the module.
+        The sum; see `Cost`.
 
     Raises:
         ValueError: If the gradient has a zero or `exponent` is outside [0, 1].
@@ -309,8 +252,7 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
     4.0
     """
     sizes = _sizes(gradient)
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"exponent={exponent} must lie in [0, 1]")
+    check_number("exponent", exponent, low=0, high=1)
     s = sizes ** (-2 * exponent)
     squared_clip_norm = float(np.sum((s * sizes) ** 2))
     if cost is Cost.GRADIENT:
@@ -328,7 +270,7 @@ def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> floa
         cost: What the noise is summed over.
 
     Returns:
-        The right-hand side of the inequality in the module's docstring.
+        (Σ|g_i|)², (Σ|g_i|^⅔)³ or m².
 
     Raises:
         ValueError: If the gradient has a zero.

@@ -78,7 +78,7 @@ def test_unknown_names_are_refused():
         PrivacyArguments(adjacency="near")
 
 
-def test_they_are_parsed_beside_the_stock_arguments():
+def test_hf_argument_parser_reads_privacy_arguments():
     parser = transformers.HfArgumentParser((TrainingArguments, PrivacyArguments))
     args, privacy = parser.parse_args_into_dataclasses(
         ["--output_dir", "out", "--epsilon", "8", "--delta", "1e-6", "--variant", "post_processing", "--use_cpu"]

@@ -38,7 +38,7 @@ class Own:
         return stock()(rows)
 
 
-def test_a_seed_or_a_generator_of_the_collator_is_refused_at_once(tmp_path):
+def test_a_collator_with_a_seed_or_generator_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data_collator\.seed=42 makes its draws public"):
         trainer(tmp_path, stock(seed=42))
     with pytest.raises(ValueError, match=r"data_collator\.rng is a random generator with a public seed"):
@@ -98,7 +98,7 @@ def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
-def test_other_code_does_not_repeat_a_step(what, tmp_path):
+def test_changed_code_cannot_repeat_a_step(what, tmp_path):
     first, second = CHANGES[what]
     made(tmp_path, first).train()
     with pytest.raises(ValueError, match=r"step [3-8] was released before") as no:

@@ -79,11 +79,11 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
 
 
 def key_of(folder: Path) -> Path:
-    """The newest key beside the output folder."""
+    """The newest key next to the output folder."""
     return max((folder / "out.secret").glob("*.key"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def test_secrets_lie_beside_what_is_uploaded(tmp_path):
+def test_secrets_are_next_to_the_output_folder(tmp_path):
     class_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
     key, steps = sorted((tmp_path / "out.secret").iterdir())
     assert (key.suffix, steps.suffix, key.stem) == (".key", ".steps", NoiseKey.load(key).fingerprint())
@@ -103,7 +103,7 @@ def test_secrets_lie_beside_what_is_uploaded(tmp_path):
 
 @pytest.mark.slow
 def test_every_run_has_its_own_key(tmp_path):
-    """Two runs into one folder; a checkpoint of the first still finds its own key."""
+    """Two runs share an output folder; a checkpoint of the first still finds its own key."""
     options: dict[str, Any] = dict(save_strategy="steps", save_steps=2)
     class_trainer(tmp_path, **options).train()
     (tmp_path / "out" / "checkpoint-2").rename(tmp_path / "first")
@@ -132,7 +132,7 @@ def test_a_key_file_serves_one_run(tmp_path):
 
 
 class FakeHub:
-    """Takes note of what would be uploaded."""
+    """Records what would be uploaded."""
 
     def __init__(self) -> None:
         self.uploaded: list[str] = []
@@ -161,7 +161,7 @@ def test_a_key_in_output_dir_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_id_starts_once(tmp_path):
+def test_a_run_id_cannot_be_reused(tmp_path):
     """A second run with the same key and run_id would have the same noise over different examples."""
     key = NoiseKey.generate()
 

@@ -46,7 +46,7 @@ def test_a_record_without_a_mask_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_columns_that_the_model_is_not_given_may_differ(tmp_path):
+def test_unused_columns_may_differ(tmp_path):
     rows = with_other([{**row, "note": "text"} for row in CLASSES], {**CLASSES[30], "note": None})
     assert made(tmp_path, rows, labels=2).train().global_step == 1
 
@@ -59,7 +59,7 @@ def test_columns_that_the_model_is_not_given_may_differ(tmp_path):
 
 
 @pytest.mark.slow
-def test_gaps_in_a_column_of_hugging_face_are_refused(tmp_path):
+def test_missing_values_in_a_used_column_are_refused(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = with_other(NUMBERS, {**NUMBERS[30], "label": None})
     with pytest.raises(ValueError, match="record 30 has None at 'label', but earlier records have float"):
@@ -71,12 +71,12 @@ def test_gaps_in_a_column_of_hugging_face_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensors_of_other_lengths_and_single_records_are_taken(tmp_path):
+def test_tensors_of_any_length_and_batches_of_one_are_accepted(tmp_path):
     rows = [
         {"input_ids": torch.full((4 + place % 3,), 7), "attention_mask": torch.ones(4 + place % 3, dtype=torch.long),
          "labels": place % 2}
         for place in range(40)
     ]  # fmt: skip
     assert made(tmp_path, rows, DataCollatorWithPadding(WORDS), labels=2).train().global_step == 1
-    mixed = with_other(NUMBERS, {**NUMBERS[30], "label": 1})  # no two of them meet
+    mixed = with_other(NUMBERS, {**NUMBERS[30], "label": 1})  # no two of them are in one batch
     made(tmp_path, mixed, per_device_train_batch_size=1).get_train_dataloader()

@@ -98,7 +98,7 @@ class Examples(Dataset[Any]):
         return row
 
 
-def test_random_examples_are_refused_with_what_to_do(tmp_path):
+def test_random_examples_are_refused(tmp_path):
     trainer = PrivateTrainer(
         model=classifier(), args=training_args(tmp_path), train_dataset=Examples(labelled(), random=True),
         processing_class=WORDS, privacy=PRIVACY,
@@ -144,7 +144,7 @@ def test_edited_weights_are_refused(folder, tmp_path):
 
 @pytest.mark.slow
 def test_repeated_steps_keep_their_micro_batches(folder):
-    """A sample of the first of the two steps may be so small that it is cut as before; then the second is refused."""
+    """The first step may be refused or the second: a small batch may be split into the same micro-batches."""
     with pytest.raises(ValueError, match=r"step [34] was released before"):
         resumed(folder, per_device_train_batch_size=3, gradient_accumulation_steps=2)
 
@@ -162,7 +162,7 @@ def test_an_older_checkpoint_repeats_the_same_run(folder):
 
 
 @pytest.mark.slow
-def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
+def test_a_step_is_on_disk_before_its_noise_is_made(tmp_path, monkeypatch):
     from dpoptim.clipping import PrivateMechanism
 
     counts: list[tuple[int, int]] = []

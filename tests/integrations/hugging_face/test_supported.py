@@ -23,7 +23,7 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("deepspeed", {"stage": 2}, "deepspeed=.* one process"),
         ("fsdp", "full_shard", "fsdp=.* one process"),
         ("use_liger_kernel", True, "use_liger_kernel"),
-        ("train_sampling_strategy", "group_by_length", "would change how batches are drawn"),
+        ("train_sampling_strategy", "group_by_length", "changes how batches are drawn"),
         ("auto_find_batch_size", True, "auto_find_batch_size"),
         ("label_smoothing_factor", 0.1, "label_smoothing_factor"),
         ("neftune_noise_alpha", 5.0, "neftune_noise_alpha"),
@@ -32,10 +32,10 @@ from tests.integrations.hugging_face.cases import PRIVACY, WORDS, classifier, la
         ("optim", "adafactor", "variant="),
         ("optim_args", "a=1", "optim_args"),
         ("max_grad_norm", 0.0, "clip_norm"),
-        ("per_device_train_batch_size", 100, "exceeds the 24 examples"),
+        ("per_device_train_batch_size", 100, "<= num_examples, got 300 > 24"),
     ],
 )
-def test_unsupported_training_arguments(tmp_path, option, value, message):
+def test_unsupported_training_arguments_are_refused(tmp_path, option, value, message):
     args = training_args(tmp_path)
     args._setup_devices  # noqa: B018  settles n_gpu
     setattr(args, option, value)
@@ -44,7 +44,7 @@ def test_unsupported_training_arguments(tmp_path, option, value, message):
     assert "\n" not in str(refusal.value)
 
 
-def test_arguments_that_do_not_fit_together(tmp_path):
+def test_contradictory_arguments_are_refused(tmp_path):
     model, data = classifier(), labelled()
     args = training_args(tmp_path)
     plan = dpoptim.PrivacyPlan(num_examples=24, batch_size=6, steps=4, noise_multiplier=1.0)
@@ -65,7 +65,7 @@ def test_arguments_that_do_not_fit_together(tmp_path):
     refused("model=None", model=None)
     refused("Create the optimizer with dpoptim", optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None))
     refused("without a length", train_dataset=iter(data))
-    refused("exceeds the 0 examples", train_dataset=[])
+    refused("got 6 > 0", train_dataset=[])
     refused("Declare a public one", privacy=PrivacyArguments(epsilon=1.0, adjacency="add_remove"))
     refused("Expected epsilon > 0", privacy=PrivacyArguments(epsilon=-1.0))
     with pytest.raises(ValueError, match="train_dataset=None"):
@@ -82,7 +82,7 @@ def test_subclasses_with_their_own_loss_or_step_are_refused(tmp_path):
             return super().training_step(*args, **rest)
 
     for kind, name in ((Averaging, "compute_loss"), (Stepping, "training_step")):
-        with pytest.raises(ValueError, match=f"overrides {name}, but .* Pass loss_per_example= instead"):
+        with pytest.raises(ValueError, match=f"overrides {name}, which .* Pass loss_per_example= instead"):
             kind(classifier(), training_args(tmp_path), None, labelled(), processing_class=WORDS, privacy=PRIVACY)
 
 

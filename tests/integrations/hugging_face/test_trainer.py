@@ -48,7 +48,7 @@ from tests.integrations.hugging_face.cases import (
 
 
 def one_step_by_hand(model: Any, batches: list[dict[str, Any]], lr: float) -> dict[str, Tensor]:
-    """SGD on the mean of the losses that transformers computes for each example ALONE."""
+    """SGD on the mean of the losses that transformers computes for each example separately."""
     for batch in batches:
         (model(**batch).loss / len(batches)).backward()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def exact_case(kind: str) -> tuple[Any, list[Any], Any, list[dict[str, Any]]]:
-    """A model, its examples and collator, and each example as a batch of its own with labels."""
+    """A model, its examples and collator, and one batch with labels per example."""
     if kind == "masked-lm":
         rows = fixed_masks()
         alone = [padded([row]) for row in rows if any(label != -100 for label in row["labels"])]
@@ -93,7 +93,7 @@ def exact_case(kind: str) -> tuple[Any, list[Any], Any, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("masked-lm", 3), ("causal-lm", 1), ("classification", 3)])
-def test_one_step_is_the_mean_of_each_example_alone(tmp_path, kind, parts):
+def test_one_step_averages_the_gradients_of_single_examples(tmp_path, kind, parts):
     """Without noise and clipping, with any micro-batch size. A mean over the batch's tokens would differ."""
     model, rows, collator, alone = exact_case(kind)
     twin = copy.deepcopy(model)
@@ -119,7 +119,7 @@ def test_one_step_is_the_mean_of_each_example_alone(tmp_path, kind, parts):
         assert torch.allclose(value, expected[name], atol=2e-6), name
 
 
-def test_each_example_is_clipped_whatever_the_micro_batches(tmp_path):
+def test_clipping_does_not_depend_on_micro_batches(tmp_path):
     lengths = []
     for parts in (1, 3):
         model, rows, collator, _ = exact_case("classification")
@@ -143,7 +143,7 @@ def test_each_example_is_clipped_whatever_the_micro_batches(tmp_path):
 
 
 class Spy(transformers.TrainerCallback):
-    """Everything that callbacks, such as TensorBoard, are given."""
+    """Records everything that callbacks such as TensorBoard receive."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ def test_every_release_belongs_to_a_step_of_the_plan(finished):
         trainer.hyperparameter_search()
 
 
-def test_nothing_of_the_training_loss_is_logged(finished):
+def test_the_training_loss_is_not_logged(finished):
     trainer = finished["trainer"]
     saved = json.loads((finished["folder"] / "out" / "checkpoint-10" / "trainer_state.json").read_text())
     for logged in (finished["spy"].logged, trainer.state.log_history, saved["log_history"]):
@@ -194,7 +194,7 @@ def test_nothing_of_the_training_loss_is_logged(finished):
     assert trainer._total_loss_scalar == 0.0
 
 
-def test_epsilon_so_far_rises_to_that_of_the_plan(finished):
+def test_logged_epsilon_rises_to_the_epsilon_of_the_plan(finished):
     trainer = finished["trainer"]
     spent = [entry["epsilon"] for entry in trainer.state.log_history if "epsilon" in entry]
     assert len(spent) == 10
@@ -203,7 +203,7 @@ def test_epsilon_so_far_rises_to_that_of_the_plan(finished):
     assert spent[1] == pytest.approx(trainer.plan.replace(steps=2).epsilon())
 
 
-def test_correlated_noise_spends_everything_at_the_first_step(tmp_path):
+def test_correlated_noise_spends_all_epsilon_at_the_first_step(tmp_path):
     correlated = PrivacyArguments(epsilon=8.0, delta=1e-3, sampling="shuffled", noise="buffered-toeplitz:1")
     trainer = class_trainer(tmp_path, privacy=correlated, max_steps=2, logging_steps=1)
     trainer.train()
@@ -216,7 +216,7 @@ def test_the_model_is_detached_after_training(finished):
     assert model.classifier.weight.grad is not None
 
 
-def test_released_norms_and_the_debug_loss_are_options(tmp_path):
+def test_log_norms_and_debug_loss(tmp_path):
     privacy = PrivacyArguments(noise_multiplier=0.6, delta=1e-3, log_norms=True, debug_loss=True)
     trainer = class_trainer(tmp_path, privacy=privacy, logging_steps=1, max_steps=2)
     output = trainer.train()
@@ -304,7 +304,7 @@ def accuracy(predictions: Any) -> dict[str, float]:
     return {"accuracy": float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())}
 
 
-def test_evaluation_is_the_stock_one_and_does_not_affect_training(tmp_path):
+def test_evaluation_equals_the_stock_one_and_does_not_affect_training(tmp_path):
     held_out = unseen(7)
     trainer = class_trainer(tmp_path, eval_dataset=held_out, compute_metrics=accuracy, eval_steps=1, max_steps=3)
     trainer.create_optimizer()
@@ -336,7 +336,7 @@ def distinct() -> list[dict[str, Any]]:
     return [{**WORDS(text), "labels": LABELS[number]} for number, text in enumerate(texts)]
 
 
-def test_training_examples_are_not_evaluated_on(tmp_path):
+def test_evaluation_on_training_examples_is_refused(tmp_path):
     rows = distinct()
     for held_out, message in (
         (rows, "eval_dataset is train_dataset"),
@@ -356,7 +356,7 @@ def test_training_examples_are_not_evaluated_on(tmp_path):
         trainer.predict(rows)
 
 
-def test_shared_examples_are_counted_once(tmp_path):
+def test_shared_examples_are_reported_once(tmp_path):
     trainer = class_trainer(tmp_path)
     mixed = [*labelled()[:3], *unseen(2)]
     with pytest.warns(UserWarning, match="3 of the 5 examples of eval_dataset"):
@@ -371,7 +371,7 @@ def test_shared_examples_are_counted_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_choosing_by_scores_is_warned_about(tmp_path):
+def test_selection_by_scores_warns(tmp_path):
     with pytest.warns(UserWarning, match="the guarantee does not cover"):
         trainer = class_trainer(
             tmp_path, eval_dataset=unseen(4), eval_strategy="steps", eval_steps=2, save_strategy="steps",

@@ -1,4 +1,4 @@
-"""What make_private returns and refuses, and the epsilon of what was drawn."""
+"""What make_private returns and refuses, and the epsilon it reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize(("examples", "drop_last"), [(50, False), (50, True), (48, False), (5, False)])
-def test_rate_and_divisor_are_those_of_opacus(examples, drop_last):
+def test_rate_and_divisor_follow_the_rule_of_opacus(examples, drop_last):
     private = of_linear(examples, data_loader=lambda d: DataLoader(d, batch_size=8, drop_last=drop_last and True))
     batches = examples // 8 if drop_last else math.ceil(examples / 8)
     assert len(private.data_loader) == batches
@@ -54,7 +54,7 @@ def test_opacus_has_the_same_rate_and_divisor(examples, drop_last):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 10])
-def test_epsilon_is_that_of_opacus(epochs):
+def test_epsilon_agrees_with_opacus(epochs):
     """Within a percent of its PRV accountant, and below its Rényi accountant."""
     accountants = pytest.importorskip("opacus.accountants")
     private = of_linear(5000, 50, epochs=epochs)
@@ -67,7 +67,7 @@ def test_epsilon_is_that_of_opacus(epochs):
 
 
 @pytest.mark.slow
-def test_noise_is_calibrated_at_least_as_well():
+def test_calibrated_noise_is_at_most_that_of_opacus():
     pytest.importorskip("opacus")
     from opacus.accountants.utils import get_noise_multiplier
 
@@ -89,7 +89,6 @@ def test_epsilon_grows_with_the_steps_taken():
         max_grad_norm=1.0,
     )  # fmt: skip
     assert engine.get_epsilon(DELTA) == 0.0
-    assert engine.accountant.history == []
     with pytest.raises(ValueError, match="no step has been taken"):
         engine.statement(DELTA)
     spent = []
@@ -97,8 +96,7 @@ def test_epsilon_grows_with_the_steps_taken():
         one_epoch(*made)
         spent.append(engine.get_epsilon(DELTA))
     assert 0 < spent[0] < spent[1] == engine.accountant.get_epsilon(delta=DELTA)
-    assert engine.accountant.history == [(1.0, 0.1, 20)]
-    assert engine.accountant.mechanism() == "rdp"
+    assert len(engine.accountant) == 20
     statement = engine.statement(DELTA)
     assert statement.startswith(f"Differentially private: epsilon = {math.ceil(spent[1] * 1e4) / 1e4:.4f}")
     assert "add/remove" in statement
@@ -117,7 +115,7 @@ def engine_of_linear(model: nn.Module | None = None, batch_size: int = 4, **argu
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_an_engine_makes_one_run_private(steps):
+def test_an_engine_serves_one_run(steps):
     engine = engine_of_linear()
     assert engine.private is not None
     model, optimizer, loader = engine.private
@@ -135,7 +133,7 @@ def test_an_engine_makes_one_run_private(steps):
     assert len(engine.accountant) == steps
 
 
-def test_an_engine_whose_run_was_refused_is_still_fresh():
+def test_an_engine_can_be_used_after_a_refusal():
     engine = PrivacyEngine()
     model = nn.Linear(3, 2)
     given: dict[str, Any] = {
@@ -156,7 +154,7 @@ def test_every_run_has_its_own_key():
     assert not {*keys} & {*fixed}  # the keys that a placeholder would have
 
 
-def test_a_checkpoint_does_not_make_steps_forgotten(tmp_path):
+def test_loading_a_checkpoint_does_not_undo_steps(tmp_path):
     key = dpoptim.NoiseKey.generate()
     fresh, model = engine_of_linear(key=key), nn.Linear(3, 2)
     assert fresh.private is not None
@@ -179,7 +177,7 @@ def test_a_checkpoint_does_not_make_steps_forgotten(tmp_path):
     assert engine.get_epsilon(DELTA) > spent
 
 
-def test_shuffled_batches_get_the_epsilon_of_what_runs():
+def test_shuffled_batches_have_their_own_epsilon():
     with pytest.warns(UserWarning, match="epsilon is not amplified"):
         shuffled = of_linear(50, 8, poisson_sampling=False)
     sizes = []
@@ -253,7 +251,7 @@ class Stream(IterableDataset):
 
 
 class GradSampleModule(nn.Linear):
-    """A class of the name of Opacus's wrapper."""
+    """Has the name of Opacus's wrapper."""
 
 
 def with_scheduler(parameters: Any) -> torch.optim.Optimizer:
@@ -299,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "epochs": ({"epochs": 1.5}, "Expected epochs to be a whole number"),
     "variant of SGD": ({"variant": "scale_then_privatize"}, "optimizer is SGD"),
-    "unknown variant": ({"variant": "adadps", "optimizer": torch.optim.Adam}, "variant='adadps' must be one of"),
+    "unknown variant": ({"variant": "adadps", "optimizer": torch.optim.Adam}, "Expected variant to be one of"),
     "length": (
         {"variant": "scale_then_privatize", "optimizer": torch.optim.Adagrad},
         "epochs=...",

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 )  # fmt: skip
 
 
-def test_every_example_is_drawn_at_that_rate():
+def test_every_example_is_drawn_at_the_sampling_rate():
     private = of_linear(50, 8, key=dpoptim.NoiseKey.from_bytes(bytes(32)))
     batches = private.data_loader.private_loader.physical_batches
     drawn = np.array([sum(len(part) for part, _ in batches(step)) for step in range(2000)])
@@ -34,7 +34,7 @@ def test_every_example_is_drawn_at_that_rate():
     assert abs(drawn.var() / (50 / 7 * 6 / 7) - 1) < 0.2  # batches of one size, or of a Poisson number, fail
 
 
-def test_an_iteration_is_an_epoch_and_the_run_has_an_end():
+def test_an_iteration_is_an_epoch_and_the_run_ends_as_planned():
     private = of_linear(50, 8, target_epsilon=3.0, target_delta=DELTA, epochs=2)
     for epoch in (1, 2):
         one_epoch(*private)
@@ -44,7 +44,7 @@ def test_an_iteration_is_an_epoch_and_the_run_has_an_end():
         iter(private.data_loader)
 
 
-def test_a_batch_that_was_only_looked_at_is_not_lost():
+def test_a_batch_that_was_not_used_is_drawn_again():
     private = of_linear()
     looked_at = next(iter(private.data_loader))
     model, optimizer, loader = private
@@ -60,7 +60,7 @@ def test_a_batch_that_was_only_looked_at_is_not_lost():
     assert private.steps_taken == 3 + 7
 
 
-def test_a_batch_that_is_skipped_is_refused():
+def test_skipping_a_batch_is_refused():
     private = of_linear()
     with pytest.raises(ValueError, match=r"Call step\(\) once for each batch"):
         for _ in private.data_loader:
@@ -91,7 +91,7 @@ def test_a_loader_may_be_made_private_again():
 
 @pytest.mark.parametrize("other", ["the loader that was given", "another engine's loader"])
 @pytest.mark.parametrize("began", [False, True])
-def test_batches_that_its_loader_did_not_draw_are_refused(other, began):
+def test_batches_of_other_loaders_are_refused(other, began):
     model = nn.Linear(3, 2)
     others = of_linear(40, 20, model=model)
     private = of_linear(40, 4, model=model)
@@ -108,7 +108,7 @@ def test_batches_that_its_loader_did_not_draw_are_refused(other, began):
     assert private.steps_taken == taken + 10
 
 
-def test_dropout_is_drawn_from_the_key_whatever_the_public_seed():
+def test_dropout_depends_on_the_key_and_not_on_the_public_seed():
     """With a public seed, one more record would shift the dropout of all others."""
     found = []
     for seed in (1, 2):
@@ -132,7 +132,7 @@ def test_dropout_is_drawn_from_the_key_whatever_the_public_seed():
     assert torch.equal(*found)
 
 
-def test_parameters_move_once_a_step_however_it_is_cut():
+def test_parameters_change_once_per_step_with_micro_batches():
     model = convolutions()
     private = make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -154,7 +154,7 @@ def test_parameters_move_once_a_step_however_it_is_cut():
     assert moved == [False, False, True]
 
 
-def test_an_empty_batch_takes_its_noise_step(monkeypatch):
+def test_an_empty_batch_is_a_step_of_noise(monkeypatch):
     monkeypatch.setattr(dpoptim.Poisson, "indices", lambda *_, **__: np.zeros(0, dtype=np.int64))
     key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
     for sigma, moves in ((0.0, False), (1.0, True)):
@@ -169,7 +169,7 @@ def test_an_empty_batch_takes_its_noise_step(monkeypatch):
         assert same == [not moves] * len(same)
 
 
-def test_a_selection_goes_into_a_subset():
+def test_a_subset_selects_examples():
     private = of_linear(data_loader=lambda d: DataLoader(Subset(d, range(10)), batch_size=5))
     one_epoch(*private)
     assert private.steps_taken == 2

@@ -78,7 +78,7 @@ def own_loss(model: Any) -> torch.Tensor:
     return model(ids, labels=labels).loss
 
 
-def test_its_own_loss_is_clipped_per_example():
+def test_a_models_own_loss_is_clipped_per_example():
     """All parameters, embeddings included: more than Opacus can train here."""
     steps = []
     for own in (True, False):
@@ -95,7 +95,7 @@ def test_its_own_loss_is_clipped_per_example():
     assert any(bool(step.abs().max() > 1e-3) for step in steps[0])
 
 
-def test_its_own_loss_is_split_in_bfloat16():
+def test_a_models_own_loss_is_split_in_bfloat16():
     model = tiny_bert().to(torch.bfloat16)
     made_private(model)
     assert own_loss(model).shape == (1,)
@@ -109,7 +109,7 @@ class Smoothed(BertForSequenceClassification):
 
 
 class Regularised(BertForSequenceClassification):
-    """By half a percent of the loss, and by a term that mixes examples."""
+    """Adds half a percent of the loss, by a term that mixes examples."""
 
     def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         output = super().forward(*args, labels=labels, **kwargs)
@@ -137,7 +137,7 @@ def test_a_different_loss_is_refused(kind, labels, reduction):
         model(ids, labels=target)
 
 
-def test_its_own_loss_is_restored_after_detach_and_in_copies():
+def test_detached_models_and_copies_return_their_own_loss():
     model = tiny_bert()
     private = made_private(model)
     assert own_loss(model).shape == (1,)
@@ -147,7 +147,7 @@ def test_its_own_loss_is_restored_after_detach_and_in_copies():
     assert not model._forward_hooks
 
 
-def test_a_refused_make_private_leaves_the_module_as_it_was():
+def test_a_refused_make_private_leaves_the_module_unchanged():
     model = tiny_bert()
     refused: dict[str, Any] = {"variant_options": {"clipping_memory": -1}}  # by the optimizer, after the hook is added
     with pytest.raises(ValueError, match="clipping_memory=-1"):
@@ -160,7 +160,7 @@ def test_a_refused_make_private_leaves_the_module_as_it_was():
     assert own_loss(model).shape == (1,)  # the earlier run continues
 
 
-def test_a_later_run_of_sums_does_not_split_it():
+def test_a_later_run_with_summed_losses_does_not_split_the_loss():
     model = tiny_bert()
     made_private(model)
     made_private(model, loss_reduction="sum")

@@ -65,14 +65,14 @@ def assert_same(ours: nn.Module, theirs: nn.Module, *, differs_from: nn.Module) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_without_noise_the_steps_are_those_of_opacus(make):
+def test_steps_without_noise_equal_those_of_opacus(make):
     opacus = pytest.importorskip("opacus")
     theirs = trained(make, engine=opacus.PrivacyEngine())
     assert_same(trained(make, engine=PrivacyEngine()), theirs, differs_from=convolutions())
 
 
 @pytest.mark.slow
-def test_batches_in_parts_give_the_steps_of_opacus():
+def test_micro_batches_give_the_same_steps_as_opacus():
     pytest.importorskip("opacus")
     from opacus import PrivacyEngine as Theirs
     from opacus.utils.batch_memory_manager import BatchMemoryManager as TheirMemory
@@ -106,7 +106,7 @@ def test_max_grad_norm_clips_the_gradient_of_one_loss(memory, clip_norm):
         torch.testing.assert_close(before - now, step, atol=1e-5, rtol=1e-4)
 
 
-def test_a_sum_is_clipped_in_the_same_unit():
+def test_a_summed_loss_is_clipped_in_the_same_unit():
     model, data = convolutions(), images()
     with pytest.warns(UserWarning, match="multiply lr by 12"):
         private = make_private(
@@ -138,8 +138,8 @@ def has_stddev(noise: torch.Tensor, stddev: float) -> bool:
     return abs(float(noise.std()) / stddev - 1) < 4 / math.sqrt(2 * len(noise))
 
 
-def test_noise_multiplier_is_in_the_unit_of_opacus(monkeypatch):
-    monkeypatch.setattr(os, "urandom", bytes)  # which run_id is made of
+def test_noise_multiplier_has_the_same_unit_as_in_opacus(monkeypatch):
+    monkeypatch.setattr(os, "urandom", bytes)  # so that run_id is fixed
     key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
     ours = noise_of(PrivacyEngine(), key=key)
     torch.testing.assert_close(ours, noise_of(PrivacyEngine(), key=key), rtol=0, atol=1e-4)  # nothing here is random
@@ -150,13 +150,13 @@ def test_noise_multiplier_is_in_the_unit_of_opacus(monkeypatch):
 
 
 @pytest.mark.slow
-def test_opacus_has_the_same_unit_of_noise():
+def test_noise_of_opacus_has_the_same_stddev():
     opacus = pytest.importorskip("opacus")
     torch.manual_seed(0)
     assert has_stddev(noise_of(opacus.PrivacyEngine()), 1.5)
 
 
-def test_groups_schedulers_and_state_are_those_of_an_optimizer():
+def test_groups_and_schedulers_work_as_in_torch():
     model = convolutions()
     groups: list[dict[str, Any]] = [
         {"params": model.conv.parameters(), "lr": 0.5, "weight_decay": 0.0},
@@ -179,7 +179,7 @@ def test_groups_schedulers_and_state_are_those_of_an_optimizer():
 
 
 @pytest.mark.parametrize("variant", ["post_processing", "bias_correction", "scale_then_privatize"])
-def test_another_variant_is_one_argument(variant):
+def test_variant_selects_the_private_optimizer(variant):
     options = {"eps_scale": 0.5} if variant == "scale_then_privatize" else {}
     private = of_linear(variant=variant, variant_options=options, optimizer=torch.optim.Adam)
     kind = {"post_processing": "Flat", "bias_correction": "Flat", "scale_then_privatize": "InverseRoot"}

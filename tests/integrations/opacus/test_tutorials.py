@@ -175,7 +175,7 @@ def test_the_image_loop_runs_with_the_import_changed():
     pytest.importorskip("opacus")
     theirs = run_loop(IMAGES, OPACUS)
     assert len(theirs.train_loader) == len(ours.train_loader)
-    assert 0.8 * theirs.sigma < ours.sigma < theirs.sigma  # which is by Rényi divergences
+    assert 0.8 * theirs.sigma < ours.sigma < theirs.sigma  # Opacus uses Rényi divergences
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_the_name_loop_runs_with_the_import_changed():
     pytest.importorskip("opacus")
     theirs = run_loop(NAMES, OPACUS)
     assert len(theirs.losses) == len(ours.losses) == 12
-    assert 0 < ours.epsilon < theirs.epsilon  # which is by Rényi divergences there
+    assert 0 < ours.epsilon < theirs.epsilon  # Opacus uses Rényi divergences
 
 
 def test_the_text_loop_runs_with_the_import_changed():
@@ -198,7 +198,7 @@ def test_the_text_loop_runs_with_the_import_changed():
 
 
 @pytest.mark.slow
-def test_the_text_loop_needs_as_much_noise_as_in_opacus():
+def test_the_text_loop_needs_no_more_noise_than_opacus():
     pytest.importorskip("opacus")
     ours, theirs = run_loop(TEXTS, OURS), run_loop(TEXTS, OPACUS)
     assert 0.8 * theirs.optimizer.noise_multiplier < ours.optimizer.noise_multiplier < theirs.optimizer.noise_multiplier
@@ -220,7 +220,7 @@ def test_the_code_of_the_page_runs():
     assert names["epsilon"] > 0
 
 
-def test_the_page_names_what_there_is():
+def test_the_page_names_everything_public():
     import dpoptim.integrations.opacus as compat
     from dpoptim.integrations.opacus.engine import Settings
 

@@ -244,7 +244,7 @@ def as_json(advice: Advice, *, counted: str | None = None) -> dict[str, Any]:
             {
                 **mechanism_values(row.candidate, delta=advice.delta),
                 **_fields(row, "chosen", "accountant", "epsilon_at_chosen_error"),
-                "adjacency": row.adjacency.value,
+                "adjacency": row.candidate.plan.adjacency.value,
             }
             for row in advice.alternatives
         ],
@@ -291,7 +291,8 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield _mechanisms(advice)
     yield Text(f"{LEGEND}\nepsilon*: the mechanism's cost at the chosen one's mean RMSE.\nAccountants:")
     for accountant in dict.fromkeys(row.accountant for row in advice.alternatives):
-        kinds = (row.sampling.partition("(")[0] for row in advice.alternatives if row.accountant == accountant)
+        plans = (row.candidate.plan for row in advice.alternatives if row.accountant == accountant)
+        kinds = (type(plan.sampling).__name__ for plan in plans)
         yield Text(f"  {', '.join(dict.fromkeys(kinds))}: {accountant}")
     yield ""
     for note in advice.notes:
@@ -357,8 +358,8 @@ def _mechanisms(advice: Advice) -> Table:
     table = plain_table(words=("mechanism", "sampling"), numbers=(*COLUMNS, "epsilon*"))
     for row in advice.alternatives:
         table.add_row(
-            row.name,
-            row.sampling,
+            row.candidate.name,
+            repr(row.candidate.plan.sampling),
             *mechanism_cells(row.candidate),
             _cost(row),
             style="bold green" if row.chosen else None,

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpoptim.app.data.masking import record_hash, target_counts
 from dpoptim.app.data.records import Records
 from dpoptim.data import pad_to_bucket
-from dpoptim.integrations.masking import IGNORED, record_hash, target_counts
 from dpoptim.integrations.optional import require
+from dpoptim.integrations.token_losses import IGNORED
 
 MASK_FRACTION = 0.15  # of the tokens of a text, as in BERT
 Batch = dict[str, Tensor]

@@ -27,11 +27,11 @@ from dpoptim.app.data.examples import (
     TokenDataset,
     collate_tensors,
 )
+from dpoptim.app.data.masking import evaluation_key, masked, training_key
 from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
 from dpoptim.data import PrivateLoader
 from dpoptim.integrations.losses import ExampleLosses, Task, check_is_causal, example_losses
-from dpoptim.integrations.masking import evaluation_key, masked, training_key
 from dpoptim.integrations.padding_check import check_padding
 from dpoptim.integrations.token_losses import can_read_targets
 
@@ -199,7 +199,7 @@ def prepare(
         records=records,
         dataset=make_dataset(records),
         collate=collate,
-        targets_only=not task.is_classification and can_read_targets(module, len(tokenizer)),
+        targets_only=not task.is_classification and can_read_targets(module),
         max_length=length,
         bucket=bucket,
         seed=seed,

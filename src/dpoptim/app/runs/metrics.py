@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dpoptim.app.models.prepared import Prepared
 from dpoptim.clipping import Released
 from dpoptim.data.lengths import cut_by_length
-from dpoptim.integrations.modes import in_eval_mode
 from dpoptim.integrations.released_norms import norm_of, released_norms
+from dpoptim.integrations.token_losses import in_eval_mode
 from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
 from dpoptim.theory import second_moment_bias
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpoptim.arguments import check_choice
+from dpoptim.arguments import check_at_most, check_choice
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
     VARIANTS,
@@ -22,11 +22,9 @@ from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
-STOCK_EPS = 1e-8
-"""The default adam_epsilon of TrainingArguments counts as "not set": it is too small for noisy second moments."""
-
-STOCK_GRAD_NORM = 1.0
-"""The default max_grad_norm of TrainingArguments counts as "not set": it is meant for batches, not for examples."""
+# Defaults of TrainingArguments count as "not set".
+STOCK_EPS = 1e-8  # of adam_epsilon: too small for noisy second moments
+STOCK_GRAD_NORM = 1.0  # of max_grad_norm: meant for batches, not for examples
 
 
 def _option(default: Any, text: str) -> Any:
@@ -37,9 +35,8 @@ def _option(default: Any, text: str) -> Any:
 class PrivacyArguments:
     """The privacy settings of a `PrivateTrainer`; `HfArgumentParser` can parse them.
 
-    Batch size, steps, learning rate, betas, weight decay and schedule are those of TrainingArguments. The expected
-    batch size is per_device_train_batch_size·gradient_accumulation_steps. The number of steps is max_steps, or
-    ⌈num_train_epochs·examples/batch⌉.
+    Everything else comes from TrainingArguments. The expected batch size is
+    per_device_train_batch_size·gradient_accumulation_steps. Steps are max_steps, or ⌈num_train_epochs·examples/batch⌉.
 
     Args:
         epsilon: The ε to calibrate the noise to. Give this or `noise_multiplier`.
@@ -65,9 +62,7 @@ class PrivacyArguments:
     epsilon: float | None = _option(None, "The ε to calibrate the noise to; this or noise_multiplier.")
     delta: float | None = _option(None, "The δ of (ε, δ); defaults to a power of ten of at most 1/(10·examples).")
     noise_multiplier: float | None = _option(None, "Noise on the clipped sum, over clip_norm; instead of epsilon.")
-    clip_norm: float | None = _option(
-        None, f"Bound on ONE example's gradient; defaults to max_grad_norm if changed, else {CLIP_NORM}."
-    )
+    clip_norm: float | None = _option(None, "Bound on ONE example's gradient; defaults to max_grad_norm if changed.")
     sampling: str = _option("auto", "auto, poisson, shuffled, cyclic or cyclic:GROUPS.")
     noise: str = _option("independent", "independent, auto, banded-toeplitz:BANDS, buffered-toeplitz:BUFFERS, ...")
     adjacency: str = _option("zero_out", "Which datasets are neighbours: zero_out, add_remove or replace.")
@@ -92,23 +87,21 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
     """
     if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
         raise ValueError(
-            f"epsilon={privacy.epsilon} and noise_multiplier={privacy.noise_multiplier}. Give PrivacyArguments exactly "
-            "one of the two."
+            f"epsilon={privacy.epsilon}, noise_multiplier={privacy.noise_multiplier}. Give exactly one of the two."
         )
     adjacency = Adjacency(privacy.adjacency)
     if privacy.num_examples is None and not adjacency.dataset_size_is_public:
         raise ValueError(
-            f"num_examples=None, but under adjacency={privacy.adjacency!r} the size of the dataset is private. Declare "
-            "a public one."
+            f"num_examples=None, but {privacy.adjacency} makes the real size private. Declare a public one."
         )
     size = privacy.num_examples or examples
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if batch_size > size:
-        raise ValueError(
-            f"per_device_train_batch_size·gradient_accumulation_steps = {batch_size} exceeds the {size} examples. Make "
-            "one of them smaller."
-        )
-    clip_norm = _clip_norm(privacy, args)
+    check_at_most("per_device_train_batch_size·gradient_accumulation_steps", batch_size, "num_examples", size)
+    clip_norm = privacy.clip_norm
+    if clip_norm is None:
+        if not args.max_grad_norm:
+            raise ValueError(f"max_grad_norm={args.max_grad_norm} is not a bound. Set PrivacyArguments(clip_norm=).")
+        clip_norm = CLIP_NORM if args.max_grad_norm == STOCK_GRAD_NORM else float(args.max_grad_norm)
     delta = default_delta(size) if privacy.delta is None else privacy.delta
     if privacy.noise_multiplier != 0:
         refuse_weak_delta(delta, size)
@@ -128,20 +121,11 @@ def plan_for(privacy: PrivacyArguments, args: Any, *, examples: int, model: nn.M
     )
 
 
-def _clip_norm(privacy: PrivacyArguments, args: Any) -> float:
-    if privacy.clip_norm is not None:
-        return privacy.clip_norm
-    if not args.max_grad_norm:
-        raise ValueError(f"max_grad_norm={args.max_grad_norm} is not a bound. Set PrivacyArguments(clip_norm=).")
-    return CLIP_NORM if args.max_grad_norm == STOCK_GRAD_NORM else float(args.max_grad_norm)
-
-
 def optimizer_for(
     privacy: PrivacyArguments,
     args: Any,
     plan: PrivacyPlan,
     model: nn.Module,
-    *,
     key: NoiseKey,
     decayed: set[str],  # names of the parameters with weight decay
 ) -> PrivateOptimizer:
@@ -151,14 +135,14 @@ def optimizer_for(
         {"params": [p for name, p in trained if name in decayed], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    use_stock = privacy.eps is None and args.adam_epsilon != STOCK_EPS
+    is_set = privacy.eps is None and args.adam_epsilon != STOCK_EPS
     return make_optimizer(
         privacy.variant,
         model,
         plan,
         learning_rate=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
-        eps=float(args.adam_epsilon) if use_stock else privacy.eps,
+        eps=float(args.adam_epsilon) if is_set else privacy.eps,
         eps_scale=privacy.eps_scale,
         weight_decay=0.0,
         key=key,

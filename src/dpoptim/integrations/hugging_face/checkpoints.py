@@ -5,7 +5,6 @@
         3f9c0d….steps             the step ledger of the run
 
 People upload output_dir, so no key may lie in it. Every run has its own key, and a checkpoint names its run.
-Limit: if key, ledger and checkpoint are restored together from a backup, nobody notices that later steps were released.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def run_secrets(
         key = NoiseKey.load_or_create(file)
         name = key.fingerprint()
     else:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = NoiseKey.generate() if optimizer is None else optimizer.key
         name = (key if optimizer is None else key.for_run(optimizer.mechanism.run_id)).fingerprint()
         file = folder / f"{name}.key"
@@ -71,8 +69,7 @@ def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt", LOADER_STATE):
         if not (Path(checkpoint) / name).is_file():
             raise ValueError(
-                f"checkpoint {str(checkpoint)!r} has no {name}, so the private run cannot resume from it. Use one that "
-                "PrivateTrainer saved with save_only_model=False."
+                f"checkpoint {str(checkpoint)!r} has no {name}. Use one that was saved with save_only_model=False."
             )
     state: dict[str, Any] = json.loads((Path(checkpoint) / LOADER_STATE).read_text(encoding="utf-8"))
     return state

@@ -17,32 +17,22 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: val
     "fp16": ((False,), "scales the loss, which changes clipping. Use bf16=True or full precision."),
     "torch_compile": ((False,), "compiles the layers that see each example. Leave it out."),
     "use_liger_kernel": ((False,), "replaces layers that must see each example. Leave it out."),
-    "train_sampling_strategy": (
-        ("random",), "would change how batches are drawn. Leave it out and set PrivacyArguments(sampling=).",
-    ),
-    "auto_find_batch_size": (
-        (False,), "restarts the run, but the guarantee covers one run. Set per_device_train_batch_size.",
-    ),
+    "train_sampling_strategy": (("random",), "changes how batches are drawn. Set PrivacyArguments(sampling=) instead."),
+    "auto_find_batch_size": ((False,), "restarts the run and spends epsilon again. Set per_device_train_batch_size."),
     "label_smoothing_factor": ((0.0,), "averages the loss over the batch. Leave it out, or pass loss_per_example=."),
-    "neftune_noise_alpha": (
-        (None,), "adds noise that depends on the padded length of the batch, which mixes examples. Leave it out.",
-    ),
+    "neftune_noise_alpha": ((None,), "adds noise that depends on the padded length of the batch. Leave it out."),
     "include_num_input_tokens_seen": (("no", False), "logs a count of private tokens. Leave it out."),
     "skip_memory_metrics": ((True,), "logs memory peaks, which depend on the secret batch sizes. Leave it out."),
     "optim": (
         ("adamw_torch", "adamw_torch_fused"),
-        "is not a private optimizer. Leave it out and set PrivacyArguments(variant=), or pass optimizers= and plan=.",
+        "is not private. Leave it out and set PrivacyArguments(variant=), or pass optimizers= and plan=.",
     ),
     "optim_args": ((None,), "is for other optimizers. Set betas and weight_decay in TrainingArguments."),
-}  # fmt: skip
+}
 _TRAINER_OPTIONS = {
     "compute_loss_func": "may average over the batch. Pass loss_per_example=.",
     "model_init": "would train again and spend epsilon again. Pass model=.",
     "optimizer_cls_and_kwargs": "is not a private optimizer. Set PrivacyArguments(variant=).",
-}
-_METHODS = {  # that a subclass must not override
-    "compute_loss": "training does not call it",
-    "training_step": "it could mix examples unnoticed",
 }
 
 
@@ -66,9 +56,11 @@ def private_arguments(args: Any) -> Any:
 
 def check_subclass(kind: type, base: type) -> None:
     """Refuse a subclass of PrivateTrainer with its own loss or training step."""
-    for name, reason in _METHODS.items():
+    for name in ("compute_loss", "training_step"):
         if getattr(kind, name) is not getattr(base, name):
-            raise ValueError(f"{kind.__name__} overrides {name}, but {reason}. Pass loss_per_example= instead.")
+            raise ValueError(
+                f"{kind.__name__} overrides {name}, which may mix examples. Pass loss_per_example= instead."
+            )
 
 
 def check_call(
@@ -83,7 +75,14 @@ def check_call(
     if privacy is None and plan is None:
         raise ValueError("privacy=None. Pass privacy=PrivacyArguments(epsilon=..., delta=...), or a calibrated plan=.")
     if plan is not None:
-        _check_plan(plan, privacy, args)
+        if getattr(plan, "noise_multiplier", None) is None:
+            raise ValueError("plan has no noise_multiplier. Pass PrivacyPlan(...).calibrate(epsilon=..., delta=...).")
+        if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
+            raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
+        if plan.delta is not None and plan.is_private:
+            refuse_weak_delta(plan.delta, plan.num_examples)
+        if args.max_steps not in (-1, plan.steps):
+            raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")
     for option, why in _TRAINER_OPTIONS.items():
         if options.get(option) is not None:
             raise ValueError(f"{option} {why}")
@@ -92,8 +91,7 @@ def check_call(
     if optimizer is not None:
         if not isinstance(optimizer, PrivateOptimizer) or plan is None:
             raise ValueError(
-                f"optimizers has a {type(optimizer).__name__} and plan={'given' if plan else None}. Create the "
-                "optimizer with dpoptim, for example by scale_then_privatize(model, plan, lr=1e-3), and pass its plan=."
+                f"optimizers has a {type(optimizer).__name__}. Create the optimizer with dpoptim, and pass its plan=."
             )
         if next(model.parameters()).device.type != args.device.type:
             raise ValueError(f"the model is not on {args.device}. Move it there before creating its optimizer.")
@@ -101,19 +99,6 @@ def check_call(
     if args.load_best_model_at_end or schedule in ("reduce_lr_on_plateau", "greedy"):
         warnings.warn(
             "scores on eval_dataset choose the model or its learning rate, which the guarantee does not cover. Use "
-            "public data for eval_dataset.",
+            "public data for it.",
             stacklevel=3,
         )
-
-
-def _check_plan(plan: PrivacyPlan, privacy: PrivacyArguments | None, args: Any) -> None:
-    if not isinstance(plan, PrivacyPlan):
-        raise ValueError(f"plan must be a PrivacyPlan, got {type(plan).__name__}")
-    if plan.noise_multiplier is None:
-        raise ValueError("plan has no noise_multiplier. Call plan.calibrate(epsilon=..., delta=...).")
-    if privacy is not None and (privacy.epsilon is not None or privacy.noise_multiplier is not None):
-        raise ValueError("plan= and PrivacyArguments both set the privacy level. Give one of the two.")
-    if plan.delta is not None and plan.is_private:
-        refuse_weak_delta(plan.delta, plan.num_examples)
-    if args.max_steps not in (-1, plan.steps):
-        raise ValueError(f"max_steps={args.max_steps}, but the plan has {plan.steps} steps. Leave max_steps out.")

@@ -23,7 +23,7 @@ from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimi
 from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
-from dpoptim.integrations.padding_check import buffers_restored, check_collator, check_padding
+from dpoptim.integrations.padding_check import check_padding, state_restored
 from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
@@ -71,7 +71,7 @@ class PrivateTrainer(transformers.Trainer):
     "not_private_loss", and the guarantee does not cover the log. Evaluation does not affect training.
     Every run has a new key in OUTPUT_DIR.secret (mode 0700), which is never uploaded with OUTPUT_DIR.
     A resumed run repeats released steps exactly. Different examples, settings or gradients are refused before noise is
-    made. For this all examples are read once when training begins (30 s for a million short tokenised texts).
+    made. For this all examples are read once when training begins.
     """
 
     def __init__(
@@ -132,18 +132,18 @@ class PrivateTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> StepLoader:
         """Return one item per step of the plan; Accelerate does not shard, dispatch or reorder it."""
         plan = self._plan if self._plan is not None else self.plan
-        collate = self.data_collator
-        if not _has_columns(self.train_dataset):
+        dataset, collate = self._used_columns(self.train_dataset), self.data_collator
+        if dataset is self.train_dataset:  # it has no named columns
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        dataset = self._used_columns(self.train_dataset, "training")
         self._check_held_out(self.eval_dataset)
-        key, lengths = self._run_secrets().key, dict[int, int]()
+        key, lengths = self._run_secrets().key, dict[int, int]()  # in tokens, of inputs and labels
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
         def look(place: int, record: Any) -> None:
             if self.args.per_device_train_batch_size > 1:  # otherwise no two records are collated together
                 schema.check(place, record)
-            lengths[place] = _length(record)
+            values = record.values() if isinstance(record, Mapping) else ()
+            lengths[place] = sum(len(v) for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
 
         self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
         by_length = sorted(lengths, key=lengths.__getitem__)
@@ -172,24 +172,19 @@ class PrivateTrainer(transformers.Trainer):
         def batch(rows: list[Any]) -> Any:
             return self._prepare_inputs(collate(rows))
 
-        def losses(model: nn.Module, given: Any) -> Tensor:
-            return self._losses(model, copy.copy(given))  # it may take labels out
-
-        check_collator(batch, records)
         check_padding(self.model, self.loss_per_example, batch, records)
-        given = batch(copy.deepcopy(records))
         self.model.train()
-        with buffers_restored(self.model):
-            check_example_independence(self.model, losses, dict(given) if isinstance(given, Mapping) else given)
+        with state_restored(self.model):
+            given = batch(copy.deepcopy(records))
+            check_example_independence(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
 
-    def _used_columns(self, dataset: Any, description: str) -> Any:
-        return self._remove_unused_columns(dataset, description=description) if _has_columns(dataset) else dataset
+    def _used_columns(self, dataset: Any) -> Any:
+        return self._remove_unused_columns(dataset) if hasattr(dataset, "remove_columns") else dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the stock dataloader, but refuse the training examples."""
-        by_name = isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict)
-        given = {eval_dataset: self.eval_dataset[eval_dataset]} if by_name else eval_dataset
-        self._check_held_out(self.eval_dataset if given is None else given)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._check_held_out(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -197,15 +192,35 @@ class PrivateTrainer(transformers.Trainer):
         self._check_held_out(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
-    def _check_held_out(self, eval_dataset: Any) -> None:
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if dataset is None or self.privacy.debug_loss or any(dataset is other for other in self._held_out):
-                continue
-            if dataset is self.train_dataset:
-                raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
-            used = [self._used_columns(data, "evaluation") for data in (self.train_dataset, dataset)]
-            _compare_held_out(*used)
-            self._held_out.append(dataset)
+    def _check_held_out(self, held_out: Any) -> None:
+        """Refuse evaluation on the training examples, and warn about those that are shared."""
+        if isinstance(held_out, dict):
+            for dataset in held_out.values():
+                self._check_held_out(dataset)
+            return
+        if held_out is None or self.privacy.debug_loss or any(held_out is checked for checked in self._held_out):
+            return
+        if held_out is self.train_dataset:
+            raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
+        key = NoiseKey.generate()
+        try:
+            training = fingerprint_records(self._used_columns(self.train_dataset), key)
+            found = fingerprint_records(self._used_columns(held_out), key)
+        except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
+            self._held_out.append(held_out)
+            return
+        shared = found.shared_with(training)
+        if shared == len(found.each) > 0 and training.mostly_distinct:
+            raise ValueError(
+                "all examples of eval_dataset are training examples, and scores on them are not private. Use others."
+            )
+        self._held_out.append(held_out)
+        if shared:
+            warnings.warn(
+                f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does "
+                "not cover scores on them.",
+                stacklevel=3,
+            )
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any
@@ -254,8 +269,7 @@ class PrivateTrainer(transformers.Trainer):
             losses = self.loss_per_example(model, batch)
         if losses.ndim != 1:
             raise ValueError(
-                f"loss_per_example returned a tensor of shape {tuple(losses.shape)}. Return one loss per example, "
-                "without a mean or sum over the batch."
+                f"loss_per_example returned a tensor of shape {tuple(losses.shape)}. Return one loss per example."
             )
         return losses
 
@@ -271,16 +285,11 @@ class PrivateTrainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the variant's optimizer, unless one was given, and attach it to the model."""
         if self.optimizer is None:
-            self.private_optimizer = optimizer_for(
-                self.privacy,
-                self.args,
-                self.plan,
-                self.model,
-                key=self._run_secrets().key,
-                decayed=set(self.get_decay_parameter_names(self.model)),
-            )
+            key, decayed = self._run_secrets().key, set(self.get_decay_parameter_names(self.model))
+            self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
-        observers = self.private_optimizer.observers if self.private_optimizer is not None else []
+        assert self.private_optimizer is not None
+        observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
         return self.optimizer
@@ -302,10 +311,7 @@ class PrivateTrainer(transformers.Trainer):
     ) -> TrainOutput:
         """Train for the steps of the plan, or resume from a checkpoint; then detach the optimizer from the model."""
         if self.private_optimizer is not None and self.private_optimizer.mechanism.step > 0:
-            raise ValueError(
-                "train() has already spent this trainer's steps. Create a new PrivateTrainer, to resume from a "
-                "checkpoint or for another run with its own guarantee."
-            )
+            raise ValueError("train() has already taken this trainer's steps. Create a new PrivateTrainer.")
         ready = self.optimizer is not None
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or self.args.output_dir
@@ -325,8 +331,7 @@ class PrivateTrainer(transformers.Trainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: each trial would spend its own ε."""
         raise ValueError(
-            "hyperparameter_search trains many times on the same private data, and each run spends its own epsilon. "
-            "Tune on public data, or account for all runs together."
+            "hyperparameter_search trains many times, and each run spends its own epsilon. Tune on public data."
         )
 
     # -- the log ---------------------------------------------------------------------------------------------------
@@ -394,26 +399,14 @@ class PrivateTrainer(transformers.Trainer):
 
 
 class StepLoader:
-    """A private loader as the stock loop sees it: each item yields the micro-batches of one remaining step.
-
-    >>> from dpoptim.privacy import PrivacyPlan
-    >>> loader = StepLoader(private_loader(range(6), PrivacyPlan(num_examples=6, batch_size=3, steps=2),
-    ...                                    micro_batch_size=2, collate_fn=len))
-    >>> [list(step) for step in loader], len(loader)
-    ([[2, 1], [2, 1]], 0)
-    """
+    """A private loader as the stock loop sees it: each item yields the micro-batches of one remaining step."""
 
     def __init__(self, loader: PrivateLoader) -> None:
         self.loader = loader
-        self.dataset = loader.dataset
         self._batches: Iterator[Any] | None = None
 
-    def __len__(self) -> int:
-        """The number of remaining steps."""
-        return self.loader.steps - self.loader.next_step
-
     def __iter__(self) -> Iterator[Iterator[Any]]:
-        while len(self):
+        while self.loader.next_step < self.loader.steps:
             yield self._micro_batches()
 
     def _micro_batches(self) -> Iterator[Any]:
@@ -429,35 +422,3 @@ class StepLoader:
         if self._batches is not None:
             self._batches.close()  # type: ignore[attr-defined]
             self._batches = None
-
-
-def _compare_held_out(train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse evaluation on the training examples, and warn about those that are shared."""
-    key = NoiseKey.generate()
-    try:
-        training, found = fingerprint_records(train_dataset, key), fingerprint_records(eval_dataset, key)
-    except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
-        return
-    shared = found.shared_with(training)
-    if shared == len(found.each) > 0 and training.mostly_distinct:
-        raise ValueError(
-            "all examples of eval_dataset are training examples, and scores on them are not private. Use other "
-            "examples, or PrivacyArguments(debug_loss=True) to debug."
-        )
-    if shared:
-        warnings.warn(
-            f"{shared} of the {len(found.each)} examples of eval_dataset are training examples. The guarantee does not "
-            "cover scores on them.",
-            stacklevel=4,
-        )
-
-
-def _length(record: Any) -> int:
-    """The number of tokens of a record, inputs and labels."""
-    values = record.values() if isinstance(record, Mapping) else ()
-    return sum(len(value) for value in values if hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0)
-
-
-def _has_columns(dataset: Any) -> bool:
-    """Whether it is a datasets.Dataset."""
-    return hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")

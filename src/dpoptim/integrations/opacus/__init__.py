@@ -2,9 +2,8 @@
 
     from dpoptim.integrations.opacus import BatchMemoryManager, ModuleValidator, PrivacyEngine
 
-Names, units and defaults are those of Opacus 1.x (`max_grad_norm`, `noise_multiplier`, `poisson_sampling`,
-`loss_reduction="mean"`, add-remove adjacency, a sampling rate of 1/len(data_loader)). Clipping, noise, sampling and
-accounting are those of dpoptim. Unsupported options are refused. See docs/from-opacus.md.
+Names, units and defaults are those of Opacus 1.x; clipping, noise, sampling and accounting are those of dpoptim.
+Unsupported options are refused. See docs/from-opacus.md.
 
 `DPRNN`, `DPLSTM`, `DPGRU` and `DPMultiheadAttention` are the layers of `torch.nn`, which need no replacement.
 """

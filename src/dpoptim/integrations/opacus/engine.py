@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import IO, Any, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
@@ -22,20 +22,19 @@ from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
 
-# -- settings ---------------------------------------------------------------------------------------------------------
+File = str | os.PathLike[str] | IO[bytes]
 
 
 class Settings(TypedDict, total=False):
     """Further keyword arguments of `make_private` and `make_private_with_epsilon`.
 
     Arguments of Opacus, with its defaults:
-    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch. Under both, the raw gradient
-        of one example's loss is clipped.
+    loss_reduction: "mean" (default) or "sum", as the loop reduces the losses of a batch.
     poisson_sampling: True (default), or False for shuffled batches. Their ε is not amplified.
     criterion: Checked for a reduction that contradicts `loss_reduction`; never wrapped.
     rand_on_empty: Accepted and ignored. An empty batch is a placeholder that does not count, and its step is noise.
-    clipping="flat", batch_first=True, wrap_model=True, noise_generator=None, and any grad_sample_mode but "ghost": no
-        other value is supported.
+    grad_sample_mode: Accepted and ignored, except that "ghost" is refused.
+    clipping, batch_first, wrap_model, noise_generator: Only the default is supported.
 
     Arguments of dpoptim:
     variant: The private optimizer. Defaults to `dp_sgd` for SGD and to `post_processing` otherwise, as in Opacus.
@@ -60,10 +59,7 @@ class Settings(TypedDict, total=False):
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are supported, and what to do about others
     "clipping": (("flat",), "One norm over all parameters is clipped. Leave clipping out."),
     "batch_first": ((True,), "Give the model inputs with the examples on the first axis."),
-    "noise_generator": (
-        (None,),
-        "Noise comes from a secret key. Leave it out, or pass key=dpoptim.NoiseKey.load(path) to resume a run.",
-    ),
+    "noise_generator": ((None,), "Noise comes from a secret key. Leave it out, or pass key= to resume a run."),
     "wrap_model": ((True,), "Nothing is wrapped. Leave it out, and replace hooks.cleanup() by optimizer.detach()."),
     "grad_sample_mode": (
         ("hooks", "functorch", "ew"),
@@ -71,7 +67,7 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # values that are suppor
     ),
     "loss_reduction": (("mean", "sum"), "Use 'mean' or 'sum', as the loop reduces the losses."),
 }
-_NOT_OPTIONS = {  # names that variant_options must not have
+_OWN_OPTIONS = {  # names that variant_options must not have
     "model", "plan", "lr", "rule", "param_groups", "momentum", "weight_decay", "key", "loss_reduction", "run_id",
     "external_batches",
 }  # fmt: skip
@@ -86,29 +82,19 @@ def check_settings(settings: Settings) -> None:
         value = settings.get(name, values[0])
         if value not in values:
             raise ValueError(f"{name}={value!r} is not supported. {fix}")
-    _check_criterion(settings.get("criterion"), settings.get("loss_reduction", "mean"))
-    for name in sorted(_NOT_OPTIONS & (settings.get("variant_options") or {}).keys()):
+    for name in sorted(_OWN_OPTIONS & (settings.get("variant_options") or {}).keys()):
         raise ValueError(f"variant_options has {name!r}, which make_private sets from its own arguments. Leave it out.")
-
-
-def _check_criterion(criterion: Any, reduction: str) -> None:
+    criterion, reduction = settings.get("criterion"), settings.get("loss_reduction", "mean")
     own = getattr(criterion, "reduction", reduction)
     if own != reduction:
-        raise ValueError(
-            f"criterion has reduction={own!r}, but loss_reduction={reduction!r}. Make them agree, or gradients are "
-            "clipped in the wrong unit."
-        )
+        raise ValueError(f"criterion has reduction={own!r}, but loss_reduction={reduction!r}. Make them agree.")
     ignored = getattr(criterion, "ignore_index", -100)
     has_weights = getattr(criterion, "weight", None) is not None
     if reduction == "mean" and (has_weights or ignored != -100):
         what = "class weights" if has_weights else f"ignore_index={ignored}"
         raise ValueError(
-            f"criterion has {what}, so its mean depends on the other targets of the batch. Use reduction='sum' with "
-            "loss_reduction='sum'."
+            f"criterion has {what}, so its mean depends on other examples. Use 'sum' here and for loss_reduction."
         )
-
-
-# -- one run ----------------------------------------------------------------------------------------------------------
 
 
 class PrivateTraining(NamedTuple):
@@ -142,9 +128,7 @@ class PrivateTraining(NamedTuple):
         plan = self.optimizer.plan
         if self.data_loader.is_open:
             if self.steps_taken == 0:
-                raise ValueError(
-                    "no step has been taken and epochs was not given. Ask after training, or pass epochs=."
-                )
+                raise ValueError("no step has been taken, and epochs was not given. Ask after training.")
             plan = plan.replace(steps=self.steps_taken)
         return plan.statement(delta)
 
@@ -195,9 +179,8 @@ def make_private(
     >>> len(loader), optimizer.mechanism.step, optimizer.expected_batch_size
     (5, 5, 8)
     """
-    return _assemble(
-        module, optimizer, data_loader, settings, max_grad_norm, noise_multiplier=noise_multiplier, epochs=epochs
-    )
+    plan = _plan(data_loader, settings, max_grad_norm, epochs, noise_multiplier)
+    return _assemble(module, optimizer, data_loader, settings, plan, is_open=epochs is None)
 
 
 def make_private_with_epsilon(
@@ -224,136 +207,100 @@ def make_private_with_epsilon(
 
     Guarantee: The final ε is at most target_epsilon, and within 1e-4 of it.
     """
-    target = (target_epsilon, target_delta)
-    return _assemble(module, optimizer, data_loader, settings, max_grad_norm, target=target, epochs=epochs)
-
-
-def _assemble(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data_loader: torch.utils.data.DataLoader[Any] | DPDataLoader,
-    settings: Settings,
-    max_grad_norm: float,
-    *,
-    noise_multiplier: float | None = None,
-    target: tuple[float, float] | None = None,
-    epochs: int | None,
-) -> PrivateTraining:
-    check_settings(settings)
-    if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
-        raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
-    one_process.check_module(module)
-    check_optimizer(optimizer, module)
-    original = checked_loader(data_loader)
-    is_open = epochs is None and target is None
-    if not is_open:
-        check_whole("epochs", epochs)
-    check_number("max_grad_norm", max_grad_norm, above=0.0, infinity=True, hint="Use √(Σ norm²) for norms per layer.")
-    plan, steps_per_epoch = _plan(
-        original,
-        poisson_sampling=settings.get("poisson_sampling", True),
-        clip_norm=float(max_grad_norm),
-        noise_multiplier=noise_multiplier,
-        epochs=epochs,
-    )
-    if target is not None:
-        plan = plan.calibrate(epsilon=target[0], delta=target[1])
-    reduction = settings.get("loss_reduction", "mean")
-    if reduction == "sum":
-        warnings.warn(
-            f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the "
-            f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
-            stacklevel=4,
-        )
-    key = settings.get("key") or NoiseKey.generate()
-    private_batches = private_loader(
-        original.dataset,
-        plan,
-        key=key,
-        collate_fn=original.collate_fn,
-        num_workers=original.num_workers,
-        pin_memory=original.pin_memory,
-    )
-    with split_own_loss(module, wanted=hasattr(module, "config") and reduction == "mean"):
-        private = private_optimizer(
-            module,
-            optimizer,
-            plan,
-            variant=settings.get("variant"),
-            variant_options=settings.get("variant_options") or {},
-            loss_reduction=reduction,
-            key=key,
-            steps_are_known=not is_open,
-        )
-    loader = DPDataLoader(private_batches, private, steps_per_epoch=steps_per_epoch, original=original, is_open=is_open)
-    return PrivateTraining(module, private, loader)
+    check_whole("epochs", epochs)
+    plan = _plan(data_loader, settings, max_grad_norm, epochs).calibrate(epsilon=target_epsilon, delta=target_delta)
+    return _assemble(module, optimizer, data_loader, settings, plan)
 
 
 def _plan(
-    data_loader: torch.utils.data.DataLoader[Any],
-    *,
-    poisson_sampling: bool,
-    clip_norm: float,
-    noise_multiplier: float | None,
+    data_loader: object,
+    settings: Settings,
+    max_grad_norm: float,
     epochs: int | None,
-) -> tuple[PrivacyPlan, int]:
-    """The plan and the number of steps per epoch.
+    noise_multiplier: float | None = None,
+) -> PrivacyPlan:
+    """The plan, with num_examples // batch_size steps per epoch.
 
     As in Opacus, the sampling rate is exactly 1/L and the divisor ⌊N/L⌋, with L = len(data_loader). Under add-remove
     adjacency num_examples is a declared constant, and L·⌊N/L⌋ gives this rate.
     """
-    size, batches = len(cast(Sized, data_loader.dataset)), len(data_loader)
-    if poisson_sampling:
-        batch_size, steps_per_epoch = size // batches, batches
-        num_examples, adjacency = batches * batch_size, Adjacency.ADD_REMOVE
+    check_settings(settings)
+    given = checked_loader(data_loader)
+    if epochs is not None:
+        check_whole("epochs", epochs)
+    check_number("max_grad_norm", max_grad_norm, above=0.0, infinity=True, hint="Use √(Σ norm²) for norms per layer.")
+    is_poisson = settings.get("poisson_sampling", True)
+    num_examples = len(cast(Sized, given.dataset))
+    if is_poisson:
+        batch_size = num_examples // len(given)
+        num_examples = len(given) * batch_size
     else:
-        batch_size = min(cast(int, data_loader.batch_size), size)
-        num_examples, adjacency, steps_per_epoch = size, Adjacency.ZERO_OUT, size // batch_size
+        batch_size = min(cast(int, given.batch_size), num_examples)
         warnings.warn(
             "poisson_sampling=False: epsilon is not amplified, and larger than what Opacus prints, which is that of "
             "Poisson samples. Adjacency is zero-out, because removing an example would shift later batches.",
             stacklevel=5,
         )
-    plan = PrivacyPlan(
+    return PrivacyPlan(
         num_examples=num_examples,
         batch_size=batch_size,
-        steps=_MAX_STEPS if epochs is None else epochs * steps_per_epoch,
-        clip_norm=clip_norm,
-        sampling=Poisson() if poisson_sampling else Shuffled(),
-        adjacency=adjacency,
+        steps=_MAX_STEPS if epochs is None else epochs * (num_examples // batch_size),
+        clip_norm=float(max_grad_norm),
+        sampling=Poisson() if is_poisson else Shuffled(),
+        adjacency=Adjacency.ADD_REMOVE if is_poisson else Adjacency.ZERO_OUT,
         noise_multiplier=noise_multiplier,
     )
-    return plan, steps_per_epoch
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
+def _assemble(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: object,
+    settings: Settings,
+    plan: PrivacyPlan,
+    *,
+    is_open: bool = False,
+) -> PrivateTraining:
+    if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
+        raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
+    one_process.check_module(module)
+    check_optimizer(optimizer, module)
+    reduction = settings.get("loss_reduction", "mean")
+    if reduction == "sum":
+        warnings.warn(
+            f"loss_reduction='sum': steps use the average over the expected {plan.batch_size} examples, Opacus the "
+            f"sum. For the same SGD step multiply lr by {plan.batch_size}.",
+            stacklevel=5,
+        )
+    key = settings.get("key") or NoiseKey.generate()
+    given = checked_loader(data_loader)
+    private_batches = private_loader(
+        given.dataset,
+        plan,
+        key=key,
+        collate_fn=given.collate_fn,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+    )
+    with split_own_loss(module, wanted=hasattr(module, "config") and reduction == "mean"):
+        private = private_optimizer(module, optimizer, plan, settings, key=key, steps_are_known=not is_open)
+    loader = DPDataLoader(private_batches, private, original=given, is_open=is_open)
+    return PrivateTraining(module, private, loader)
 
 
 class Accountant:
     """What the run of an engine has spent, under the names of Opacus's accountants."""
 
-    def __init__(self, engine: PrivacyEngine, name: str) -> None:
-        self._engine, self._name = engine, name
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self._engine = engine
 
     def __len__(self) -> int:
         """The number of steps so far."""
         return 0 if self._engine.private is None else self._engine.private.steps_taken
 
-    @property
-    def history(self) -> list[tuple[float, float, int]]:
-        """[(noise multiplier, sampling rate, steps)], as in Opacus."""
-        private = self._engine.private
-        if private is None or len(self) == 0:
-            return []
-        return [(private.optimizer.noise_multiplier, private.data_loader.sample_rate, len(self))]
-
     def get_epsilon(self, delta: float) -> float:
         """Return the ε of the steps so far."""
         return self._engine.get_epsilon(delta)
-
-    def mechanism(self) -> str:
-        """Return the name that was given to the engine; ε does not depend on it."""
-        return self._name
 
 
 class PrivacyEngine:
@@ -372,30 +319,26 @@ class PrivacyEngine:
         check_choice("accountant", accountant, ("prv", "rdp", "gdp"))
         if secure_mode:
             raise ValueError(
-                "secure_mode=True is not supported: noise and batches come from a cryptographic key, but noise is not "
-                "hardened against floating-point attacks. Leave it out to accept that."
+                "secure_mode=True is not supported: noise is not hardened against floating-point attacks. Leave it out."
             )
         self.private: PrivateTraining | None = None
-        self.accountant = Accountant(self, accountant)
+        self.accountant = Accountant(self)
 
     def make_private(self, **arguments: Any) -> PrivateTraining:
         """Call `dpoptim.integrations.opacus.make_private` and keep the result."""
-        self._check_unused()
-        self.private = make_private(**arguments)
-        return self.private
+        return self._begin(make_private, arguments)
 
     def make_private_with_epsilon(self, **arguments: Any) -> PrivateTraining:
         """Call `dpoptim.integrations.opacus.make_private_with_epsilon` and keep the result."""
-        self._check_unused()
-        self.private = make_private_with_epsilon(**arguments)
-        return self.private
+        return self._begin(make_private_with_epsilon, arguments)
 
-    def _check_unused(self) -> None:
+    def _begin(self, make: Callable[..., PrivateTraining], arguments: dict[str, Any]) -> PrivateTraining:
         if self.private is not None:
             raise ValueError(
-                "this engine already has a run. Create a new PrivacyEngine for another run, and add their epsilons if "
-                "both use the same data."
+                "this engine already has a run. Create a new PrivacyEngine, and add their epsilons if they share data."
             )
+        self.private = make(**arguments)
+        return self.private
 
     def _run(self) -> PrivateTraining:
         if self.private is None:
@@ -418,7 +361,7 @@ class PrivacyEngine:
     def save_checkpoint(
         self,
         *,
-        path: str | os.PathLike[str] | IO[bytes],
+        path: File,
         module: nn.Module,
         optimizer: DPOptimizer | None = None,
         checkpoint_dict: Mapping[str, Any] | None = None,
@@ -433,13 +376,7 @@ class PrivacyEngine:
         state["data_loader_state_dict"] = run.data_loader.private_loader.state_dict()
         torch.save(state, path)
 
-    def load_checkpoint(
-        self,
-        *,
-        path: str | os.PathLike[str] | IO[bytes],
-        module: nn.Module,
-        optimizer: DPOptimizer | None = None,
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, *, path: File, module: nn.Module, optimizer: DPOptimizer | None = None) -> dict[str, Any]:
         """Resume a run from a checkpoint, after `make_private` with the same numbers and the run's `key`.
 
         Resume a checkpoint only ONCE: two continuations share their noise, so their difference reveals the data.

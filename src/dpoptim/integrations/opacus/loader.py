@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sized
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, cast
@@ -28,7 +29,6 @@ class DPDataLoader:
     private_loader: PrivateLoader
     optimizer: DPOptimizer
     _: KW_ONLY
-    steps_per_epoch: int
     original: torch.utils.data.DataLoader[Any]  # that make_private was given
     is_open: bool  # without `epochs`
     max_physical_batch_size: int | None = None
@@ -49,6 +49,11 @@ class DPDataLoader:
         return self.private_loader.plan.sampling_prob
 
     @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in one iteration."""
+        return self.private_loader.plan.num_examples // self.batch_size
+
+    @property
     def step_ends(self) -> bool:
         """Whether the last yielded part ends a step. Advance a scheduler only then."""
         return self.private_loader.step_ends
@@ -62,8 +67,7 @@ class DPDataLoader:
         released = self.optimizer.mechanism.step
         if released >= self.private_loader.steps:
             raise ValueError(
-                f"all {self.private_loader.steps} steps have been taken, and epsilon covers no more. For a longer run "
-                "pass more epochs to make_private."
+                f"all {released} steps have been taken. Pass more epochs to make_private for a longer run."
             )
         self.private_loader.load_state_dict({**self.private_loader.state_dict(), "next_step": released})
         self.private_loader.micro_batch_size = self.max_physical_batch_size
@@ -76,13 +80,11 @@ class DPDataLoader:
             if last:
                 return
 
-    def in_parts(self, max_physical_batch_size: int) -> DPDataLoader:
-        """Return a loader of the same steps, in parts of at most this many examples; one update per step."""
-        return replace(self, max_physical_batch_size=max_physical_batch_size)
 
-
-class BatchMemoryManager:
-    """A context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
+def BatchMemoryManager(
+    *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer
+) -> contextlib.AbstractContextManager[DPDataLoader]:
+    """Return a context whose loader yields each batch in parts of at most `max_physical_batch_size` examples.
 
     The loop calls `zero_grad()`, `backward()` and `step()` for every part. The last part of a step updates the model.
 
@@ -93,22 +95,12 @@ class BatchMemoryManager:
 
     Guarantee: Sums, noise and ε do not depend on the size of the parts.
     """
-
-    def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
-        if not isinstance(data_loader, DPDataLoader):
-            raise ValueError(
-                f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned."
-            )
-        if optimizer is not data_loader.optimizer:
-            raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
-        check_whole("max_physical_batch_size", max_physical_batch_size)
-        self._parts = data_loader.in_parts(max_physical_batch_size)
-
-    def __enter__(self) -> DPDataLoader:
-        return self._parts
-
-    def __exit__(self, *exception: object) -> None:
-        return None
+    if not isinstance(data_loader, DPDataLoader):
+        raise ValueError(f"data_loader is a {type(data_loader).__name__}. Pass the loader that make_private returned.")
+    if optimizer is not data_loader.optimizer:
+        raise ValueError("optimizer does not belong to data_loader. Pass both as make_private returned them.")
+    check_whole("max_physical_batch_size", max_physical_batch_size)
+    return contextlib.nullcontext(replace(data_loader, max_physical_batch_size=max_physical_batch_size))
 
 
 def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
@@ -130,16 +122,13 @@ def checked_loader(data_loader: object) -> torch.utils.data.DataLoader[Any]:
     if type(batches) is not torch.utils.data.BatchSampler or not takes_all_once:
         lost = type(sampler if type(batches) is torch.utils.data.BatchSampler else batches).__name__
         raise ValueError(
-            f"data_loader has a {lost}, but private batches are drawn uniformly from the whole dataset. Leave it out, "
-            "give batch_size, and select examples with torch.utils.data.Subset."
+            f"data_loader has a {lost}, but private batches are drawn uniformly. Leave it out, and select examples "
+            "with torch.utils.data.Subset."
         )
     if len(data_loader) == 0:
         raise ValueError("data_loader has drop_last=True and no full batch. Use a smaller batch_size.")
     if data_loader.worker_init_fn is not None:
         raise ValueError("data_loader has a worker_init_fn, which is not copied. Do that work in the dataset.")
     if data_loader.generator is not None or getattr(sampler, "generator", None) is not None:
-        raise ValueError(
-            "data_loader has a generator, but private batches are drawn with a secret key. Leave it out, and pass key= "
-            "to make_private to resume a run."
-        )
+        raise ValueError("data_loader has a generator, but batches are drawn with a secret key. Leave it out.")
     return data_loader

@@ -86,14 +86,13 @@ def _problem(part: nn.Module) -> str:
 
 def _replacement(part: nn.Module, num_groups: int | None, replace_bn_with_in: bool) -> nn.Module:
     assert isinstance(part, _BatchNorm | _InstanceNorm)
-    by_axes = {nn.BatchNorm1d: nn.InstanceNorm1d, nn.BatchNorm2d: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d}
-    kind = type(part) if isinstance(part, _InstanceNorm) else by_axes.get(type(part)) if replace_bn_with_in else None
     channels = part.num_features
+    instance_norm = getattr(nn, type(part).__name__.replace("Batch", "Instance"), None)
     new: nn.Module
-    if kind is None:
-        new = nn.GroupNorm(num_groups or math.gcd(32, channels), channels, affine=part.affine)
+    if instance_norm is not None and (replace_bn_with_in or isinstance(part, _InstanceNorm)):
+        new = instance_norm(channels, affine=part.affine)
     else:
-        new = kind(channels, affine=part.affine)
+        new = nn.GroupNorm(num_groups or math.gcd(32, channels), channels, affine=part.affine)
     like = next(part.parameters(), part.running_mean)
     new = new if like is None else new.to(like.device, like.dtype)
     if isinstance(part, _InstanceNorm):
@@ -127,10 +126,9 @@ def restore_own_loss(module: nn.Module) -> None:
 def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
     """A forward hook: recompute the loss as (1/n)·Σ_j cross_entropy(logits_j, label_j) if it has this value.
 
-    Hugging Face classifiers return the mean as a scalar, which does not show whether it mixes examples. Recomputed,
-    each term belongs to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) is left as
-    it is, and the engine refuses it. If all logits are equal, smoothed labels have the same value; they are refused
-    after the first step. Copies of the module are left alone.
+    The scalar mean of a Hugging Face classifier does not show whether it mixes examples; recomputed, each term belongs
+    to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses
+    it; smoothed labels only after the first step if all logits are equal. Copies of the module are left alone.
     """
     labels = kwargs.get("labels")
     if module not in _hooks or not torch.is_grad_enabled():

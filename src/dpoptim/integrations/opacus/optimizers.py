@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from dpoptim.arguments import check_choice
 from dpoptim.integrations.named_settings import ADAPTIVE
 from dpoptim.integrations.opacus.models import restore_own_loss
 from dpoptim.noise import NoiseKey
@@ -49,63 +50,44 @@ class DPOptimizer(PrivateOptimizer):
         restore_own_loss(self._module)
 
 
-class _Kind(NamedTuple):
-    """A class of torch.optim: the private rule, the settings to copy, and those with one supported value."""
-
-    rule: Callable[..., UpdateRule]
-    settings: tuple[str, ...]
-    fixed: Mapping[str, Any]
-
-
-_KINDS: dict[type, _Kind] = {
-    torch.optim.SGD: _Kind(SGD, ("momentum", "weight_decay"), {"dampening": 0, "nesterov": False}),
-    torch.optim.Adam: _Kind(Adam, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
-    torch.optim.AdamW: _Kind(AdamW, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
-    torch.optim.Adagrad: _Kind(AdaGrad, ("eps", "weight_decay"), {"lr_decay": 0, "initial_accumulator_value": 0}),
-    torch.optim.RMSprop: _Kind(RMSProp, ("alpha", "momentum", "eps", "weight_decay"), {"centered": False}),
+# By class of torch.optim: the private rule, the settings to copy, and those with one supported value.
+_KINDS: dict[type, tuple[Callable[..., UpdateRule], tuple[str, ...], dict[str, Any]]] = {
+    torch.optim.SGD: (SGD, ("momentum", "weight_decay"), {"dampening": 0, "nesterov": False}),
+    torch.optim.Adam: (Adam, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
+    torch.optim.AdamW: (AdamW, ("betas", "eps", "weight_decay"), {"amsgrad": False}),
+    torch.optim.Adagrad: (AdaGrad, ("eps", "weight_decay"), {"lr_decay": 0, "initial_accumulator_value": 0}),
+    torch.optim.RMSprop: (RMSProp, ("alpha", "momentum", "eps", "weight_decay"), {"centered": False}),
 }
-
 _ADAPTIVE = {**ADAPTIVE, "side_information": side_information}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer without a private counterpart, and state or schedulers that would be lost."""
-    kind = _KINDS.get(type(optimizer))
-    if kind is None:
+    if type(optimizer) not in _KINDS:
         known = ", ".join(known.__name__ for known in _KINDS)
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, which has no private version. "
-            f"Use one of torch.optim: {known}."
-        )
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}, which has no private version. Use {known}.")
+    _, _, fixed = _KINDS[type(optimizer)]
     own, given = set(module.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
     if not given <= own:
-        raise ValueError(
-            "optimizer has parameters that the module does not have. Create it from module.parameters(), after "
-            "ModuleValidator.fix, which copies the module."
-        )
+        raise ValueError("optimizer has parameters that the module does not have. Create it after ModuleValidator.fix.")
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has state from the start
         raise ValueError("optimizer has taken steps, and its state would be lost. Create a new one.")
     for group in optimizer.param_groups:
-        for name, value in {**kind.fixed, "maximize": False}.items():
+        for name, value in {**fixed, "maximize": False}.items():
             if group.get(name, value) != value:
                 raise ValueError(
                     f"optimizer has {name}={group[name]!r}, which has no private counterpart. Use {name}={value!r}."
                 )
         if "initial_lr" in group:
-            raise ValueError(
-                "optimizer has a learning-rate scheduler, which would keep changing the old optimizer. Create the "
-                "scheduler after make_private, for the optimizer that it returns."
-            )
+            raise ValueError("optimizer has a learning-rate scheduler. Create the scheduler after make_private.")
 
 
 def private_optimizer(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: PrivacyPlan,
+    settings: Mapping[str, Any],
     *,
-    variant: str | None,
-    variant_options: Mapping[str, Any],
-    loss_reduction: Literal["mean", "sum"],
     key: NoiseKey,
     steps_are_known: bool,
 ) -> DPOptimizer:
@@ -113,34 +95,29 @@ def private_optimizer(
 
     variant=None is `dp_sgd` for SGD and `post_processing` for the others: torch's update with the noisy gradient.
     """
-    kind = _KINDS[type(optimizer)]
-    groups = [_group(group, kind) for group in optimizer.param_groups]
-    first = {name: groups[0][name] for name in kind.settings}
-    common: dict[str, Any] = {"param_groups": groups, "loss_reduction": loss_reduction, "key": key}
+    make_rule, copied, _ = _KINDS[type(optimizer)]
+    variant, options = settings.get("variant"), settings.get("variant_options") or {}
+    groups = [_group(group, copied) for group in optimizer.param_groups]
+    first = {name: groups[0][name] for name in copied}
     lr = groups[0]["lr"]
+    common = {"param_groups": groups, "loss_reduction": settings.get("loss_reduction", "mean"), "key": key}
     made: PrivateOptimizer
-    if kind.rule is SGD:
+    if make_rule is SGD:
         if variant not in (None, "dp_sgd"):
-            raise ValueError(
-                f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam, or leave variant out."
-            )
-        made = dp_sgd(module, plan, lr, **first, **common, **variant_options)
+            raise ValueError(f"variant={variant!r} needs a second moment, but optimizer is SGD. Use Adam.")
+        made = dp_sgd(module, plan, lr, **first, **common, **options)
     else:
-        name = "post_processing" if variant is None else variant
-        if name not in _ADAPTIVE:
-            raise ValueError(f"variant={variant!r} must be one of {', '.join(_ADAPTIVE)} for this optimizer, or None")
+        name = variant or "post_processing"
+        check_choice("variant", name, _ADAPTIVE)
         decoupled = {bool(group.get("decoupled_weight_decay", False)) for group in optimizer.param_groups}
         if len(decoupled) > 1:
             raise ValueError("optimizer mixes decoupled_weight_decay=True and False. Use one for all groups.")
-        rule = AdamW(**first) if kind.rule is Adam and True in decoupled else kind.rule(**first)
-        scales_by_length = name == "scale_then_privatize" and kind.rule is AdaGrad
-        if scales_by_length and not steps_are_known and "eps_scale" not in variant_options:
-            raise ValueError(
-                "variant='scale_then_privatize' with Adagrad needs the length of the run for eps_scale. Pass "
-                "epochs=... or variant_options={'eps_scale': ...}."
-            )
-        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **variant_options)
-    memory = {name: variant_options[name] for name in ("noise_memory", "clipping_memory") if name in variant_options}
+        rule = AdamW(**first) if make_rule is Adam and True in decoupled else make_rule(**first)
+        scales_by_length = name == "scale_then_privatize" and make_rule is AdaGrad
+        if scales_by_length and not steps_are_known and "eps_scale" not in options:
+            raise ValueError("scale_then_privatize with Adagrad needs epochs= or variant_options={'eps_scale': ...}.")
+        made = _ADAPTIVE[name](module, plan, lr, rule=rule, **common, **options)
+    memory = {name: options[name] for name in ("noise_memory", "clipping_memory") if name in options}
     return DPOptimizer(  # with the slots of the variant; this detaches `made`
         module,
         plan,
@@ -154,14 +131,11 @@ def private_optimizer(
     )
 
 
-def _group(group: Mapping[str, Any], kind: _Kind) -> dict[str, Any]:
+def _group(group: Mapping[str, Any], copied: tuple[str, ...]) -> dict[str, Any]:
     """The parameters and settings of a group as plain values, without options of torch's kernels."""
-    return {
-        "params": group["params"],
-        "lr": float(group["lr"]),
-        **{name: _plain(group[name]) for name in kind.settings},
+    plain = {
+        name: tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
+        for name, value in group.items()
+        if name in ("lr", *copied)
     }
-
-
-def _plain(value: Any) -> Any:
-    return tuple(float(part) for part in value) if isinstance(value, tuple | list) else float(value)
+    return {"params": group["params"], **plain}

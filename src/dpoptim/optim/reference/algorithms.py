@@ -140,19 +140,15 @@ def bias_correction(
     noise_stddev: float,
     batch_size: float,
     row_norms_squared: Tensor,  # [steps], ‖row t of C⁻¹‖²
-    noise_variance: float | None = None,
 ) -> Tensor:
-    """Bias correction: subtract from ν̂ what the noise alone adds (`noise_bias`), and divide by √max(ν̂ − b_t, ε²).
-
-    `noise_variance` is φ; it defaults to (noise_stddev/batch_size)². With φ = 0 the denominator is max(√ν̂, ε).
-    """
-    phi = (noise_stddev / batch_size) ** 2 if noise_variance is None else noise_variance
+    """Bias correction: subtract from ν̂ what the noise alone adds (`noise_bias`), and divide by √max(ν̂ − b_t, ε²)."""
 
     def release(theta: Tensor, t: int, nu: Tensor, nu_hat: Tensor) -> tuple[Tensor, None]:
         clipped = clip(gradients(theta, t), clip_norm)
         return (clipped.sum(0) + noise_stddev * noise[t]) / batch_size, None
 
-    return _follow(rule, theta, len(noise), release, noise_bias(rule, row_norms_squared, phi))
+    biases = noise_bias(rule, row_norms_squared, (noise_stddev / batch_size) ** 2)
+    return _follow(rule, theta, len(noise), release, biases)
 
 
 def noise_bias(rule: Rule, row_norms_squared: Tensor, phi: float) -> list[float]:

@@ -31,13 +31,9 @@ class Adam:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(Adam):
     """Adam with decoupled decay: θ ← (1 − lr·weight_decay)·θ before the step; the moments never see it."""
 
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
     weight_decay: float = 0.01
 
 
@@ -70,7 +66,7 @@ class SGD:
     weight_decay: float = 0.0
 
 
-Rule = Adam | AdamW | AdaGrad | RMSProp
+Rule = Adam | AdaGrad | RMSProp
 """The rules with a second moment. SGD has none, so only `dp_sgd` takes it."""
 
 
@@ -107,7 +103,7 @@ def next_second_moment(rule: Rule, nu: Tensor, square: Tensor) -> Tensor:
 
 def debiased(rule: Rule, nu: Tensor, t: int) -> Tensor:
     """ν̂_t = ν_t/(1−β₂ᵗ) after t = 1, 2, ... steps for Adam and AdamW; ν_t itself for the other rules."""
-    if isinstance(rule, Adam | AdamW):
+    if isinstance(rule, Adam):
         return nu / (1 - rule.beta2**t)
     return nu
 

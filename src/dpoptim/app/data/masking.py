@@ -16,13 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpoptim.integrations.token_losses import IGNORED
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 _LANE = 1 << 40  # the distance between the streams of one record; no text is that long
-
-IGNORED = -100
-"""The label of a position where nothing is predicted."""
 
 
 def record_hash(tokens: NDArray[np.int32]) -> int:
