@@ -22,7 +22,7 @@ os.environ["DPOPTIM_CACHE_DIR"] = _CACHE.name
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run() -> Iterator[str]:
-    """The cache directory of this process, which starts empty and is removed at the end."""
+    """Return the cache directory of this process, which starts empty and is removed at the end."""
     assert os.environ["DPOPTIM_CACHE_DIR"] == _CACHE.name
     yield _CACHE.name
     _CACHE.cleanup()

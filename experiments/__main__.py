@@ -75,7 +75,7 @@ def command_line() -> argparse.ArgumentParser:
     what.add_argument("--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1")
     what.add_argument("--workers", type=int, metavar="N", help="processes that share the device (tinybert)")
     what.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="then start no cell; long ones stop and resume next time"
+        "--time-limit", type=float, metavar="SECONDS", help="then start no more cells; long ones are paused"
     )
     what.add_argument(
         "--overwrite", action="store_true", help="start over; the old file is kept as NAME.jsonl.old, .old2, …"
@@ -83,7 +83,9 @@ def command_line() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER", help="default: results")
     output.add_argument("--render", action="store_true", help="run nothing, only make tables and pictures")
-    output.add_argument("--docs", type=Path, metavar="FILE", help="also put the tables between the marks of this page")
+    output.add_argument(
+        "--docs", type=Path, metavar="FILE", help="also update the tables on this page, between its marks"
+    )
     output.add_argument("--commit", metavar="TEXT", help="record this as the commit (default: ask git)")
     return parser
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app import plot_style as style
+from experiments import plot_style as style
 from experiments import provenance, results_file
 from experiments.progress import ProgressReporter
 from experiments.results_file import Line
@@ -130,7 +130,7 @@ class Experiment:
         run: Runs the missing cells and returns how many are left. Raises `MissingInput` if it cannot.
         markdown: The section of tables for the lines of ONE scale. It links pictures as images/NAME-PICTURE.png.
         pictures: What to draw for them: functions that return a matplotlib figure, by PICTURE.
-        results: The experiment whose results file it shares, if it has none of its own.
+        results: The experiment whose results file it shares; empty if it has its own.
         table: The one table of the section that other pages may show.
     """
 

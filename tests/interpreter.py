@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def _take_cpu_tensors() -> None:
+def _accept_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
@@ -36,7 +36,7 @@ def _take_cpu_tensors() -> None:
 
     # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
-    in_place_of = {
+    replacements = {
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "_processors"): lambda device: 2,
@@ -44,7 +44,7 @@ def _take_cpu_tensors() -> None:
         (normals_triton, "table_of"): table_of,
         (normals_triton, "libdevice"): rounded,
     }
-    for (module, name), other in in_place_of.items():
+    for (module, name), other in replacements.items():
         setattr(module, name, other)
     for name, value in vars(normals_triton).copy().items():
         if isinstance(value, tl.constexpr):
@@ -52,4 +52,4 @@ def _take_cpu_tensors() -> None:
 
 
 if IS_INTERPRETED:
-    _take_cpu_tensors()
+    _accept_cpu_tensors()

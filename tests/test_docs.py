@@ -1,4 +1,4 @@
-"""The documents: public names have docstrings and API pages, links lead somewhere, paragraphs are short."""
+"""The documentation: public names have docstrings and API pages, links work, and paragraphs are short."""
 
 from __future__ import annotations
 

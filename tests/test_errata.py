@@ -1,7 +1,7 @@
-"""One test for each row of docs/errata.md: the right version holds, and the printed one is rejected.
+"""One test for each row of docs/errata.md: the corrected version holds, and the printed one does not.
 
-The tests are exact calculations, or seeded simulations. Their tolerance is at least four standard errors, so a correct
-formula would fail for one seed in 15,000, and far less than the distance to the printed version.
+The tests are exact calculations or seeded simulations. Their tolerance is at least four standard errors, so a correct
+formula would fail for one seed in 15,000. It is far smaller than the distance to the printed version.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def second_moment_of_scale_then_privatize(clip_norm: float, steps: int, beta2: f
 
 
 def test_steady_state_of_scale_then_privatize() -> None:
-    """ν ← β₂ν + (1−β₂)(ν* + φν) rests at ν*/(1−φ), not ν*²/(1−φ), and contracts by β₂ + (1−β₂)φ."""
+    """ν ← β₂ν + (1−β₂)(ν* + φν) settles at ν*/(1−φ), not ν*²/(1−φ), and contracts by β₂ + (1−β₂)φ."""
     star, phi, beta2 = 0.09, 0.16, 0.9
     nu, errors = 5.0, []
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""Every example runs as it is typed, on tiny models and files, and explains itself."""
+"""Every example runs on tiny models and files, and prints its options with --help."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs an example in this process, in a folder of its own, and gives what it printed."""
+    """Return a function that runs an example in this process, in an empty folder, and returns what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def called(name: str, *arguments: str) -> str:
+    def run_example(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 
-    yield called
+    yield run_example
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -140,7 +140,7 @@ def test_lora_classification(run: Run, tmp_path: Path) -> None:
     adapted = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "out")
     trained = [value for name, value in adapted.named_parameters() if "lora_B" in name]
     assert trained
-    assert all(value.abs().sum() > 0 for value in trained)  # they begin at 0
+    assert all(value.abs().sum() > 0 for value in trained)  # they start at 0
 
 
 def test_accelerate_loop(run: Run, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_lightning_module(run: Run, tmp_path: Path) -> None:
 
 
 def lightning_fit(steps: int, **settings: Any) -> tuple[Any, Any]:
-    """The example's module on 20 rows, all of them in each step, without noise; and a plain loop's."""
+    """Train the example's module with Lightning, and a copy in a plain loop; no noise, and all 20 rows in each step."""
     lightning = pytest.importorskip("lightning")
     kind = runpy.run_path(str(EXAMPLES / "lightning_module.py"))["PrivateClassifier"]
     generator = torch.Generator().manual_seed(0)
@@ -179,26 +179,26 @@ def lightning_fit(steps: int, **settings: Any) -> tuple[Any, Any]:
     plan = dpoptim.PrivacyPlan(num_examples=20, batch_size=20, steps=steps, clip_norm=0.1, noise_multiplier=0.0)
     torch.manual_seed(1)
     module = kind(plan, columns=3, labels=2, lr=1e-2)
-    twin = copy.deepcopy(module.layers)
+    plain = copy.deepcopy(module.layers)
     trainer = lightning.Trainer(
         max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False,
         enable_model_summary=False, **settings,
     )  # fmt: skip
     trainer.fit(module, train_dataloaders=dpoptim.private_loader(data, plan))
     plan = plan.replace()
-    optimizer = dpoptim.scale_then_privatize(twin, plan, lr=1e-2)
+    optimizer = dpoptim.scale_then_privatize(plain, plan, lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for rows, labels in dpoptim.private_loader(data, plan):
-        torch.nn.functional.cross_entropy(twin(rows), labels, reduction="none").sum().backward()
+        torch.nn.functional.cross_entropy(plain(rows), labels, reduction="none").sum().backward()
         optimizer.step()
         schedule.step()
-    return module, twin
+    return module, plain
 
 
-def test_lightning_trains_as_a_plain_loop_does() -> None:
-    module, twin = lightning_fit(steps=4)
+def test_lightning_matches_a_plain_loop() -> None:
+    module, plain = lightning_fit(steps=4)
     assert module.optimizers().optimizer.mechanism.step == 4
-    for one, other in zip(module.layers.parameters(), twin.parameters(), strict=True):
+    for one, other in zip(module.layers.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
 
@@ -221,7 +221,7 @@ def test_help(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_three_changes_make_a_stock_script_private(name: str) -> None:
-    """The import, the flags and the trainer are marked; undone, the script names nothing of dpoptim but its report."""
+    """Undoing the marked changes (import, flags, trainer, statement) leaves a script that does not mention dpoptim."""
     source = (EXAMPLES / f"{name}.py").read_text()
     stock = source
     for private, plain in (

@@ -1,4 +1,4 @@
-"""The split that privacy rests on: imports point one way; only audited files can touch an un-noised gradient."""
+"""The split that privacy depends on: imports point one way, and only audited rooms touch an un-noised gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every dpoptim module, or name in one, that a file imports, except under `if TYPE_CHECKING:`."""
+    """Return every dpoptim module, or name in one, that a file imports, except under `if TYPE_CHECKING:`."""
     tree = ast.parse(path.read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
     found = set()
@@ -128,7 +128,7 @@ def test_only_audited_rooms_touch_an_unnoised_gradient():
                 and not isinstance(node.value, ast.Name)
             )
             if is_foreign_private:
-                wrong.append(f"{name}:{node.lineno} reads .{node.attr} of another object")
+                wrong.append(f"{name}:{node.lineno} reads the private attribute .{node.attr}")
     assert not wrong
 
 
@@ -136,7 +136,7 @@ AUDITED_LINES = 8_400
 
 
 def test_audited_rooms_keep_to_their_line_budget():
-    """Growth of what an auditor reads is a decision. Searches for strategies cannot affect ε and do not count."""
+    """The audited code must not grow by accident. Searches for strategies cannot affect ε and do not count."""
     audited = [p for p in FILES if p.relative_to(PACKAGE).parts[0] in ("noise", "privacy", "clipping")]
     counted = [p for p in audited if p.parent.name != "search"]
     assert sum(len(path.read_text().splitlines()) for path in counted) <= AUDITED_LINES

@@ -45,7 +45,7 @@ def test_the_tutorial_runs(tmp_path, monkeypatch, capsys):
     assert max(accuracies) > 75, "the model learns"
 
 
-def test_the_table_of_defaults_names_settings():
+def test_the_table_of_defaults_lists_real_settings():
     table = PAGE.split("| setting | default |")[1].split("\n\n")[0]
     settings = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert len(settings) == 9
@@ -53,5 +53,5 @@ def test_the_table_of_defaults_names_settings():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "recipes").glob("*.toml")), ids=lambda path: path.name)
-def test_example_recipes_are_recipes(path):
+def test_example_recipes_can_be_read(path):
     assert read_recipe(path).model

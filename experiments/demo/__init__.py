@@ -1,1 +1,1 @@
-"""Makes the small pretrained model that `dpoptim train` fine-tunes in its demonstration."""
+"""Make the small pretrained model that `dpoptim train` fine-tunes in its demonstration."""

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one example a step": {"present": 0.3, "batch_size": 1, "steps": 1000},
     "not sparse": {"present": 1.0, "batch_size": 10, "steps": 1000},
 }
-"""Assumed, because the paper's sizes are not known. The first is the main one. Names are keys of committed results."""
+"""Assumed, because the paper's sizes are not known. The first is the main one. Committed results have these names."""
 _GRID = {"lrs": 13, "eps": (TINY_EPS, 0.01, 0.1, 1.0, 10.0, 100.0)}
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"lrs": 3, "eps": (1.0, 10.0), "test_samples": 400, "draws": (3,), "trials": (4,), "steps": 40},

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.app import plot_style as style
 from dpoptim.noise.series import Series
+from experiments import plot_style as style
 from experiments.logistic.cells import SETTINGS
 from experiments.markdown import epsilon_shown, made_by, percent, table
 from experiments.results_file import Line

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.app import plot_style as style
+from experiments import plot_style as style
 from experiments.markdown import epsilon_shown, made_by, number, table
 from experiments.results_file import Line
 

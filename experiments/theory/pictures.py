@@ -21,7 +21,6 @@ import torch
 from scipy.special import ndtri
 
 from dpoptim import theory
-from dpoptim.app import plot_style as style
 from dpoptim.noise import BandedToeplitz, BufferedToeplitz, Independent, Strategy
 from dpoptim.noise.series import Series
 from dpoptim.optim import reference
@@ -29,6 +28,7 @@ from dpoptim.privacy import Adjacency, Poisson, Sampling, Shuffled
 from dpoptim.privacy.release_types import square_sensitivity
 from dpoptim.theory import Cost, Signal
 from dpoptim.theory.second_moments import squared_weight
+from experiments import plot_style as style
 
 BATCH, STEPS, BETA2 = 2048, 2000, 0.999  # the paper's setting, at noise multiplier 1
 BATCHES = np.unique(np.geomspace(16, 2**17, 53).round())  # where batch sizes are the axis

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dpoptim.app import plot_style as style
+from experiments import plot_style as style
 from experiments.markdown import made_by, number, table
 from experiments.results_file import Line
 

@@ -181,7 +181,7 @@ WITH_NOISE = tuple(each for each in COLUMNS if not each.beyond and each.name != 
 """The paper's columns with noise."""
 
 PAPER_WITHOUT_NOISE = {"none": 4.955, "non_private_sgd": 3.269, "non_private_adam": 2.781}
-"""The paper's test losses without noise; "none" is no fine-tuning."""
+"""The paper's test losses without noise; "none" means without fine-tuning."""
 PAPER_GRADIENT = 0.27
 """The paper's mean of ‖g_t‖/ζ."""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dpoptim.app import plot_style as style
 from dpoptim.noise.series import Series
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import Gradient
 from dpoptim.theory import clip_norm_window
+from experiments import plot_style as style
 from experiments.markdown import made_by, thousandths
 from experiments.results_file import Line
 from experiments.tinybert.grid import COLUMNS, NON_PRIVATE, WITH_NOISE, Column, column, plan_of, row

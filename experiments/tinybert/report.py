@@ -205,10 +205,11 @@ def how_close(lines: Sequence[Line], size: Size) -> str:
     if not levels:
         return ""
     return (
-        "How close tuning runs are to final runs: the standard deviation of the noise in the average gradient, at the "
-        f"noisiest step, over that of the final run is {', '.join(levels)}. (Correlated noise is optimized for a run's "
-        "own number of steps.) At the same step, the losses of the chosen tuning run and the final run (seed 0) differ "
-        f"by up to {gaps[True]:.2f} in private rows and {gaps[False]:.2f} in others." + _moved(lines, size)
+        "How close tuning runs are to final runs:\n\n"
+        "- The standard deviation of the noise in the average gradient at the noisiest step, divided by that of the "
+        f"final run, is {', '.join(levels)}. Correlated noise is optimized for a run's own number of steps.\n"
+        "- At the same step, the losses of the chosen tuning run and the final run (seed 0) differ by up to "
+        f"{gaps[True]:.2f} in private rows and {gaps[False]:.2f} in others." + _moved(lines, size)
     )
 
 
@@ -227,7 +228,7 @@ def _moved(lines: Sequence[Line], size: Size) -> str:
     far = max(moves, key=lambda place: abs(moves[place][1] - moves[place][0]))
     tuned, final = moves[far]
     return (
-        f" Relative to {row(PLAIN).label}, a row moves between the two by up to {abs(final - tuned):.2f} "
+        f"\n- Relative to {row(PLAIN).label}, a row moves between the two by up to {abs(final - tuned):.2f} "
         f"({row(far[0]).label}, {column(far[1]).label}: {thousandths(tuned)} in tuning, {thousandths(final)} in the "
         "final runs)."
     )
@@ -293,7 +294,7 @@ def _what(lines: Sequence[Line], size: Size) -> str:
             f"were abandoned and {cut[1]} diverged)"
         )
     if swept:
-        text += f" and {swept} runs against the clip norm, for a picture"
+        text += f" and {swept} runs with other clip norms, for a picture"
     return (
         f"{text}, on {lines[0]['cell']['num_examples']:,} texts. Losses are means over the masked tokens of {tested:,} "
         "test texts; ± is Student's 95 % interval over seeds, if there are several."
@@ -389,8 +390,8 @@ def _guarantees(lines: Sequence[Line]) -> str:
         "- Tuning is not counted, and losses on held-out texts have no noise.\n"
         "- Shuffled batches repeat one fixed order without amplification. ε is that of a Gaussian mechanism at the "
         "worst pattern of participations, which is exact.\n"
-        "- With Poisson samples ε comes from composed privacy loss distributions (dp-accounting, rounded to the safe "
-        "side); with cyclic ones, one step counts for each turn of a text's group.\n"
+        "- With Poisson samples, ε comes from composed privacy loss distributions (dp-accounting, rounded to the safe "
+        "side); with cyclic ones, each turn of a text's group counts as one step.\n"
         "- ε is rounded up. σ is relative to what one participation changes, over all steps."
     )
     return head + "\n\n" + table(["noise", "sampling", "participations", "σ", "ε"], rows, left=2)
@@ -473,7 +474,7 @@ def _tuning(lines: Sequence[Line], size: Size) -> str:
     if not rows:
         return ""
     head = (
-        "Tuning turns one knob after the other, from neighbour to neighbour on its grid, until none is better. The "
+        "Tuning varies one setting at a time, moving to a neighbour on its grid, until no neighbour is better. The "
         "loss is that of validation texts; test texts are not used. No tuning run is private, whatever its row:"
     )
     return head + "\n\n" + table(["optimizer", "noise", "runs", "chosen", "validation loss", "note"], rows, left=4)

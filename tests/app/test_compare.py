@@ -52,7 +52,7 @@ def private_plans(folder: Path) -> list[PrivacyPlan]:
     return [plan for name, plan in plans_under(folder).items() if "non_private" not in name]
 
 
-def test_every_setting_and_seed_ran_once(tuned):
+def test_every_setting_and_seed_runs_once(tuned):
     folder, _, result = tuned
     found = plans_under(folder)
     assert sum(name.startswith("trials") for name in found) == 2 * 3
@@ -84,7 +84,7 @@ def test_trials_share_their_budget(tuned):
         assert all(plan.epsilon(delta=DELTA) < 0.8 for plan in plans)
 
 
-def test_totals_have_the_closed_form(tuned):
+def test_total_epsilon_equals_the_closed_form(tuned):
     """Without amplification, squares of sensitivity over noise add up."""
     folder, _, result = tuned
 
@@ -104,7 +104,7 @@ def test_totals_have_the_closed_form(tuned):
         assert cost["one_run"] < cost["one_run_with_tuning"][variant] < cost["one_run"] + 1.0
 
 
-def test_the_best_trial_chooses_the_setting_of_the_runs(tuned):
+def test_runs_use_the_setting_of_the_best_trial(tuned):
     folder, _, result = tuned
     for row in result["variants"]:
         logs = (folder / "trials" / row["variant"]).glob("*/log.jsonl")
@@ -130,7 +130,7 @@ def test_scores_match_the_logs(tuned):
     assert other["difference_to_best"]["mean"] == pytest.approx(sum(a - b for a, b in pairs) / 2)
 
 
-def test_references(tuned):
+def test_reference_rows(tuned):
     folder, _, result = tuned
     before, without = result["references"]
     logs = [read_log(Path(run) / "log.jsonl") for run in result["variants"][1]["runs"]]
@@ -145,7 +145,7 @@ def test_references(tuned):
     assert result["epsilon"]["without"] == ["non_private: NOT PRIVATE"]
 
 
-def test_the_result_holds_no_secrets_and_checkpoints_are_removed(tuned):
+def test_result_has_no_secrets_and_checkpoints_are_removed(tuned):
     folder, _, result = tuned
     stored = (folder / "comparison.json").read_text()
     assert json.loads(stored)["epsilon"]["everything"] == result["epsilon"]["everything"]
@@ -156,7 +156,7 @@ def test_the_result_holds_no_secrets_and_checkpoints_are_removed(tuned):
     assert len(list(folder.glob("runs/*/*/*/model"))) == 6
 
 
-def test_finished_runs_never_run_again(tuned, monkeypatch):
+def test_finished_runs_are_not_repeated(tuned, monkeypatch):
     folder, request, result = tuned
 
     def refuse(*values, **options):
@@ -185,7 +185,7 @@ class Counting(ProgressReporter):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_stops_and_the_same_call_resumes(rows, tmp_path):
+def test_same_call_resumes_after_ctrl_c(rows, tmp_path):
     request = request_for(rows, grid={})
     with pytest.raises(Interrupted, match="2 of 4") as stopped:
         compare(request, tmp_path / "out", progress=Counting(interrupt=3))
@@ -218,7 +218,7 @@ def test_ctrl_c_stops_and_the_same_call_resumes(rows, tmp_path):
     assert fewer["variants"][0]["loss"]["half_width"] is None
 
 
-def test_public_tuning_costs_nothing_and_has_the_noise_of_the_runs(rows, tmp_path):
+def test_public_tuning_is_free_and_uses_the_noise_of_the_runs(rows, tmp_path):
     public = str(rows / "public.csv")
     request = request_for(rows, seeds=(0,), tuning_epsilon="public", tuning_data=public)
     result = compare(request, tmp_path / "out")
@@ -237,7 +237,7 @@ def test_public_tuning_costs_nothing_and_has_the_noise_of_the_runs(rows, tmp_pat
     assert result["tuning"]["covered_by_epsilon_of_one_run"]
 
 
-def test_private_records_are_not_public(rows, tmp_path):
+def test_private_records_declared_public_are_refused(rows, tmp_path):
     """As a link, as a copy in another order, and a few of them (held-out ones too) among others."""
     header, *lines = (rows / "private.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows / "private.csv")
@@ -252,15 +252,15 @@ def test_private_records_are_not_public(rows, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_public_records_may_be_many_for_the_delta_of_the_private_ones(rows, tmp_path):
+def test_delta_does_not_limit_the_number_of_public_records(rows, tmp_path):
     many = write_rows(tmp_path / "many.csv", count=600, seed=2)
     request = request_for(rows, recipe={"delta": 0.005}, tuning_epsilon="public", tuning_data=many)
     recipe = trial_recipe(request, request.recipe.replace(num_examples=180), VARIANTS[0], {"learning_rate": 0.03})
-    assert prepare_run(recipe).plan.num_examples == 570, "more than 1/0.005, and no matter: they are public"
+    assert prepare_run(recipe).plan.num_examples == 570, "more than 1/delta, which is allowed for public records"
 
 
 @pytest.mark.slow
-def test_uncovered_tuning_is_noted_and_still_counted(rows, tmp_path):
+def test_uncovered_tuning_is_reported_and_counted(rows, tmp_path):
     """With secret sampling, where the totals are privacy loss distributions."""
     request = request_for(
         rows, recipe={"sampling": "poisson"}, variants=VARIANTS[:1], seeds=(0,), tuning_epsilon="uncovered"
@@ -276,7 +276,7 @@ def test_uncovered_tuning_is_noted_and_still_counted(rows, tmp_path):
     assert result["epsilon"]["one_run"] < three
 
 
-def test_a_folder_holds_one_comparison(tuned, rows, tmp_path):
+def test_folder_of_another_comparison_is_refused(tuned, rows, tmp_path):
     folder, _, _ = tuned
     with pytest.raises(ValueError, match=r"epsilon=3\.0, not 2\.0; use a different --run-dir"):
         compare(request_for(rows, recipe={"epsilon": 2.0}, tuning_steps=3), folder)

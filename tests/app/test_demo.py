@@ -24,7 +24,7 @@ def test_docstrings_of_a_file(tmp_path):
     assert list(docstrings(tmp_path / "absent.py")) == []
 
 
-def test_shipped_model_is_small_and_knows_words():
+def test_shipped_model_is_small_and_its_tokenizer_has_common_words():
     assert sum(file.stat().st_size for file in demonstration.MODEL.iterdir()) < 400_000
     tokenizer = load_tokenizer(demonstration.MODEL)
     pieces = tokenizer.tokenize("Return the value of a polynomial")
@@ -32,7 +32,7 @@ def test_shipped_model_is_small_and_knows_words():
     assert "[UNK]" not in pieces
 
 
-def test_texts_are_held_out_before_training():
+def test_held_out_texts_are_not_private_texts():
     private, test = demonstration.read_texts(demonstration.QUICK)
     assert len(private) == 250
     assert len(test) == 50
@@ -73,7 +73,7 @@ def test_quick_demonstration(tmp_path, capsys):
     assert "<html" in (folder / "report.html").read_text()
 
 
-def test_bad_epsilon_is_refused_before_the_work(tmp_path):
+def test_bad_epsilon_is_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="epsilon=0"):
         demonstration.main(json_wanted=False, quick=True, console=Console(), keep=str(tmp_path / "demo"), epsilon=0)
     assert not (tmp_path / "demo").exists()

@@ -1,4 +1,4 @@
-"""Folders that appear whole, closed to others unless they are there to be given away."""
+"""Folders appear complete or not at all, and are closed to others unless they are made to be shared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def modes(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_a_folder_to_share_has_the_modes_of_the_umask(mask, tmp_path):
+def test_shared_folder_follows_the_umask(mask, tmp_path):
     before = os.umask(mask)
     try:
         make_folder(tmp_path / "model", fill, secret=False)
@@ -34,7 +34,7 @@ def test_a_folder_to_share_has_the_modes_of_the_umask(mask, tmp_path):
     assert modes(tmp_path / "run") == [0o700, 0o700, 0o600, 0o600]
 
 
-def test_two_processes_may_make_the_same_folder(tmp_path):
+def test_second_process_cannot_replace_a_folder(tmp_path):
     """Each fills its own folder; the second one finds the first already there."""
 
     def slow(folder: Path) -> None:

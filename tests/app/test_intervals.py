@@ -14,7 +14,7 @@ VALUES = [2.31, 2.27, 2.40, 2.29, 2.35]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_the_interval_equals_scipys(count):
+def test_interval_matches_scipy(count):
     values = VALUES[:count]
     low, high = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
     assert mean_interval(values).mean == pytest.approx((low + high) / 2)
@@ -32,7 +32,7 @@ def coverage(interval, *, draws=2000, count=3):
     return np.mean([abs(np.mean(row) - 0.7) <= interval(row.tolist()) for row in values])
 
 
-def test_coverage():
+def test_interval_covers_the_mean_95_percent_of_the_time():
     slack = 4 * math.sqrt(0.95 * 0.05 / 2000)
     assert coverage(half_width) == pytest.approx(0.95, abs=slack)
     normal = coverage(lambda row: 1.959964 * np.std(row, ddof=1) / math.sqrt(3))
@@ -41,7 +41,7 @@ def test_coverage():
     assert abs(wide - 0.95) > slack
 
 
-def test_pairing_removes_what_seeds_share():
+def test_pairing_removes_variation_shared_by_seeds():
     seeds = np.array([0.0, 5.0, -3.0, 8.0])
     one, other = seeds + np.array([1.0, 1.1, 0.9, 1.0]), seeds + np.array([0.5, 0.5, 0.6, 0.5])
     found = paired_difference(one.tolist(), other.tolist())
@@ -57,7 +57,7 @@ def test_pairing_removes_what_seeds_share():
     assert reverse.mean == pytest.approx(-found.mean)
 
 
-def test_cases_without_an_interval():
+def test_single_and_infinite_values_have_no_interval():
     single = mean_interval([3.0])
     assert (single.mean, single.half_width, single.excludes_zero) == (3.0, None, False)
     diverged = mean_interval([3.0, math.inf])

@@ -239,7 +239,7 @@ def test_unknown_hub_name_is_refused(monkeypatch):
 def test_missing_packages_are_named(package, bert, monkeypatch):
     model = load_model(Task.MASKED_LM, bert)
     monkeypatch.setitem(sys.modules, package, None)
-    expected = f"needs the package {package}; run: pip install {package}"
+    expected = rf"needs the package {package}; run: pip install 'dpoptim\[train\]'"
     if package == "peft":
         with pytest.raises(ValueError, match=expected):
             load_model(Task.MASKED_LM, bert, lora_rank=2)

@@ -1,4 +1,4 @@
-"""What progress shows, and that shown times are means over blocks that share no step."""
+"""Progress prints the right lines, and step times are means over blocks that do not overlap."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shown(*, terminal: bool, brief: bool = False) -> str:
     return file.getvalue()
 
 
-def test_lines_of_a_log():
+def test_log_prints_evaluations():
     assert shown(terminal=False).splitlines() == [
         "note: few records",
         "step 0/2: held-out loss 2.0000",
@@ -52,7 +52,7 @@ def test_lines_of_a_log():
     assert shown(terminal=False, brief=True) == "done\n"
 
 
-def test_bar_of_a_terminal():
+def test_terminal_shows_a_bar():
     text = shown(terminal=True)
     assert "2/2" in text
     assert "ε 1.5000 so far, 20 examples/s" in text

@@ -374,8 +374,8 @@ def test_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
 @pytest.mark.parametrize(
     ("missing", "source", "line"),
     [
-        ("pyarrow", "a.parquet", "reading a.parquet needs the package pyarrow; run: pip install pyarrow"),
-        ("datasets", "some/name", "needs the package datasets; run: pip install datasets"),
+        ("pyarrow", "a.parquet", "reading a.parquet needs the package pyarrow; run: pip install 'dpoptim[data]'"),
+        ("datasets", "some/name", "needs the package datasets; run: pip install 'dpoptim[data]'"),
     ],
 )
 def test_missing_packages_are_named(missing, source, line, tmp_path, monkeypatch):

@@ -92,12 +92,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_page_opens_with_the_runs_numbers(folder):
+def test_page_shows_the_numbers_of_the_run(folder):
     dom, console = chromium(folder / "profile", folder / "one.html")
     assert console == []
     root = parsed(dom.replace("<!DOCTYPE html>", ""))
     plots = {svg.attributes["id"] for svg in root.all("svg")}
-    assert plots == {f"plot-{name}" for name in [*(curve.name for curve in CURVES), "scales"]}
+    assert plots == {f"plot-{curve.name}" for curve in CURVES}
     rows = dict(root.by_id("chart-validation-loss").rows()[1:])
     assert rows == {str(step): format_number(evaluation_record(step, 40)["loss"]) for step in range(0, 41, 4)}
     assert format_number(evaluation_record(40, 40)["loss"]) in root.by_id("finals").text
@@ -106,12 +106,12 @@ def test_the_page_opens_with_the_runs_numbers(folder):
 
 
 @pytest.mark.parametrize(("name", "width", "dark"), [("one", 360, True), ("two", 360, False), ("two", 1200, True)])
-def test_the_page_fits_and_answers_the_pointer(folder, name, width, dark):
+def test_page_fits_and_responds_to_the_pointer(folder, name, width, dark):
     found, console = probe(folder, folder / f"{name}.html", width=width, dark=dark)
     assert console == []
     assert found["overflow"] <= 0
     assert found["overflow_open"] <= 0
-    assert len(found["plots"]) == len(CURVES) + 1
+    assert len(found["plots"]) == len(CURVES)
     for plot in found["plots"]:
         assert 270 <= plot["width"] <= 560, plot
         assert plot["height"] >= 150, plot
@@ -129,7 +129,7 @@ def test_the_page_fits_and_answers_the_pointer(folder, name, width, dark):
     assert (found["back"], found["back_after"]) == ((night, light) if dark else (light, night))
 
 
-def test_console_errors_are_seen(folder):
+def test_console_errors_are_caught(folder):
     """The policy refuses an unknown script, and the console reports it."""
     text = (folder / "one.html").read_text()
     (folder / "broken.html").write_text(text.replace("</main>", "</main><script>document.title = 'taken'</script>"))
@@ -139,10 +139,10 @@ def test_console_errors_are_seen(folder):
     assert "<title>taken" not in dom
 
 
-def test_the_page_works_without_script(folder):
+def test_page_works_without_script(folder):
     text = (folder / "one.html").read_text()
     (folder / "still.html").write_text(text.replace("<script>", "<script>// "))
     dom, _ = chromium(folder / "profile", folder / "still.html")
     root = parsed(dom.replace("<!DOCTYPE html>", ""))
     assert "hidden" in root.by_id("theme").attributes
-    assert len(root.all("svg")) == len(CURVES) + 1
+    assert len(root.all("svg")) == len(CURVES)

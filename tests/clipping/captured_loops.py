@@ -1,4 +1,4 @@
-"""Models, batches and loops by which captured batches are held against ordinary ones."""
+"""Models, batches and loops that compare captured batches with ordinary ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def losses_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def batches_of(*sizes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
-    """One for each (examples, positions); an example is as long as a few clip norms, or much less."""
+    """Return a batch for each (examples, positions); gradient norms range from tiny to a few clip norms."""
     torch.manual_seed(1)
     return [(torch.randn(n, t, WIDTH) * torch.rand(n, 1, 1) * 3, torch.randn(n)) for n, t in sizes]
 
@@ -50,28 +50,28 @@ def plan_of(steps: int = 12, **options: Any) -> dpoptim.PrivacyPlan:
 def captured_run(
     model: nn.Module, losses: Callable[..., Tensor] | None = None, **options: Any
 ) -> tuple[PrivateOptimizer, Any]:
-    """An optimizer that moves nothing and adds next to no noise, and its captured function."""
+    """Return an optimizer with lr=0 and almost no noise, and its captured function."""
     plan = plan_of(40, noise_multiplier=1e-9, **options)
     optimizer = dpoptim.dp_sgd(model, plan, lr=0.0, external_batches=True)
     return optimizer, optimizer.captured(losses or losses_of(model), pad_to_multiple=4)
 
 
 def seen_by(optimizer: PrivateOptimizer) -> list[Tensor]:
-    """What it releases from now on, end to end."""
+    """Return a list that collects what the optimizer releases, as flat vectors."""
     released: list[Tensor] = []
     optimizer.observers.append(lambda r: released.append(torch.cat([g.flatten() for g in r.gradient.values()]).cpu()))
     return released
 
 
 def warm(run: Any, x: Tensor, y: Tensor, optimizer: PrivateOptimizer) -> None:
-    """Until there is a graph."""
+    """Run until there is a graph."""
     for _ in range(2):
         run(x, y)
         optimizer.step()
 
 
 def with_a_graph(**options: Any) -> tuple[nn.Module, PrivateOptimizer, Any, tuple[Tensor, Tensor]]:
-    """A model with its optimizer, its captured function, and a batch that has a graph."""
+    """Return a model, its optimizer, its captured function, and a batch that has a graph."""
     model, (batch,) = model_of(), batches_of((4, 2))
     optimizer, run = captured_run(model, **options)
     warm(run, *batch, optimizer)
@@ -85,10 +85,7 @@ def both_ways(
     plan: dpoptim.PrivacyPlan | None = None,
     external_batches: bool = True,
 ) -> tuple[nn.Module, nn.Module]:
-    """The models after `loop(differentiate, ordinary, optimizer)`, where `differentiate` is `ordinary`, and captured.
-
-    Key and run are the same.
-    """
+    """Run `loop(differentiate, ordinary, optimizer)`, ordinary and captured, with the same key; return both models."""
     models = []
     for is_captured in (False, True):
         model, key = model_of(), dpoptim.NoiseKey.from_bytes(bytes(32))

@@ -22,7 +22,7 @@ class Case:
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
-    """A loss an example that is not linear in the outputs."""
+    """One loss per example that is not linear in the outputs."""
     output = model(batch)
     output = output if isinstance(output, Tensor) else output[0]
     weights = torch.linspace(0.5, 1.5, output[0].numel(), dtype=output.dtype, device=output.device).view_as(output[0])
@@ -35,7 +35,7 @@ def _inputs(*shape: int) -> Tensor:
 
 def _ids(high: int, *shape: int) -> Tensor:
     ids = torch.randint(0, high, (EXAMPLES, *shape))
-    ids[:, : shape[0] // 2] = ids[:, shape[0] // 2 : 2 * (shape[0] // 2)]  # ids that come twice in an example
+    ids[:, : shape[0] // 2] = ids[:, shape[0] // 2 : 2 * (shape[0] // 2)]  # ids that repeat within an example
     return ids
 
 
@@ -55,9 +55,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Keys from another input than queries, padding, shown weights; with keys of another width it goes the generic
-    way.
-    """
+    """Keys from a different input, padding, returned weights; a different key width uses the generic rule."""
 
     def __init__(self, key_width: int = 8) -> None:
         super().__init__()
@@ -82,7 +80,7 @@ class Bias(nn.Module):
 
 
 class BareParameters(nn.Module):
-    """Parameters of its own around ruled layers, as in a vision transformer."""
+    """Bare parameters around layers that have a rule, as in a vision transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +208,7 @@ def _gpt2() -> Case:
 
 
 def _gemma() -> Case:
-    """A tied table, whose rows are multiplied by a number where they are looked up."""
+    """A tied table whose looked-up rows are multiplied by a number."""
     from transformers import GemmaConfig, GemmaForCausalLM
 
     model = GemmaForCausalLM(
@@ -251,7 +249,7 @@ _V3: dict[str, Any] = {"share_att_key": True, "norm_rel_ebd": "layer_norm", "pos
 def _of_kind(model: nn.Module) -> Case:
     made = _language_model(model)
     for name, parameter in model.named_parameters():
-        if "bias" in name:  # zero at the start, which would hide what is added twice or not at all
+        if "bias" in name:  # zeros would hide what is added twice or not at all
             nn.init.normal_(parameter, std=0.3)
     if not type(model).__name__.endswith("SequenceClassification"):
         return made
@@ -268,7 +266,7 @@ def _lora(case: Case, targets: list[str], **options: Any) -> Case:
 
     model = get_peft_model(case.model, LoraConfig(r=3, lora_alpha=6, target_modules=targets, **options))
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at the start, which would leave lora_A without a gradient
+        if "lora_B" in name:  # zeros would leave lora_A without a gradient
             nn.init.normal_(parameter, std=0.3)
     return Case(model, case.loss_fn, case.batch)
 
@@ -330,7 +328,7 @@ CASES: dict[str, Callable[[], Case]] = {
         Attention(batch_first=True), squares, _inputs(EXAMPLES, 6)
     ),
     "cross attention": lambda: Case(CrossAttention(), squares, _inputs(7, 6)),
-    "cross attention, keys of another width": lambda: Case(CrossAttention(key_width=4), squares, _inputs(7, 6)),
+    "cross attention, different key width": lambda: Case(CrossAttention(key_width=4), squares, _inputs(7, 6)),
     "transformer encoder": lambda: Case(
         nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), squares, _inputs(7, 8)
     ),

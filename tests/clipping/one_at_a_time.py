@@ -1,6 +1,4 @@
-"""The brute force that clipped sums are held against: one example at a time, ordinary autograd, an unpatched copy of
-the model.
-"""
+"""The brute-force reference of clipped sums: ordinary autograd on a copy of the model, one example at a time."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def assert_exact(
     *,
     rtol: float = 1e-10,
 ) -> None:
-    """Norms and sums of the engine are those of brute force, with a clip norm that about half of the examples pass."""
+    """Compare norms and sums of the engine with brute force, at a clip norm that half of the examples exceed."""
     _, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, 1.0, scale)
     clip_norm = float(norms.median())
     expected, norms = clipped_sum_one_at_a_time(model, loss_fn, batch, examples, clip_norm, scale)

@@ -1,7 +1,7 @@
-"""A CUDA graph without CUDA: operations are written down with the tensors they ran on, and run again on the same ones.
+"""A CUDA graph without CUDA: a tape records operations with their tensors, and runs them again on the same tensors.
 
-As with a graph no Python of the model runs again, inputs are read where they lay, and results appear where they were.
-Kernels of Triton are written down too, where its interpreter runs them.
+As with a graph, no Python of the model runs again, and inputs and results stay at their addresses. Triton kernels are
+recorded too if the interpreter runs them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
         if not self._is_paused:
-            # Without what autograd adds to them later: a graph holds memory alone.
+            # Detached, because a graph holds memory and no autograd nodes.
             again = partial(self._again, function, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs, found)))
             self._entries.append(again)
         return found
 
     def launch(self, run: Callable[[], None]) -> None:
-        """A kernel: it runs now, and again at every replay; what it does inside is not written down."""
+        """Run a kernel now and in every replay; its inner operations are not recorded."""
         self._is_paused = True
         run()
         self._is_paused = False
@@ -57,13 +57,13 @@ class Tape(TorchDispatchMode):
 
 
 def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on tapes take the place of graphs, on a CPU too; the list has the number of replays of each."""
+    """Replace graphs by tapes, also on a CPU; return a list of the number of replays of each."""
     replays: list[int] = []
 
     def graph_of(run: Callable[[], None], workspace: Any) -> Callable[[], None]:
         run()
         if held := [name for name, parameter in workspace._clipped.parameters.items() if _is_in_a_graph(parameter)]:
-            pytest.fail(f"autograd still holds nodes of another stream, which ends a capture: {held}")
+            pytest.fail(f"autograd still holds nodes of a different stream, which ends a capture: {held}")
         tape = Tape()
         with _kernels_on(tape), tape:
             run()
@@ -82,7 +82,7 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _is_in_a_graph(parameter: Tensor) -> bool:
-    """Whether an autograd graph that is still alive ends at this leaf, whose node would then be taken again."""
+    """Return whether a live autograd graph ends at this leaf; a capture would reuse its node."""
 
     class Hook:
         def __call__(self, *args: Any) -> None: ...
@@ -96,7 +96,7 @@ def _is_in_a_graph(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _kernels_on(tape: Tape) -> Iterator[None]:
-    """While this context is open, kernels are launched through the tape."""
+    """Launch kernels through the tape in this context."""
     if not IS_INTERPRETED:
         yield
         return

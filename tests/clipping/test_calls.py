@@ -1,4 +1,4 @@
-"""Whatever is called, and however often: rows that are not examples are never clipped as if they were, unsaid."""
+"""Calls of models, parts and layers: rows that are not examples are refused, never clipped as examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = 6
 
 
 class Positions(nn.Module):
-    """Adds a table of positions, where they are given."""
+    """Adds a table of positions if they are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Positions(nn.Module):
 
 
 class Inside(nn.Module):
-    """A model of which a loop calls the part `net`."""
+    """A model whose part `net` is called by a loop."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Inside(nn.Module):
 
 
 class Mean(nn.Sequential):
-    """Returns a loss of its own, as a Hugging Face model does with labels."""
+    """Returns a mean loss, as a Hugging Face model does with labels."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
 
 
 class Towers(nn.Module):
-    """Two inputs that the model does not bring together."""
+    """Two inputs that never interact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def attached(model: nn.Module) -> ClippedSums:
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 @pytest.mark.parametrize("extra_memory", [0, 1 << 20])
 @pytest.mark.parametrize("anchor_first", [True, False])
-def test_a_row_that_all_share_beside_the_batch_is_refused(trained, extra_memory, anchor_first):
+def test_a_shared_row_in_the_same_backward_as_a_batch_is_refused(trained, extra_memory, anchor_first):
     model = nn.Linear(4, 4)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == trained)
@@ -89,7 +89,7 @@ def test_a_row_that_all_share_beside_the_batch_is_refused(trained, extra_memory,
         (one * other).sum().backward()
 
 
-def test_a_backward_through_a_call_that_was_counted_is_refused():
+def test_a_second_backward_through_a_closed_call_is_refused():
     model = Inside(nn.Linear(4, 4))
     sums = attached(model)
     x = torch.randn(B, 4)
@@ -115,14 +115,14 @@ def test_two_backwards_of_one_call_are_one_batch():
 # -- what is called ------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_is_called_by_itself_is_checked():
+def test_a_call_of_a_part_is_checked():
     model = Inside(Positions())
     attached(model)
     with pytest.raises(BatchAxisError, match=r"layer 'net.table' got an input of shape \(6,\)"):
         model.net(torch.randn(B, B, 4), torch.arange(B))
 
 
-def test_a_part_alone_is_a_call():
+def test_micro_batches_through_a_part():
     model = Inside(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     sums = attached(model)
     for part in torch.randn(B + 3, 4).split(B):  # micro-batches of other sizes
@@ -131,12 +131,12 @@ def test_a_part_alone_is_a_call():
     assert [len(norms) for norms in sums.norms] == [B, 3]
 
 
-def test_parts_one_after_the_other_need_a_checked_loss():
+def test_successive_parts_need_a_checked_loss():
     def losses(model: Any, x: Tensor) -> Tensor:
         return model.head(model.net(x))[:, 0]
 
     model = Inside(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    assert_exact(model.double(), losses, torch.randn(B, 4).double(), B)  # which has the loss, and checks it
+    assert_exact(model.double(), losses, torch.randn(B, 4).double(), B)  # checks the loss by itself
     model.float()
     sums = attached(model)
     with pytest.raises(ValueError, match=r"layer 'head' ran outside a call of Inside.*check_example_independence"):
@@ -148,7 +148,7 @@ def test_parts_one_after_the_other_need_a_checked_loss():
     assert [len(norms) for norms in sums.norms] == [B, 3]
 
 
-def test_a_loss_of_a_part_is_refused_as_the_models_would_be():
+def test_a_scalar_loss_of_a_part_is_refused():
     model = Inside(Mean(nn.Linear(4, 4)))
     attached(model)
     with pytest.raises(ValueError, match="Mean returned a scalar that needs a gradient"):
@@ -162,7 +162,7 @@ def test_layers_outside_a_call_are_refused():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_forward_is_not_called_by_itself(compiled):
+def test_calling_forward_directly_is_refused(compiled):
     model = Inside(nn.Sequential(nn.Linear(4, 4)))
     attached(model)
     forward = torch.compile(model.forward, backend="eager") if compiled else model.forward
@@ -172,7 +172,7 @@ def test_forward_is_not_called_by_itself(compiled):
 
 
 @pytest.mark.parametrize("by_parts", [False, True])
-def test_a_loop_that_was_interrupted_is_begun_again(by_parts):
+def test_an_interrupted_loop_can_start_again(by_parts):
     class Stops(nn.Tanh):
         stops = True
 
@@ -199,7 +199,7 @@ def test_a_loop_that_was_interrupted_is_begun_again(by_parts):
     assert [len(norms) for norms in sums.norms] == [B, B - 1, B]
 
 
-def test_a_copy_tells_nobody():
+def test_a_copy_runs_without_the_engine():
     model = Inside(nn.Sequential(nn.Linear(4, 4)))
     attached(model)
     twin = copy.deepcopy(model)
@@ -211,7 +211,7 @@ def test_a_copy_tells_nobody():
 
 
 @pytest.mark.parametrize("before", [(), (torch.zeros(2, 3, dtype=torch.long),), (torch.arange(3)[None],)])
-def test_arguments_of_another_kind_are_checked_when_they_come(before):
+def test_a_new_kind_of_argument_is_checked(before):
     model = Positions()
     attached(model)
     model(torch.randn(2, 3, 4), *before).sum().backward()
@@ -223,7 +223,7 @@ def test_arguments_of_another_kind_are_checked_when_they_come(before):
 
 
 class Switched(nn.Module):
-    """Looks positions up where something is switched on."""
+    """Looks up positions if a condition holds."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Switched(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["a number", "a tensor", "an attribute"])
-def test_a_layer_that_was_not_seen_is_refused(when):
+def test_a_layer_that_the_check_did_not_see_is_refused(when):
     model = Switched(when)
     attached(model)
     flag: Any = torch.tensor(0) if when == "a tensor" else 0
@@ -256,7 +256,7 @@ def test_a_layer_that_was_not_seen_is_refused(when):
 
 
 @pytest.mark.parametrize(("when", "positions"), [("training", 3), ("gradients", B), ("a length", 1)])
-def test_a_layer_without_examples_is_refused(when, positions):
+def test_a_layer_without_a_batch_axis_is_refused(when, positions):
     model = Switched(when)
     attached(model)
     model.eval().on = False
@@ -267,14 +267,14 @@ def test_a_layer_without_examples_is_refused(when, positions):
         model(torch.randn(B, positions, 4))
 
 
-def test_arguments_that_show_no_tensor_are_refused():
+def test_arguments_without_a_visible_tensor_are_refused():
     model = Switched("an object")
     attached(model)
     with pytest.raises(ValueError, match="called without a tensor in its arguments"):
         model(UserDict(x=torch.randn(B, B, 4)))
 
 
-def test_an_output_that_shows_nothing_needs_a_checked_loss():
+def test_an_output_without_gradients_needs_a_checked_loss():
     class Hides(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -289,7 +289,7 @@ def test_an_output_that_shows_nothing_needs_a_checked_loss():
         model(torch.randn(B, 4))
 
 
-def test_losses_with_labels_beside_their_inputs_continue_a_call():
+def test_a_fused_loss_after_a_call_belongs_to_it():
     labels = torch.zeros(B, B, dtype=torch.long)
 
     def losses(model: Any, x: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def test_losses_with_labels_beside_their_inputs_continue_a_call():
     clipped_sum(Inside(nn.Sequential(nn.Linear(4, 4))), losses, torch.randn(B, B, 4))
 
 
-def test_a_part_is_checked_after_another_call_was_interrupted():
+def test_a_part_is_checked_after_an_interrupted_call():
     class Stops(Positions):
         def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
             if positions is None:

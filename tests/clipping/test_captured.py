@@ -1,4 +1,4 @@
-"""Batches that run as one graph add what they would add in the ordinary way; tapes take the place of graphs."""
+"""Captured batches add the same sums as ordinary ones; tapes replace CUDA graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.clipping.tape import tape_graphs
 def trained(
     variant: str, batches: list[tuple[Tensor, Tensor]], *, is_captured: bool, **options: Any
 ) -> tuple[nn.Module, PrivateOptimizer]:
-    """The model after a step on each batch, with its optimizer; key and run are always the same."""
+    """Take a step on each batch, always with the same key and run; return model and optimizer."""
     model = model_of()
     key = dpoptim.NoiseKey.from_bytes(bytes(32))
     optimizer = VARIANTS[variant](model, plan_of(), lr=0.1, key=key, run_id="run", external_batches=True, **options)
@@ -57,13 +57,13 @@ def trained(
     return model, optimizer
 
 
-def hold_apart(monkeypatch: pytest.MonkeyPatch, is_apart: Callable[[Tensor], Tensor]) -> None:
-    """From now on a graph leaves rows out, by their norms, as ones to be looked at by themselves."""
+def force_recompute(monkeypatch: pytest.MonkeyPatch, is_left_out: Callable[[Tensor], Tensor]) -> None:
+    """Let graphs leave out rows, chosen by their norms, as if they needed recomputing."""
     clip_and_sum = ClippedSums.clip_and_sum_into
 
-    def told(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> ClipResult:
+    def without_rows(self: ClippedSums, into: FlatTensors, batch: PhysicalBatch, scale: Any) -> ClipResult:
         found = clip_and_sum(self, into, batch, scale)
-        found.needs_recompute.copy_(is_apart(found.norms) & (found.weights > 0))
+        found.needs_recompute.copy_(is_left_out(found.norms) & (found.weights > 0))
         shares = torch.where(found.needs_recompute, found.weights, 0.0)
         for name, own in batch.gradients.items():
             for j, share in enumerate(shares):
@@ -72,14 +72,14 @@ def hold_apart(monkeypatch: pytest.MonkeyPatch, is_apart: Callable[[Tensor], Ten
         found.counts[2] += found.needs_recompute.sum()
         return found
 
-    monkeypatch.setattr(ClippedSums, "clip_and_sum_into", told)
+    monkeypatch.setattr(ClippedSums, "clip_and_sum_into", without_rows)
 
 
-APART: dict[str, Callable[[Tensor], Tensor]] = {
-    "trusted": lambda norms: norms > math.inf,
-    "some apart": lambda norms: norms > 0.4,
-    "all apart": lambda norms: norms > -1,
-    "the first": lambda norms: torch.arange(len(norms)) == 0,
+RECOMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda norms: norms > math.inf,
+    "some": lambda norms: norms > 0.4,
+    "all": lambda norms: norms > -1,
+    "first": lambda norms: torch.arange(len(norms)) == 0,
 }
 
 
@@ -90,19 +90,24 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_replays_add_what_the_ordinary_way_adds(monkeypatch, variant, reduction):
+def test_replays_add_the_same_sums_as_ordinary_batches(monkeypatch, variant, reduction):
     replays = tape_graphs(monkeypatch)
     batches = batches_of((8, 4), (8, 4), (8, 2), (8, 4), (8, 2), (8, 4), (8, 2))
     expected, ordinary = trained(variant, batches, is_captured=False, loss_reduction=reduction)
     found, optimizer = trained(variant, batches, is_captured=True, loss_reduction=reduction)
-    # Sums of squares are not captured; of two ways in turns, each shape is met anew in each.
+    # Sums of squares are not captured; two alternating variants capture each shape separately.
     assert replays == {"squares": [], "in turns": [2, 1]}.get(variant, [3, 2])
     assert_same(found, expected)
     assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
     assert 0 < ordinary.mechanism.counts_not_private.clipped < 56
 
 
-def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
+def test_padding_adds_at_most_an_eighth_of_the_rows():
+    assert [captured._padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
+    assert captured._padded_rows(100, 64) == 128
+
+
+def test_padding_rows_add_nothing(monkeypatch):
     replays = tape_graphs(monkeypatch)
     batches = batches_of((8, 4), (8, 4), (3, 4), (8, 4), (7, 4), (1, 4), (1, 4), (8, 4))
     expected, ordinary = trained("flat", batches, is_captured=False)
@@ -114,7 +119,7 @@ def test_rows_that_fill_a_batch_up_add_nothing(monkeypatch):
 
 
 def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
-    """And not with its copies, which fill the batch up."""
+    """Its copies in the padding rows do not count."""
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
@@ -128,7 +133,7 @@ def test_a_first_row_that_is_not_finite_is_counted_once(monkeypatch):
     assert (counts.examples, counts.nonfinite) == (10, 1)
 
 
-def test_norms_are_those_of_the_examples_alone(monkeypatch):
+def test_norms_equal_those_of_single_examples(monkeypatch):
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
@@ -150,7 +155,7 @@ def test_norms_are_those_of_the_examples_alone(monkeypatch):
 
 
 def test_two_batches_make_one_step(monkeypatch):
-    """Each is taken in when the next one begins, before its rows are overwritten."""
+    """Each batch is added when the next one begins, before its rows are overwritten."""
     replays = tape_graphs(monkeypatch)
 
     def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
@@ -164,10 +169,10 @@ def test_two_batches_make_one_step(monkeypatch):
     assert replays == [7]
 
 
-@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
-def test_an_ordinary_batch_may_follow(monkeypatch, apart):
+@pytest.mark.parametrize("recomputed", ["none", "some", "all"])
+def test_an_ordinary_batch_after_a_captured_one(monkeypatch, recomputed):
     tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART[apart])
+    force_recompute(monkeypatch, RECOMPUTED[recomputed])
 
     def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
         for x, y in batches_of(*[(4, 2)] * 4):
@@ -179,10 +184,10 @@ def test_an_ordinary_batch_may_follow(monkeypatch, apart):
     assert_same(*both_ways(loop))
 
 
-def test_examples_apart_are_looked_at_once(monkeypatch):
-    """They alone run again, in the ordinary way."""
+def test_left_out_examples_are_recomputed_once(monkeypatch):
+    """Only they run again, without a graph."""
     replays = tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART["all apart"])
+    force_recompute(monkeypatch, RECOMPUTED["all"])
     batches = batches_of((8, 4), (8, 4), (5, 4), (8, 4))
     expected, ordinary = trained("scaled", batches, is_captured=False)
     found, optimizer = trained("scaled", batches, is_captured=True)
@@ -191,25 +196,25 @@ def test_examples_apart_are_looked_at_once(monkeypatch):
     assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
 
 
-@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
+@pytest.mark.parametrize("recomputed", ["none", "some", "all"])
 @pytest.mark.parametrize("sampling", [dpoptim.Poisson(), dpoptim.Shuffled()], ids=["poisson", "shuffled"])
-def test_a_loader_is_followed(monkeypatch, sampling, apart):
-    """Empty samples, parts of a step, and a step that the loop breaks off in its middle and draws again."""
+def test_captured_batches_of_a_loader(monkeypatch, sampling, recomputed):
+    """Empty samples, micro-batches, and a step that the loop abandons half-way and draws again."""
     replays = tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART[apart])
+    force_recompute(monkeypatch, RECOMPUTED[recomputed])
     torch.manual_seed(2)
     data = torch.utils.data.TensorDataset(torch.randn(16, 3, WIDTH), torch.randn(16))
     plan = plan_of(12, num_examples=16, batch_size=2 if sampling.is_random else 8, sampling=sampling)
 
     def loop(differentiate: Any, ordinary: Any, optimizer: PrivateOptimizer) -> None:
         loader = dpoptim.private_loader(data, plan, key=optimizer.key, run_id="run", micro_batch_size=3)
-        broken_off = False
+        abandoned = False
         while loader.next_step < plan.steps:
             for x, y in loader:
                 differentiate(x, y)
                 optimizer.step()
-                if not loader.step_ends and loader.next_step == 5 and not broken_off:
-                    broken_off = True
+                if not loader.step_ends and loader.next_step == 5 and not abandoned:
+                    abandoned = True
                     break
         assert optimizer.mechanism.step == 12
 
@@ -217,7 +222,7 @@ def test_a_loader_is_followed(monkeypatch, sampling, apart):
     assert sum(replays) > 3
 
 
-def test_other_conditions_make_another_graph(monkeypatch):
+def test_new_conditions_make_a_new_graph(monkeypatch):
     replays = tape_graphs(monkeypatch)
     layers, dropout = model_of(), nn.Dropout(0.5)
     model = nn.Sequential(layers, dropout)
@@ -248,10 +253,10 @@ def test_other_conditions_make_another_graph(monkeypatch):
     torch.testing.assert_close(run(x, y), losses_of(model)(x, y).detach())
 
 
-def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
+def test_a_failed_capture_runs_without_a_graph(monkeypatch):
     tape_graphs(monkeypatch)
 
-    def refuse(run, room):
+    def refuse(run, workspace):
         run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -265,7 +270,7 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
     assert optimizer.mechanism.counts_not_private == ordinary.mechanism.counts_not_private
 
 
-def test_more_shapes_than_graphs_run_as_they_are(monkeypatch):
+def test_shapes_above_the_limit_run_without_graphs(monkeypatch):
     replays = tape_graphs(monkeypatch)
     monkeypatch.setattr(captured, "MAX_GRAPHS", 2)
     batches = batches_of((8, 1), (8, 2), (8, 3), (8, 3), (8, 1), (8, 3))
@@ -284,13 +289,11 @@ def test_a_cpu_runs_without_graphs(monkeypatch):
     assert_same(found, expected)
 
 
-def test_mistakes_are_told():
+def test_invalid_arguments_are_named():
     model = model_of()
     optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.1, external_batches=True)
     ((x, y),) = batches_of((4, 2))
-    with pytest.raises(ValueError, match="losses must be a function"):
-        optimizer.captured(model(x))
-    with pytest.raises(ValueError, match="pad_to_multiple=0 must be a whole number"):
+    with pytest.raises(ValueError, match="Expected pad_to_multiple to be a whole number"):
         optimizer.captured(losses_of(model), pad_to_multiple=0)
     run = optimizer.captured(losses_of(model))
     with pytest.raises(ValueError, match="first axes of the 2 tensors differ"):
@@ -310,18 +313,18 @@ def test_mistakes_are_told():
         run(x, y)
 
 
-def test_losses_may_take_their_rows_in_another_order(monkeypatch):
+def test_losses_may_reorder_their_rows(monkeypatch):
     replays = tape_graphs(monkeypatch)
     model = model_of()
 
-    def turned(x: Tensor, y: Tensor) -> Tensor:
+    def reordered(x: Tensor, y: Tensor) -> Tensor:
         return losses_of(model)(x.flip(0), y.flip(0)).flip(0)
 
-    optimizer, run = captured_run(model, turned)
+    optimizer, run = captured_run(model, reordered)
     seen = seen_by(optimizer)
     first, last = batches_of((4, 2), (1, 2))
     warm(run, *first, optimizer)
-    for differentiate in (run, lambda x, y: turned(x, y).sum().backward()):
+    for differentiate in (run, lambda x, y: reordered(x, y).sum().backward()):
         differentiate(*last)
         optimizer.step()
     assert replays == [2]
@@ -330,7 +333,7 @@ def test_losses_may_take_their_rows_in_another_order(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["between", "warm-up", "sums"])
-def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, where):
+def test_an_interrupt_drops_a_padded_batch(monkeypatch, where):
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
@@ -346,7 +349,7 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
         if where == "sums":
             patched.setattr(optimizer.mechanism._sums, "clip_and_sum_into", interrupt)
         else:
-            # Of three flushes, one when the call begins and one in each of two runs, the second or the third.
+            # There are three flushes: when the call begins, and in each of two runs. Interrupt the second or third.
             passed = [engine.flush] * (1 if where == "warm-up" else 2)
             patched.setattr(engine, "flush", lambda: passed.pop()() if passed else interrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -357,7 +360,7 @@ def test_an_interrupt_leaves_nothing_of_a_batch_that_was_filled_up(monkeypatch, 
     assert optimizer.mechanism.counts_not_private.examples == 1
 
 
-def test_a_call_that_fails_does_not_count(monkeypatch):
+def test_a_failed_call_does_not_count(monkeypatch):
     tape_graphs(monkeypatch)
     _, optimizer, run, (x, y) = with_a_graph()
 
@@ -374,7 +377,7 @@ def test_a_call_that_fails_does_not_count(monkeypatch):
     assert optimizer.mechanism.counts_not_private.examples == 12
 
 
-def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
+def test_sums_are_dropped_if_adding_them_fails(monkeypatch):
     tape_graphs(monkeypatch)
     _, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
@@ -393,12 +396,12 @@ def test_sums_are_forgotten_where_taking_them_in_fails(monkeypatch):
     assert float(seen[0].norm()) < 1e-6
 
 
-@pytest.mark.parametrize("apart", ["trusted", "some apart", "all apart"])
+@pytest.mark.parametrize("recomputed", ["none", "some", "all"])
 @pytest.mark.parametrize("variant", ["flat", "scaled"])
-def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
-    """The host learns of examples apart when the loop has filled its buffers with the next part."""
+def test_recomputed_rows_use_their_own_inputs(monkeypatch, variant, recomputed):
+    """The host learns which examples to recompute after the loop has overwritten its buffers."""
     replays = tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART[apart])
+    force_recompute(monkeypatch, RECOMPUTED[recomputed])
     parts, norms = batches_of(*[(4, 3)] * 15), {}
     found = []
     for is_captured in (False, True):
@@ -431,14 +434,14 @@ def test_parts_of_one_shape_run_again_as_they_were(monkeypatch, variant, apart):
     assert sum(replays) == 14
 
 
-def assert_forgotten(
+def assert_dropped(
     monkeypatch: pytest.MonkeyPatch,
     run: Any,
     failing: Callable[..., None],
     step: Callable[[], None],
     seen: list[Tensor],
 ) -> None:
-    """A step in which running again fails leaves nothing to those that follow."""
+    """Check that a step whose recomputation fails leaves nothing behind."""
     with monkeypatch.context() as patched:
         patched.setattr(run, "_run", failing)
         with pytest.raises((MemoryError, KeyboardInterrupt)):
@@ -449,9 +452,9 @@ def assert_forgotten(
     assert float(seen[1].norm()) > 1e-3
 
 
-def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
+def test_sums_are_dropped_if_recomputing_fails(monkeypatch):
     tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART["all apart"])
+    force_recompute(monkeypatch, RECOMPUTED["all"])
     model, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
 
@@ -463,16 +466,16 @@ def test_sums_are_forgotten_where_running_again_fails(monkeypatch):
         run(x, y)
         optimizer.step()
 
-    assert_forgotten(monkeypatch, run, fail, step, seen)
+    assert_dropped(monkeypatch, run, fail, step, seen)
     optimizer.step()
     assert float(seen[2].norm()) < 1e-6
     assert optimizer.mechanism.counts_not_private.examples == 32
 
 
 @pytest.mark.parametrize("by", ["the step", "the next batch"])
-def test_an_interrupt_of_what_runs_again_leaves_nothing(monkeypatch, by):
+def test_an_interrupt_while_recomputing_drops_the_sums(monkeypatch, by):
     tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART["all apart"])
+    force_recompute(monkeypatch, RECOMPUTED["all"])
     _, optimizer, run, (x, y) = with_a_graph(sampling=dpoptim.Poisson())
     seen, ordinary = seen_by(optimizer), run._run
 
@@ -486,22 +489,22 @@ def test_an_interrupt_of_what_runs_again_leaves_nothing(monkeypatch, by):
             run(x[:3], y[:3])
         optimizer.step()
 
-    assert_forgotten(monkeypatch, run, interrupted, step, seen)
+    assert_dropped(monkeypatch, run, interrupted, step, seen)
 
 
-def test_an_example_apart_changes_nothing_of_what_others_add(monkeypatch):
-    """One whose own gradient is 0: though there is dropout, and a value of the loop's that changes before it runs."""
+def test_a_recomputed_example_does_not_change_other_examples(monkeypatch):
+    """Its own gradient is 0; the model has dropout, and the loop changes a value before the example runs again."""
     tape_graphs(monkeypatch)
     released, explained = [], []
-    for apart in ("trusted", "the first"):
+    for recomputed in ("none", "first"):
         with monkeypatch.context() as patched:
-            hold_apart(patched, APART[apart])
+            force_recompute(patched, RECOMPUTED[recomputed])
             model, factor = nn.Sequential(model_of(), nn.Dropout(0.5)), torch.ones(())
 
             def losses(
                 x: Tensor, y: Tensor, counts: Tensor, model: nn.Module = model, factor: Tensor = factor
             ) -> Tensor:
-                assert len(x) in (3, 4)  # as the loop has them, or filled up: what is run again has no size of its own
+                assert len(x) in (3, 4)  # the loop's size or the padded one: recomputing shows no other size
                 return losses_of(model)(x, y) * counts * factor
 
             optimizer, run = captured_run(model, losses, batch_size=12)
@@ -520,8 +523,8 @@ def test_an_example_apart_changes_nothing_of_what_others_add(monkeypatch):
     assert explained[0] == explained[1]
 
 
-def test_the_scale_that_clipped_a_batch_lives_until_it_is_taken_in(monkeypatch):
-    """Another in its place would look the same."""
+def test_a_scale_stays_alive_until_its_batch_is_added(monkeypatch):
+    """A new scale at the same address would look unchanged."""
     tape_graphs(monkeypatch)
     model, optimizer, run, (x, y) = with_a_graph()
     for is_replayed in (False, True):  # with a scale
@@ -536,9 +539,9 @@ def test_the_scale_that_clipped_a_batch_lives_until_it_is_taken_in(monkeypatch):
         assert all(value() is None for value in lives)
 
 
-def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeypatch):
+def test_a_batch_of_a_replaced_optimizer_is_not_recomputed(monkeypatch):
     tape_graphs(monkeypatch)
-    hold_apart(monkeypatch, APART["all apart"])
+    force_recompute(monkeypatch, RECOMPUTED["all"])
     model, optimizer, run, (x, y) = with_a_graph()
     sums = optimizer.mechanism._sums
     run(x, y)
@@ -549,9 +552,9 @@ def test_a_batch_does_not_run_again_when_another_optimizer_has_the_model(monkeyp
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("how", ["another", "written to"])
+@pytest.mark.parametrize("how", ["replaced", "written to"])
 def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch, how):
-    """By whatever the noise will be divided."""
+    """It is clipped by the scale that the noise will be divided by."""
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
@@ -562,7 +565,7 @@ def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch,
         optimizer.mechanism.scale = {name: one.clone() for name, one in ones.items()}
         differentiate(x, y)
         if number >= 2:
-            if how == "another":
+            if how == "replaced":
                 optimizer.mechanism.scale = {name: 3 * one for name, one in ones.items()}
             else:
                 for value in optimizer.mechanism.scale.values():
@@ -572,7 +575,7 @@ def test_a_scale_that_changes_before_the_step_clips_the_batch_again(monkeypatch,
     assert float(seen[2].norm()) < 0.9 * float(seen[1].norm())
 
 
-def test_a_clip_norm_and_a_precision_of_their_own_make_another_graph(monkeypatch):
+def test_a_new_clip_norm_or_precision_makes_a_new_graph(monkeypatch):
     replays = tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
@@ -593,7 +596,7 @@ def test_a_clip_norm_and_a_precision_of_their_own_make_another_graph(monkeypatch
 
 
 class Heads(nn.Module):
-    """One head for single positions, another for several."""
+    """One head for single positions, and a second one for several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -605,15 +608,15 @@ class Heads(nn.Module):
         return outputs
 
 
-def test_what_a_batch_does_not_use_stays_without_a_gradient(monkeypatch):
-    """Also where other batches of the same step use it, in a graph or without."""
+def test_unused_parameters_get_no_gradient(monkeypatch):
+    """Also if other batches of the same step use them, in a graph or without."""
     replays = tape_graphs(monkeypatch)
     steps: list[list[tuple[int, bool]]] = [[(1, True)], [(2, True)]] * 3 + [[(1, True), (2, True)], [(2, True)]]
     steps += [[(2, False), (1, True)], [(1, False), (2, True)], [(1, True)]]
     found = []
     for captures in (True, False):
         model = Heads()
-        for positions in (1, 2):  # each length has layers of its own
+        for positions in (1, 2):  # each length has its own layer
             ((x, y),) = batches_of((4, positions))
             check_example_independence(model, lambda model, batch: losses_of(model)(*batch), (x, y))
         optimizer, run = captured_run(model)
@@ -631,7 +634,7 @@ def test_what_a_batch_does_not_use_stays_without_a_gradient(monkeypatch):
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
 
 
-def test_a_captured_batch_is_not_taken_in_within_something_else(monkeypatch):
+def test_a_captured_batch_is_not_added_in_a_different_context(monkeypatch):
     tape_graphs(monkeypatch)
     model, optimizer, run, (x, y) = with_a_graph()
     run(x, y)
@@ -655,7 +658,7 @@ def test_parameters_and_buffers_must_not_change_before_the_step(monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["frozen", "buffer", "dtype"])
-def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
+def test_moved_or_converted_tensors_make_a_new_graph(monkeypatch, change):
     replays = tape_graphs(monkeypatch)
     model = model_of()
     model.register_buffer("shift", torch.zeros(()))
@@ -686,7 +689,7 @@ def test_what_is_no_more_in_its_place_makes_another_graph(monkeypatch, change):
     torch.testing.assert_close(run(x, y), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
+def test_arguments_other_than_tensors_select_the_graph(monkeypatch):
     replays = tape_graphs(monkeypatch)
     model = model_of()
 
@@ -703,18 +706,18 @@ def test_arguments_besides_tensors_tell_graphs_apart(monkeypatch):
     assert replays == [2] * 3
     for _ in range(2):
         run(x, y.long(), twice=None)
-    torch.testing.assert_close(run(x, y, twice=None), once)  # whose y is no whole number
+    torch.testing.assert_close(run(x, y, twice=None), once)  # y is not an integer here
     optimizer.step()
     before = list(replays)
     with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None only"):
         run(x, y, twice=3.0)
-    for times in (4.0, 3.0, 3.0):  # which may be another one in each batch
+    for times in (4.0, 3.0, 3.0):  # numbers may differ in each batch
         torch.testing.assert_close(run(x, y, twice=times), times * once)
         optimizer.step()
     assert replays == before
 
 
-def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
+def test_each_batch_has_its_own_norms_and_explanation(monkeypatch):
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
@@ -727,18 +730,18 @@ def test_norms_and_the_explanation_are_those_of_each_batch(monkeypatch):
         optimizer.mechanism._sums.engine.flush()
         expected.append(optimizer.mechanism._sums.norms[-1])
         optimizer.step()
-    told = optimizer.explain()
+    explained = optimizer.explain()
     losses = [run(x, y) for x, y in (many, one, other)]
     torch.testing.assert_close(losses, [losses_of(model)(x, y).detach() for x, y in (many, one, other)])
     optimizer.mechanism._sums.engine.flush()
     first, second, third = optimizer.mechanism._sums.norms
     torch.testing.assert_close([second, third, first], expected)
-    assert optimizer.explain() != told
+    assert optimizer.explain() != explained
     run(*many)
-    assert optimizer.explain() == told
+    assert optimizer.explain() == explained
 
 
-def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
+def test_a_function_that_skips_rows_is_not_captured(monkeypatch):
     tape_graphs(monkeypatch)
     model = model_of()
 
@@ -751,7 +754,7 @@ def test_a_function_that_runs_half_of_its_rows_is_not_captured(monkeypatch):
         warm(run, x, y, optimizer)
 
 
-def test_an_autocast_around_it_is_not_captured(monkeypatch):
+def test_an_outer_autocast_is_not_captured(monkeypatch):
     monkeypatch.setattr(captured, "choose", SimpleNamespace(available=lambda device: True))
     monkeypatch.setattr(captured, "_capture", lambda *args: pytest.fail("it was captured"))
     model = model_of()
@@ -767,7 +770,7 @@ def test_an_autocast_around_it_is_not_captured(monkeypatch):
 
 
 def test_transformers_builds_no_mask_where_none_was_given(monkeypatch):
-    """While a graph is captured; what it does with one that was given is its own."""
+    """Only during a capture; a given mask is left alone."""
     masking = pytest.importorskip("transformers.masking_utils")
     before = masking.is_tracing
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)

@@ -1,4 +1,4 @@
-"""What surrounds a check: other engines, checkpoints, failed backwards; and rows that no check has seen."""
+"""Checks beside other engines, checkpoints and failed backwards; rows that no check has seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, D = 20, 6
 
 
 def test_a_check_leaves_no_trace():
-    """Gradients, random numbers and what an argument depends on are as if nothing had been checked."""
+    """Gradients, random numbers and the graph of an argument are the same as without a check."""
     model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, 1)).train()
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()
@@ -46,8 +46,8 @@ def test_a_model_inside_a_checkpoint_is_checked_and_runs(reentrant):
     assert sums.counts.examples == 2 * B
 
 
-def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
-    """A module without a rule that mixes only outside of the rows that are checked."""
+def test_the_generic_rule_compares_the_whole_batch():
+    """A module without a rule mixes only outside the rows of the check."""
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -63,7 +63,7 @@ def test_what_is_compared_with_one_example_at_a_time_is_the_batch_itself():
         clipped_sum(nn.Sequential(Late(), nn.Linear(D, 1)), lambda model, x: model(x).sum(1), x, clip_norm=1.0)
 
 
-def test_a_check_feeds_no_other_engine():
+def test_a_check_records_nothing_in_other_engines():
     inner = nn.Linear(D, D)
     of_inner = ClippedSums(inner, clip_norm=1.0)
     of_inner.engine.attach()
@@ -84,7 +84,7 @@ def test_a_check_feeds_no_other_engine():
 
 
 def test_one_row_that_is_not_shared_is_refused():
-    """A row that was picked by its content is not one that all examples share, though shared rows exist."""
+    """A row that is picked by its content is not shared by all examples."""
 
     class Picked(nn.Module):
         def __init__(self) -> None:
@@ -110,7 +110,7 @@ def test_one_row_that_is_not_shared_is_refused():
 
 
 class Failing(torch.autograd.Function):
-    """Its backward fails as often as it is told to."""
+    """Its backward fails `left` times."""
 
     left = 0
 
@@ -135,7 +135,7 @@ class FailsBetweenLayers(nn.Module):
         return self.last(Failing.apply(self.first(x)))[:, 0]
 
 
-def test_a_backward_that_fails_counts_for_nothing():
+def test_a_failed_backward_does_not_count():
     torch.manual_seed(0)
     model, x = FailsBetweenLayers(), torch.randn(B, D)
     sums = ClippedSums(model, clip_norm=1.0)
@@ -154,7 +154,7 @@ def test_a_backward_that_fails_counts_for_nothing():
         torch.testing.assert_close(found[name], total)
 
 
-def test_a_backward_that_failed_may_not_be_run_again_on_the_same_graph():
+def test_a_failed_backward_cannot_run_again_on_the_same_graph():
     model = FailsBetweenLayers()
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()

@@ -36,7 +36,7 @@ def test_equals_one_example_at_a_time(name, scaled):
 
 
 @pytest.mark.parametrize(("name", "scaled"), [(name, i % 2 == 1) for i, name in enumerate(CASES)])
-def test_one_example_never_passes_the_clip_norm(name, scaled):
+def test_one_example_never_exceeds_the_clip_norm(name, scaled):
     made = case(name)
     scale = random_scale(made.model) if scaled else None
     clip_norm = 1e-3
@@ -50,7 +50,7 @@ def test_one_example_never_passes_the_clip_norm(name, scaled):
 
 
 @pytest.mark.parametrize("name", ["tied", "lstm", "BertForMaskedLM", "LoRA on DeBERTa"])
-def test_model_is_given_back_untouched(name):
+def test_the_model_is_restored(name):
     made = case(name)
     before = copy.deepcopy(made.model)
     clipped_sum(made.model, made.loss_fn, made.batch)
@@ -90,7 +90,7 @@ def test_fp32_is_close(name):
     ],
 )
 def test_bf16_autocast(name):
-    """Under autocast the forward is rounded to bf16; what is measured and released is that gradient, in fp32."""
+    """Under autocast the forward is rounded to bf16; that gradient is measured and summed, in fp32."""
     made = case(name, torch.float32)
 
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_bf16_autocast(name):
     torch.testing.assert_close(found, norms, rtol=0.03, atol=0)
     total = sum(float((sums[n] - expected[n]).square().sum()) for n in sums) ** 0.5
     assert total <= 0.05 * sum(float(e.square().sum()) for e in expected.values()) ** 0.5
-    for j in range(EXAMPLES):  # what is released obeys the bound however coarse the forward was
+    for j in range(EXAMPLES):  # the bound holds however coarse the forward was
         own = torch.utils._pytree.tree_map(lambda t, j=j: t[j : j + 1], made.batch)
         alone, _ = clipped_sum(made.model, loss_fn, own, clip_norm=1e-3)
         assert sum(float(s.square().sum()) for s in alone.values()) ** 0.5 <= 1e-3 * (1 + 1e-5)
@@ -153,8 +153,8 @@ def test_every_parameter_of_bert_tiny_is_covered_once():
     assert sum(p.numel() for p in sums.parameters.values()) == 4_416_698
 
 
-class TestWhatRoundingCouldHide:
-    """Inputs made so that fp32 arithmetic sees a smaller norm than the one it would release."""
+class TestRounding:
+    """Inputs whose norm fp32 arithmetic would underestimate."""
 
     def released(self, model: nn.Module, loss_fn, x: torch.Tensor, clip_norm: float, scale=None) -> float:
         sums, _ = clipped_sum(model, loss_fn, x, clip_norm=clip_norm, scale=scale)
@@ -208,7 +208,7 @@ def test_one_row_that_is_not_shared_is_refused():
         clipped_sum(Unsqueezes(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
 
 
-def test_a_model_that_cannot_be_run_on_a_few_rows_is_refused():
+def test_a_model_that_cannot_run_on_a_few_rows_is_refused():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -218,13 +218,13 @@ def test_a_model_that_cannot_be_run_on_a_few_rows_is_refused():
             assert len(x) == 5, "only batches of five"
             return self.layer(x)
 
-    with pytest.raises(AssertionError, match="only batches of five") as told:
+    with pytest.raises(AssertionError, match="only batches of five") as raised:
         clipped_sum(Counts(), lambda m, x: m(x).square().sum(1), torch.randn(5, 4))
-    assert "to check that examples do not mix" in told.value.__notes__[0]
+    assert "to check that examples do not mix" in raised.value.__notes__[0]
 
 
 def test_norms_follow_the_gradients_dtype():
-    """Also where a model changes it after the optimizer was made."""
+    """Also if the model changes its dtype after the optimizer was created."""
     model = nn.Linear(2, 2)
     sums = ClippedSums(model, clip_norm=1.0)
     sums.engine.attach()

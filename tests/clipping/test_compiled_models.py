@@ -1,4 +1,4 @@
-"""torch.compile leaves what looks at calls and layers alone, and no check is weaker for a model that is compiled."""
+"""torch.compile leaves the engine alone, and compiled models get the same checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def compile_anew():
+def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -44,7 +44,7 @@ def attached(model: nn.Module) -> ClippedSums:
 
 
 def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") -> Callable[[Tensor], Tensor]:
-    """Losses of a batch, with something compiled."""
+    """Return a function that gives the losses of a batch, with a compiled part."""
     if way == "torch.compile":
         run = cast(nn.Module, torch.compile(model, backend=backend))
         return lambda x: run(x).square().sum(1)
@@ -61,10 +61,10 @@ def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_of_ours_is_compiled(way, monkeypatch):
+def test_the_engine_is_not_compiled(way, monkeypatch):
     """The engine runs outside the compiler, and the sums equal those of the uncompiled model."""
     asked: list[bool] = []
-    for name in ("expand_to_batch", "layer_call", "record", "flush", "capturing"):
+    for name in ("expand_to_batch", "recorder", "record", "flush", "capturing"):
         own = vars(Engine)[name]
         function = own.fget if isinstance(own, property) else own
 
@@ -91,7 +91,7 @@ def test_nothing_of_ours_is_compiled(way, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_of_one_shape_compile_in_the_first(way):
+def test_only_the_first_step_of_a_shape_compiles(way):
     graphs: list[int] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -106,17 +106,17 @@ def test_steps_of_one_shape_compile_in_the_first(way):
     losses = compiled(model, way, backend=count)
     losses(torch.randn(B, 4)).sum().backward()
     optimizer.step()
-    met = len(graphs)
+    compiled_graphs = len(graphs)
     with torch.compiler.set_stance("fail_on_recompile"):
         for _ in range(19):
             losses(torch.randn(B, 4)).sum().backward()
             optimizer.step()
-    assert len(graphs) == met
+    assert len(graphs) == compiled_graphs
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
 @pytest.mark.parametrize("changed", ["a buffer", "a loss", "a parameter outside its layer"])
-def test_what_changes_later_is_refused(way, changed):
+def test_later_changes_are_refused(way, changed):
     class Later(Net):
         seen: Tensor
 
@@ -143,10 +143,10 @@ def test_what_changes_later_is_refused(way, changed):
     step()
     step()
     model.on = True
-    told = {
+    messages = {
         "a buffer": "buffer 'seen' changes",
         "a loss": "Later returned a scalar",
         "a parameter outside its layer": "parameter 'head.weight' was used outside",
     }
-    with pytest.raises(ValueError, match=told[changed]):
+    with pytest.raises(ValueError, match=messages[changed]):
         step()

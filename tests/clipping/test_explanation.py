@@ -1,4 +1,4 @@
-"""What is chosen for which shapes, and that memory to spare changes speed alone."""
+"""Which norm method is chosen for which shapes; extra memory changes only the speed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import nn
 
 import dpoptim
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.clipping.norms import NormMethod
+from dpoptim.clipping.explanation import explain
+from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
+from dpoptim.clipping.norms import NormMethod, ParameterGradients
 from tests.clipping.models import CASES, Case, case, squares
 from tests.clipping.one_at_a_time import random_scale
 
@@ -26,7 +28,7 @@ def run(made, scale, extra_memory):
 
 
 @pytest.mark.parametrize(("name", "scaled"), [(name, i % 2 == 1) for i, name in enumerate(CASES)])
-def test_memory_to_spare_changes_no_sum(name, scaled):
+def test_extra_memory_does_not_change_sums(name, scaled):
     made = case(name)
     scale = random_scale(made.model) if scaled else None
     lean, _ = run(made, scale, 0)
@@ -62,7 +64,7 @@ def test_choice_by_memory():
     assert rich.held_bytes == lean.held_bytes + lean.extra_bytes
 
 
-def test_memory_is_spent_once_a_batch():
+def test_memory_is_spent_once_per_batch():
     """Two layers, and memory for one of them."""
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).double()
     made = Case(model, squares, torch.randn(3, 4, 16).double())
@@ -70,7 +72,19 @@ def test_memory_is_spent_once_a_batch():
     assert sorted(parameter.norm_method.name for parameter in found) == ["FORMED", "GRAM"]
 
 
-def test_the_optimizer_explains_itself():
+def test_printed_table():
+    weight, bias = ParameterGradients(torch.Size([9, 9])), ParameterGradients(torch.Size([9]))
+    weight.add(OuterProduct(torch.ones(4, 2, 9), torch.ones(4, 2, 9)))
+    bias.add(Materialized(torch.ones(4, 9)))
+    assert str(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False)).splitlines() == [
+        "a physical batch of 4 examples",
+        "  2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)",
+        "  0.bias [9]: gradients formed once, measured and summed (144 B held)",
+        "clipping_memory=1440 (1.4 kB more per physical batch) would form all gradients",
+    ]
+
+
+def test_explain_describes_the_last_batch():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
     plan = dpoptim.PrivacyPlan(num_examples=50, batch_size=5, steps=10, noise_multiplier=1.0)
     optimizer = dpoptim.scale_then_privatize(model, plan, 1e-2, external_batches=True, clipping_memory=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpoptim.clipping.clipped_sums import ClippedSums
+from dpoptim.clipping.clipped_sums import ClippedSums, _measured
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct, RowUpdates
 from dpoptim.clipping.norms import ParameterGradients
@@ -22,7 +22,7 @@ class Parameters(nn.Module):
 
 
 def summed(model, gradients, examples=1, **options):
-    """Clip norm 1: (the sums, the accumulated squares, what was counted)."""
+    """Return (sums, sums of squares, counts) at clip norm 1."""
     sums = ClippedSums(model, clip_norm=1.0, **options)
     with torch.no_grad():
         sums._add(PhysicalBatch(gradients=gradients, examples=examples))
@@ -43,7 +43,7 @@ def of_outer(left, right, *more):
 
 
 def cancelling(seed, rows, cols, positions=9, size=3e3):
-    """Factors of positions whose products sum to nearly nothing."""
+    """Return factors whose products over positions nearly cancel."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(1, positions, rows, generator=generator) * size
     left[:, -1] = -left[:, :-1].sum(1)
@@ -52,8 +52,8 @@ def cancelling(seed, rows, cols, positions=9, size=3e3):
 
 
 @pytest.mark.parametrize("share", [0.51, 0.75, 1.5, 2.51, 1e3])
-def test_a_weight_that_float32_cannot_hold_leaves_the_example_out(share):
-    """Norms near 1e44: the weight is `share` times the smallest number there is, and would be rounded up."""
+def test_an_example_whose_weight_underflows_is_left_out(share):
+    """Norms near 1e44: the weight is `share` times the smallest float32, and would be rounded up."""
     size = math.sqrt(1 / (share * 2.0**-149))
     total, _, counts = summed(
         Parameters(w=(1, 1)), {"w": of_outer(torch.full((1, 1, 1), size), torch.full((1, 1, 1), size))}
@@ -62,8 +62,8 @@ def test_a_weight_that_float32_cannot_hold_leaves_the_example_out(share):
     assert counts.nonfinite == 1
 
 
-def test_squares_are_of_weighted_gradients():
-    """g² overflows where (c·g)² does not."""
+def test_gradients_are_weighted_before_they_are_squared():
+    """g² overflows and (c·g)² does not."""
     left, right = torch.full((2, 1, 3), 1e11), torch.full((2, 1, 4), 1e11)
     total, squares, counts = summed(Parameters(w=(3, 4)), {"w": of_outer(left, right)}, 2, squares=True)
     assert counts.nonfinite == 0
@@ -71,7 +71,7 @@ def test_squares_are_of_weighted_gradients():
     assert float(squares["w"].sum()) == pytest.approx(2)
 
 
-def test_parts_that_overflow_leave_the_example_out():
+def test_an_example_whose_parts_overflow_is_left_out():
     left, right = torch.zeros(2, 2, 16), torch.zeros(2, 2, 16)
     left[0, 0, 0], right[0, 0, 0] = 1e22, 1e22
     left[0, 1, 0], right[0, 1, 0], right[0, 1, 1] = -1e22, 1e22, 5e21
@@ -87,7 +87,7 @@ def test_parts_that_overflow_leave_the_example_out():
 @pytest.mark.parametrize("formed", [False, True], ids=["positions", "formed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
-    """‖D‖² + 2⟨D, E⟩ + ‖E‖² loses twice the digits that D + E does."""
+    """‖D‖² + 2⟨D, E⟩ + ‖E‖² loses twice as many digits as D + E."""
     for seed, size in enumerate([3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-11] * 4):
         generator = torch.Generator().manual_seed(seed)
         left, right = (torch.zeros(1, 1, 50, dtype=dtype), torch.randn(1, 1, 16, generator=generator).to(dtype))
@@ -109,7 +109,7 @@ def test_uses_of_a_tied_table_that_cancel(dtype, formed, scaled):
 
 @pytest.mark.parametrize("kind", ["alone", "with a position of inf times 0", "tied", "beside float64"])
 def test_positions_that_cancel(kind):
-    """Rounding is then larger than the gradient: it is measured and summed as one and the same vector."""
+    """Rounding exceeds the gradient, so the vector that is measured must be the one that is summed."""
     for seed in range(60):
         rows, cols = (40, 5) if kind == "tied" else (3, 5)
         left, right = cancelling(seed, rows, cols)
@@ -131,22 +131,20 @@ def test_positions_that_cancel(kind):
 
 
 def test_the_order_of_sums_does_not_depend_on_the_run():
-    """Bit for bit, whatever the order of hashes."""
+    """The order of hashes does not change a bit."""
     gradients = {}
     for i in range(12):
         generator = torch.Generator().manual_seed(i)
         gradients[f"w{i}"] = of_outer(
             torch.randn(4, 3, 9, generator=generator), torch.randn(4, 3, 9, generator=generator)
         )
-    model = Parameters(**dict.fromkeys(gradients, (9, 9)))
-    sums = ClippedSums(model, clip_norm=1.0)
-    expected = sum((own.squared_norms() for own in gradients.values()), torch.zeros(4, dtype=torch.float64))
-    assert torch.equal(sums._measured(gradients, None)[0], expected)
+    expected = sum((own.measured()[0] for own in gradients.values()), torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(_measured(gradients, None)[0], expected)
 
 
 @pytest.mark.parametrize("mean_loss", [False, True], ids=["sum", "mean"])
-def test_an_example_by_itself_counts_once_and_as_much_as_the_others(mean_loss):
-    """Three examples, of which the first one's positions cancel."""
+def test_a_recomputed_example_counts_once(mean_loss):
+    """The positions of the first of three examples cancel."""
     left, right = cancelling(0, 3, 5)
     left, right = (torch.cat([each, *[torch.rand_like(each)] * 2]) for each in (left, right))
     factor = 3 if mean_loss else 1
@@ -154,7 +152,7 @@ def test_an_example_by_itself_counts_once_and_as_much_as_the_others(mean_loss):
     with torch.no_grad():
         sums._add(PhysicalBatch(gradients={"w": of_outer(left / factor, right)}, examples=3))
     grads = left.double().mT @ right.double()
-    grads[0] = (left[0] / factor).T @ right[0] * factor  # of which little but rounding is left
+    grads[0] = (left[0] / factor).T @ right[0] * factor  # mostly rounding
     lengths = grads.flatten(1).norm(dim=1)
     assert float(lengths[0]) > 1e-3
     assert (sums.counts.clipped, sums.counts.nonfinite) == (3, 0)

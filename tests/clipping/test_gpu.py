@@ -1,4 +1,4 @@
-"""The same on a CUDA device: clipped sums, noise, whole steps."""
+"""Clipped sums, noise and steps on a CUDA device equal those on the CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [
 ]
 
 
-_ROUNDED_WITHIN = ("GemmaForCausalLM",)
-"""Models that round to float32 within themselves (its norms do), whatever the type of their parameters."""
+_FLOAT32_INSIDE = ("GemmaForCausalLM",)
+"""Models whose norms round to float32, whatever the dtype of their parameters."""
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])
 @pytest.mark.parametrize("name", [n for n in CASES if "attention" not in n and n != "shared positions"])
-def test_clipped_sums_are_those_of_the_cpu(name, scaled):
+def test_clipped_sums_equal_those_on_the_cpu(name, scaled):
     made = case(name)
     scale = random_scale(made.model) if scaled else None
     expected, norms = clipped_sum(made.model, made.loss_fn, made.batch, clip_norm=0.8, scale=scale)
@@ -35,7 +35,7 @@ def test_clipped_sums_are_those_of_the_cpu(name, scaled):
     scale = None if scale is None else {n: s.cuda() for n, s in scale.items()}
     with torch.device("cuda"):
         sums, found = clipped_sum(model, made.loss_fn, batch, clip_norm=0.8, scale=scale)
-    rounding = 1e-6 if name in _ROUNDED_WITHIN else 1e-9
+    rounding = 1e-6 if name in _FLOAT32_INSIDE else 1e-9
     torch.testing.assert_close(found.cpu(), norms, rtol=rounding, atol=rounding / 100)
     for n, total in expected.items():
         torch.testing.assert_close(sums[n].cpu(), total, rtol=10 * rounding, atol=rounding / 10)
@@ -43,7 +43,7 @@ def test_clipped_sums_are_those_of_the_cpu(name, scaled):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["tied", "cnn", "bare parameters", "embedding", "layer norm", "BertForMaskedLM"])
-def test_sums_of_squares_are_those_of_the_cpu(name, dtype):
+def test_sums_of_squares_equal_those_on_the_cpu(name, dtype):
     found = []
     for device in ("cpu", "cuda"):
         made = case(name, dtype)
@@ -63,7 +63,7 @@ def test_sums_of_squares_are_those_of_the_cpu(name, dtype):
     "noise", [dpoptim.Independent(), dpoptim.BandedToeplitz(bands=4)], ids=["independent", "banded"]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_steps_are_those_of_the_cpu(noise, dtype):
+def test_steps_equal_those_on_the_cpu(noise, dtype):
     key = dpoptim.NoiseKey.from_bytes(bytes(range(32)))
     plan = dpoptim.PrivacyPlan(
         num_examples=50, batch_size=5, steps=10, clip_norm=0.8, noise_multiplier=1.0, noise=noise
@@ -99,8 +99,8 @@ def test_bf16_autocast_on_bert():
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9, 90, 3000])
-def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
-    """torch's own adds by atomics where ids repeat often: then a step could not be repeated bit for bit."""
+def test_row_sums_are_deterministic(rows):
+    """torch uses atomics if ids repeat often, so a resumed step would differ in some bits."""
     generator = torch.Generator("cuda").manual_seed(0)
     ids = torch.randint(0, rows, (64, 256), device="cuda", generator=generator)
     values = torch.randn(64, 256, 128, device="cuda", generator=generator)
@@ -113,7 +113,7 @@ def test_sums_over_rows_of_a_table_are_the_same_each_time(rows):
     assert torch.are_deterministic_algorithms_enabled() == asked
 
 
-def test_kernels_run_on_the_current_device_alone(monkeypatch):
+def test_kernels_run_only_on_the_current_device(monkeypatch):
     there = torch.ones(2, device="cuda")
     assert choose.on_gpu(there, None)
     assert choose.available("cuda:0")

@@ -1,4 +1,4 @@
-"""Examples made to hide their norm: what vanishes, overflows or drifts in float32 must not let one add more."""
+"""Examples built to hide their norm by underflow, overflow or drift in float32 do not exceed the clip norm."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.clipping.test_extremes import Parameters, of_outer
 
 
 def added(model, loss_fn, batch, clip_norm, scale=None):
-    """The scaled norm of the sum of one example, in clip norms."""
+    """Return the scaled norm of the sum of one example, in clip norms."""
     sums, _ = clipped_sum(model, loss_fn, batch, clip_norm=clip_norm, scale=scale)
     scaled = [total.double() * (1.0 if scale is None else scale[name].double()) for name, total in sums.items()]
     return math.sqrt(sum(float(each.square().sum()) for each in scaled)) / clip_norm
 
 
 def weighted(model, batch):
-    """Σ of the output times what the batch says."""
+    """Return the sum of the output times weights from the batch."""
     return (model(batch[0]) * batch[1]).flatten(1).sum(1)
 
 
 @pytest.mark.parametrize("to_inputs", [True, False], ids=["inputs", "gradients"])
-def test_faint_positions_beside_one_that_counts_for_nothing(to_inputs):
-    """The position of 1e19 has a factor of 0; over it the ordinary ones are so small that their products vanish."""
+def test_faint_positions_beside_a_huge_one_with_factor_zero(to_inputs):
+    """Divided by the 1e19 of that position, the others are so small that their products vanish."""
     faint, strong = torch.zeros(1, 252, 1024), torch.zeros(1, 252, 1024)
     faint[0, :250], strong[0, :250] = 2.4e-4, 10.0
     faint[0, 251, 2] = 1e19
@@ -39,7 +39,7 @@ def test_faint_positions_beside_one_that_counts_for_nothing(to_inputs):
 
 
 def test_cross_terms_that_overflow():
-    """2⟨D, E⟩ is -inf in float32 where the squares of D and E are finite; another parameter has a norm of its own."""
+    """2⟨D, E⟩ is -inf in float32, the squares of D and E are finite, and a second parameter has a norm too."""
 
     class Tied(nn.Module):
         def __init__(self):
@@ -61,7 +61,7 @@ def test_cross_terms_that_overflow():
 
 
 def drifting(length, size, ratio):
-    """As many of one number as of nearly its negative: sums of equal numbers are rounded one way."""
+    """Return equal numbers, half of them nearly negated: their partial sums all round in one direction."""
     half = torch.full((length // 2,), size)
     return torch.cat([half, -half * (1 - 2 / ratio)]).view(1, length, 1)
 
@@ -78,7 +78,7 @@ def test_one_row_looked_up_many_times(length, size, ratio, clip_norm):
 
 @pytest.mark.parametrize("length", [128, 512, 4096])
 def test_many_positions_that_cancel(length):
-    """Products that are formed a block at a time."""
+    """Their products are formed a block at a time."""
     generator = torch.Generator().manual_seed(length)
     for _ in range(100):
         size, ratio, clip = (torch.rand(3, generator=generator) * torch.tensor([1, 690, 5e-3])).tolist()

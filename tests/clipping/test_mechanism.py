@@ -1,4 +1,4 @@
-"""What leaves the package: noise of the right level in the right place, and second releases within their bounds."""
+"""Releases have noise of the right level in the right place, and second releases keep to their bounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(**changes) -> dpoptim.PrivacyPlan:
 
 
 def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.privacy.Release, key=KEY):
-    """The first release for a batch whose examples have these gradients."""
+    """Return the first release for a batch whose examples have these gradients."""
     model = Vector(gradients.shape[1])
     source = PrivateMechanism(model, the_plan, what, key=key, run_id="", external_batches=True)
     if len(gradients):
@@ -127,7 +127,7 @@ class TestLevel:
 
 
 def changes(with_it: Tensor, without: Tensor, the_plan, what) -> tuple[float, float]:
-    """How far the two releases of neighbouring batches lie apart, on the same noise."""
+    """Return the distances between the releases of two neighbouring batches with the same noise."""
     one, other = release_of(with_it, the_plan, what), release_of(without, the_plan, what)
     return (
         float((one.gradient["inner.weight"] - other.gradient["inner.weight"]).norm()),
@@ -135,8 +135,8 @@ def changes(with_it: Tensor, without: Tensor, the_plan, what) -> tuple[float, fl
     )
 
 
-class TestSecondReleaseIsWithinItsBound:
-    """The worst neighbours, through the code that trains: the bound is attained and not passed."""
+class TestBoundOfSecondRelease:
+    """The worst neighbours attain the bound and do not exceed it."""
 
     def test_independent_moments_with_exact_batches(self):
         what, the_plan = dpoptim.IndependentMoments(), plan()
@@ -146,7 +146,7 @@ class TestSecondReleaseIsWithinItsBound:
         assert gradient == pytest.approx(1 / 4)
         assert square == pytest.approx((2 * 4 - 1) / 16)
 
-    def test_a_batch_larger_than_promised_is_refused(self):
+    def test_a_batch_larger_than_planned_is_refused(self):
         with pytest.raises(ValueError, match="5 examples arrived where the plan's sampling draws at most 4"):
             release_of(torch.ones(5, 3, dtype=torch.float64), plan(), dpoptim.IndependentMoments())
         limited = plan(sampling=dpoptim.Poisson(max_batch_size=6))
@@ -155,7 +155,7 @@ class TestSecondReleaseIsWithinItsBound:
 
     @pytest.mark.parametrize("extra", [1, 2, 3])
     def test_independent_moments_under_poisson_are_projected(self, extra):
-        """With 3B examples the square of the bare average would change by 1.44; 2ζ²/B = .5 is allowed."""
+        """With 3B examples the square of the plain average would change by 1.44, but only 2ζ²/B = 0.5 is allowed."""
         what, the_plan = dpoptim.IndependentMoments(), plan(sampling=dpoptim.Poisson())
         many = torch.zeros(4 * extra, 6, dtype=torch.float64)
         many[:, 0] = 1.0
@@ -218,7 +218,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="all steps=2 releases of the plan are spent"):
             source.privatize()
 
-    def test_a_plan_that_is_not_private_stays_so(self):
+    def test_noiseless_squares_need_a_plan_that_asks_for_them(self):
         with pytest.raises(ValueError, match="not private"):
             PrivateMechanism(Vector(3), plan(release=dpoptim.NoiselessSquare()), dpoptim.Gradient())
         with pytest.raises(ValueError, match="not private"):
@@ -238,22 +238,20 @@ class TestRefusals:
             first.privatize()
 
 
-def test_example_that_is_not_finite_is_left_out_and_reported_only_where_nothing_is_private():
+def test_a_nonfinite_example_is_left_out_and_reported_only_without_noise():
     batch = torch.randn(4, 3, dtype=torch.float64)
     batch[1, 2] = math.nan
     with pytest.warns(RuntimeWarning, match=r"not finite and was left out"):
         release_of(batch, plan(noise_multiplier=0.0), dpoptim.Gradient())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # that there is such an example is one bit of the data
+        warnings.simplefilter("error")  # a warning would reveal one bit of the data
         released = release_of(batch, plan(), dpoptim.Gradient())
         expected = release_of(batch[[0, 2, 3]], plan(), dpoptim.Gradient())
     torch.testing.assert_close(released.gradient["inner.weight"], expected.gradient["inner.weight"])
 
 
-def test_noise_is_the_same_however_the_model_is_laid_out():
-    """The noise of a parameter depends on the key, the step and the parameter's name: not on the others, nor on
-    order.
-    """
+def test_noise_does_not_depend_on_the_other_parameters():
+    """The noise of a parameter depends on the key, the step and the parameter's name, not on the order."""
     first = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2)}).double()
     second = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(5, 5), "a": nn.Linear(3, 2)}).double()
     one, other = (
@@ -263,7 +261,7 @@ def test_noise_is_the_same_however_the_model_is_laid_out():
         assert torch.equal(noise, other.gradient[name])
 
 
-def test_a_release_that_needs_its_loader_refuses_other_batches():
+def test_a_mechanism_that_needs_its_loader_refuses_other_batches():
     model = Vector(3)
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
     source.needs_loader = True
@@ -272,11 +270,11 @@ def test_a_release_that_needs_its_loader_refuses_other_batches():
         source.close_physical_batch()
 
 
-def test_another_runs_state_is_refused_once_steps_are_released():
+def test_the_state_of_a_different_run_is_refused_after_a_release():
     model = Vector(3)
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY, external_batches=True)
     other = PrivateMechanism(Vector(3), plan(), dpoptim.Gradient(), key=KEY, external_batches=True).state()
     source.privatize()
-    with pytest.raises(ValueError, match="belongs to another run"):
+    with pytest.raises(ValueError, match="belongs to a different run"):
         source.resume(other)
     assert source.step == 1

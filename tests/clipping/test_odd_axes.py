@@ -1,4 +1,4 @@
-"""Models whose layers meet other first axes than the batch: OPT folds, DeBERTa-v2 shares; nothing else may."""
+"""Layers whose first axis is not the batch: OPT folds axes, DeBERTa-v2 shares rows, and other models are refused."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def check(made: Case, batch: Any = None, examples: int = EXAMPLES) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_lengths_that_coincide(name):
-    """Four examples of four tokens, and four rows in DeBERTa's table: no shape tells one axis from another."""
+def test_axes_of_equal_length(name):
+    """Four examples of four tokens, and four rows in DeBERTa's table: no shape identifies an axis."""
     made = case(name)
     if "OPT" not in name:
         for module in made.model.modules():
@@ -36,7 +36,7 @@ def test_lengths_that_coincide(name):
             if isinstance(module, DisentangledSelfAttention):
                 module.pos_ebd_size = 2
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # the probe must succeed
+        warnings.simplefilter("error", UserWarning)  # the check must succeed
         check(made, {key: value[:4, :4] for key, value in made.batch.items()}, examples=4)
 
 
@@ -63,7 +63,7 @@ def test_examples_do_not_mix(name):
         ("DebertaV2ForMaskedLM, later head", "lm_head.dense"),
     ],
 )
-def test_some_parameters_alone(name, trained):
+def test_only_some_parameters_are_trained(name, trained):
     made = case(name)
     for parameter, value in made.model.named_parameters():
         value.requires_grad_(trained in parameter)
@@ -84,7 +84,7 @@ def test_one_direction_of_relative_attention(kinds, share):
     ("name", "reentrant"),
     [
         ("OPTForCausalLM", True),
-        ("DebertaV2ForSequenceClassification", False),  # reentrant ones fail there without an engine as well
+        ("DebertaV2ForSequenceClassification", False),  # reentrant ones fail there without an engine too
         ("LoRA on DeBERTa", True),
     ],
 )
@@ -102,7 +102,7 @@ def test_activation_checkpoints(name, reentrant):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_dropout(name):
-    """With the same random numbers, the unclipped sum is the slope of the summed loss."""
+    """For equal random numbers, the unclipped sum equals the slope of the summed loss."""
     made = case(name)
     for module in made.model.train().modules():
         if isinstance(module, nn.Dropout):
@@ -125,14 +125,14 @@ def test_dropout(name):
         return made.loss_fn(made.model, made.batch).sum()
 
     small = 1e-6
-    loss(0.0)  # the first call also checks and probes
+    loss(0.0)  # the first call runs the check
     slope = float((loss(small) - loss(-2 * small)).detach()) / (2 * small)
     loss(small).backward()
     found = sum(float((total * direction[n]).sum()) for n, total in sums.take()[0].items())
     assert found == pytest.approx(slope, rel=1e-5)
 
 
-def test_what_is_recorded_is_recorded_once():
+def test_outputs_and_caches_are_filled_once():
     made = case("OPTForCausalLM")
     model: Any = made.model
     model.set_attn_implementation("eager")
@@ -146,7 +146,7 @@ def test_what_is_recorded_is_recorded_once():
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_logits_are_the_models_own(name):
+def test_logits_equal_those_without_an_engine(name):
     made = case(name)
     inputs = {key: made.batch[key] for key in ("input_ids", "attention_mask")}
     own = made.model(**inputs).logits
@@ -160,7 +160,7 @@ class TestRefusals:
     @pytest.mark.parametrize("positions", [3, EXAMPLES])
     @pytest.mark.parametrize("examples_first", [False, True])
     def test_folds_of_unknown_modules(self, positions, examples_first):
-        """Also the right order: that rows belong to examples in turn cannot be seen from outside."""
+        """Even in the right order: the engine cannot see which rows belong to which example."""
 
         class Folds(nn.Module):
             def __init__(self):
@@ -176,7 +176,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=rf"layer 'leave' got an input of shape \({positions * EXAMPLES}, 4\)"):
             clipped_sum(Folds(), squares, torch.randn(EXAMPLES, positions, 4))
 
-    def test_positions_first_in_a_decoder_layer_of_ones_own(self):
+    def test_custom_decoder_layer_with_positions_first(self):
         class PositionsFirst(OPTDecoderLayer):
             def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
                 turned = hidden_states.transpose(0, 1)
@@ -189,7 +189,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"layers\.1\.fc1' got an input of shape \(45, 16\) while the batch has 5"):
             clipped_sum(model, made.loss_fn, made.batch)
 
-    def test_another_version_of_the_decoder_layer(self, monkeypatch):
+    def test_different_version_of_the_decoder_layer(self, monkeypatch):
         def forward(self, hidden_states, **kwargs):
             turned = hidden_states.transpose(0, 1)
             return turned.reshape(-1, turned.shape[-1]).view_as(turned).transpose(0, 1)
@@ -209,7 +209,7 @@ class TestRefusals:
             (DebertaV2Encoder, "get_rel_embedding", r"deberta\.encoder"),
         ],
     )
-    def test_other_methods_ofdeberta(self, monkeypatch, kind, method, layer):
+    def test_different_version_of_deberta(self, monkeypatch, kind, method, layer):
         own = getattr(kind, method)
         monkeypatch.setattr(kind, method, lambda self, *args: 1.1 * own(self, *args))
         made = case("DebertaV2ForSequenceClassification")
@@ -218,7 +218,7 @@ class TestRefusals:
         for module in made.model.modules():
             assert not {"forward", "disentangled_attention_bias", "get_rel_embedding"} & module.__dict__.keys()
 
-    def test_the_table_used_by_itself(self):
+    def test_table_used_outside_its_layer(self):
         made = case("DebertaV2ForSequenceClassification")
 
         def loss_fn(model: DebertaV2ForSequenceClassification, batch: dict[str, Tensor]) -> Tensor:
@@ -228,7 +228,7 @@ class TestRefusals:
             clipped_sum(made.model, loss_fn, made.batch)
 
     def test_examples_folded_before_the_model(self):
-        """Pairs laid end to end are twice as many rows as losses."""
+        """Flattened pairs give twice as many rows as losses."""
         made = case("OPTForCausalLM")
 
         def loss_fn(model: OPTForCausalLM, ids: Tensor) -> Tensor:

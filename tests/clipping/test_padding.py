@@ -1,4 +1,4 @@
-"""Padding does not enter: a batch padded further has the same norms and sums, and so the same release."""
+"""A batch with more padding has the same norms and sums, and so the same release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpoptim.data.lengths import pad_to_bucket
 from tests.clipping.one_at_a_time import clipped_sum_one_at_a_time, random_scale
 
 COUNTS = (9, 16, 4, 13)
-BUCKET = 16  # the longest text fills it: nothing more is padded than lengths demand
+BUCKET = 16  # the longest text fills it
 VOCABULARY = 61
 
 
@@ -70,7 +70,7 @@ def without_mask(model: Any, batch: dict[str, Tensor]) -> Tensor:
         (torch.float32, 1e-6, fused, 7, False),
     ],
 )
-def test_more_padding_changes_nothing(dtype, tolerance, loss_fn, fill, scaled):
+def test_more_padding_does_not_change_sums(dtype, tolerance, loss_fn, fill, scaled):
     model = bert(dtype)
     scale = random_scale(model) if scaled else None
     short, long = padded(BUCKET, fill), padded(BUCKET + 64, fill)
@@ -85,8 +85,8 @@ def test_more_padding_changes_nothing(dtype, tolerance, loss_fn, fill, scaled):
 
 
 @pytest.mark.parametrize("loss_fn", [stored, fused])
-def test_texts_alone_without_any_padding_give_the_same(loss_fn):
-    """Each text in a batch of its own, ordinary autograd, against all of them padded far."""
+def test_padded_texts_equal_single_unpadded_texts(loss_fn):
+    """Compare ordinary autograd on each text alone with one batch that has much padding."""
     model = bert(torch.float64)
     batch = padded(BUCKET + 64, 0)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -103,7 +103,7 @@ def test_texts_alone_without_any_padding_give_the_same(loss_fn):
         torch.testing.assert_close(sums[name], total, rtol=1e-10, atol=1e-10)
 
 
-def test_padding_enters_where_the_model_is_not_told_of_it():
+def test_padding_changes_norms_without_a_mask():
     model = bert(torch.float64)
     norms = [clipped_sum(model, without_mask, padded(bucket, 7))[1] for bucket in (BUCKET, BUCKET + 64)]
     assert float((norms[1] / norms[0] - 1).abs().min()) > 1e-3

@@ -1,4 +1,4 @@
-"""Weight gradients of convolutions as products with patches, which run on a GPU alone, against those by groups."""
+"""Weight gradients of convolutions by patches, as on a GPU, equal those by groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further arguments of a layer that has no rule: shared by the examples or theirs, whatever their lengths are."""
+"""Arguments of a layer without a rule: shared by all examples or one per example, whatever their lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.clipping.one_at_a_time import assert_exact, clipped_sum_one_at_a_time
 
 
 class Positions(nn.Module):
-    """A bare table, looked up by an argument that is not the first: the first says nothing about it."""
+    """A bare table, looked up by the second argument; the first does not show its axes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Positions(nn.Module):
 
 
 class Weighted(nn.Module):
-    """A bare parameter, with one number for each position that all examples share, and one for each example."""
+    """A bare parameter times one number per position, shared by all examples, and one number per example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ def model(part: type[nn.Module]) -> Model:
 
 
 @pytest.mark.parametrize("examples", [5, 16])
-def test_positions_that_are_as_many_as_examples_are_not_taken_for_them(examples):
-    """Taken so, one example would have moved the table's sum by sqrt(examples) clip norms."""
-    with pytest.raises(ValueError, match="only looks like the batch"):
+def test_as_many_positions_as_examples_are_not_mistaken_for_examples(examples):
+    """Otherwise one example would move the table's sum by sqrt(examples) clip norms."""
+    with pytest.raises(ValueError, match="the first axis of an argument is not the batch"):
         clipped_sum(model(Positions), squares, ids(examples, examples), clip_norm=1.0)
 
 
 @pytest.mark.parametrize(("examples", "positions"), [(5, 5), (4, 6), (6, 6)])
-def test_shared_and_own_arguments_are_told_apart(examples, positions):
+def test_shared_and_per_example_arguments(examples, positions):
     assert_exact(model(Weighted), squares, ids(examples, positions), examples)
 
 
-def test_what_was_seen_in_one_batch_holds_in_another():
+def test_axes_of_the_first_batch_hold_for_later_batches():
     made = model(Weighted)
     sums = ClippedSums(made, clip_norm=0.05)
     sums.engine.attach()
@@ -84,7 +84,7 @@ def test_what_was_seen_in_one_batch_holds_in_another():
 
 
 class Scaled(nn.Module):
-    """A bare parameter times what the caller gives, of any shape."""
+    """A bare parameter times factors of any shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Scaled(nn.Module):
 
 
 class Given(nn.Module):
-    """Hands its part another argument in every call."""
+    """Calls its part with different arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,18 +106,18 @@ class Given(nn.Module):
         return self.part(self.embedding(ids), self.factors(ids))
 
 
-def test_what_was_shared_and_becomes_the_examples_own_is_refused():
+def test_a_shared_argument_that_becomes_per_example_is_refused():
     made = Given().double()
     sums = ClippedSums(made, clip_norm=1.0)
     sums.engine.attach()
     squares(made, ids(5, 5)).sum().backward()
     made.factors = lambda ids: ids.double() / 30  # [examples, positions] where [1, positions] was
     for _ in range(2):
-        with pytest.raises(ValueError, match="only looks like the batch"):
+        with pytest.raises(ValueError, match="the first axis of an argument is not the batch"):
             squares(made, ids(5, 5))
 
 
-def test_an_argument_that_is_left_out_later_is_none():
+def test_an_argument_may_be_omitted_later():
     made = Given().double()
     sums = ClippedSums(made, clip_norm=1e9)
     sums.engine.attach()
@@ -131,7 +131,7 @@ def test_an_argument_that_is_left_out_later_is_none():
         torch.testing.assert_close(total, expected[name], rtol=1e-9, atol=1e-11)
 
 
-def test_an_argument_of_a_kind_that_was_not_seen_is_refused():
+def test_an_argument_that_the_check_did_not_see_is_refused():
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -157,7 +157,7 @@ def test_an_argument_of_a_kind_that_was_not_seen_is_refused():
         squares(made, ids(5, 6))
 
 
-def test_position_ids_of_one_axis_are_refused_by_opt():
+def test_opt_refuses_position_ids_of_one_axis():
     made = case("OPTForCausalLM").model
     assert isinstance(made, OPTForCausalLM)
     batch = ids(5, 5) % made.config.vocab_size
@@ -165,7 +165,7 @@ def test_position_ids_of_one_axis_are_refused_by_opt():
     def loss(given: nn.Module, batch: Tensor, places: Tensor) -> Tensor:
         return given(input_ids=batch, position_ids=places).logits.square().mean((1, 2))
 
-    with pytest.raises(ValueError, match=r"position_ids of shape \(5,\). Pass \[examples, positions\]"):
+    with pytest.raises(ValueError, match=r"layer '.*embed_positions' got an input of shape \(5,\)"):
         clipped_sum(made, lambda given, rows: loss(given, rows, torch.arange(5)), batch, clip_norm=1.0)
     expected, _ = clipped_sum_one_at_a_time(
         made, lambda given, rows: loss(given, rows, torch.arange(5)[None]), batch, 5, 0.1, None

@@ -1,6 +1,6 @@
 """Stock models of transformers, very small and with random weights: clipped sums against one example at a time.
 
-All parameters are trained in float64, texts are padded on the right, and no model is changed for it.
+All parameters are trained in float64, texts are padded on the right, and models are unmodified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.clipping.one_at_a_time import assert_exact, random_scale
 
 _NAMED = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 _SIZES = {"vocab_size": 64, "max_position_embeddings": 32, **_NAMED}
-_SURE: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LLAMA = {**_SIZES, "num_key_value_heads": 1, "pad_token_id": 0}
 _GEMMA = {**_LLAMA, "head_dim": 8}
 _T5 = {
@@ -58,14 +58,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "MambaForCausalLM": (
         "MambaConfig", {"vocab_size": 64, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
     ),
-    "RobertaForMaskedLM": ("RobertaConfig", {**_SIZES, **_SURE}),
+    "RobertaForMaskedLM": ("RobertaConfig", {**_SIZES, **_NO_DROPOUT}),
     "DistilBertForMaskedLM": ("DistilBertConfig", _DISTILBERT),
-    "ElectraForMaskedLM": ("ElectraConfig", {**_SIZES, **_SURE, "embedding_size": 16}),
-    "AlbertForMaskedLM": ("AlbertConfig", {**_SIZES, **_SURE, "embedding_size": 8}),
+    "ElectraForMaskedLM": ("ElectraConfig", {**_SIZES, **_NO_DROPOUT, "embedding_size": 16}),
+    "AlbertForMaskedLM": ("AlbertConfig", {**_SIZES, **_NO_DROPOUT, "embedding_size": 8}),
     "ModernBertForMaskedLM": (
         "ModernBertConfig", {**_SIZES, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
     ),
-    "MPNetForMaskedLM": ("MPNetConfig", {**_SIZES, **_SURE}),
+    "MPNetForMaskedLM": ("MPNetConfig", {**_SIZES, **_NO_DROPOUT}),
     "BartForConditionalGeneration": ("BartConfig", _BART),
     "T5ForConditionalGeneration": ("T5Config", _T5),
     "MT5ForConditionalGeneration": ("MT5Config", _T5),
@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """BERT, GPT-2, Gemma, OPT, DeBERTa-v2 and ViT are in `models.py`."""
 
-ALIKE = {f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Phi3", "Gemma2", "Granite", "SmolLM3", "GPTJ")}
+SIMILAR = {f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Phi3", "Gemma2", "Granite", "SmolLM3", "GPTJ")}
 """Models with the same layers as others in the table."""
 
 
@@ -82,7 +82,7 @@ def made(name: str) -> nn.Module:
     config, settings = MODELS[name]
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**settings)).double().train()
-    with torch.no_grad():  # tables of zeros and norms of ones would hide mistakes
+    with torch.no_grad():  # zeros in tables and ones in norms would hide mistakes
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model
@@ -117,27 +117,27 @@ def check(model: nn.Module, name: str, inputs: dict[str, Tensor], *, scaled: boo
 
 @pytest.mark.parametrize(
     ("name", "scaled"),
-    [pytest.param(name, i % 2 == 1, marks=[pytest.mark.slow] * (name in ALIKE)) for i, name in enumerate(MODELS)],
+    [pytest.param(name, i % 2 == 1, marks=[pytest.mark.slow] * (name in SIMILAR)) for i, name in enumerate(MODELS)],
 )
-def test_clipped_sums_are_those_of_one_example_at_a_time(name, scaled):
+def test_clipped_sums_equal_one_example_at_a_time(name, scaled):
     check(made(name), name, batch(), scaled=scaled)
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration", "MPNetForMaskedLM"])
-def test_where_examples_positions_and_heads_coincide(name):
+def test_as_many_examples_as_positions_and_heads(name):
     check(made(name), name, batch(examples=2, positions=2), scaled=False)
 
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "UMT5ForConditionalGeneration", "MPNetForMaskedLM"])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "frozen"])
-def test_the_table_of_relative_positions_trained_alone_or_frozen(name, alone):
+def test_relative_positions_trained_alone_or_frozen(name, alone):
     model = made(name)
     for n, parameter in model.named_parameters():
         parameter.requires_grad_(("relative_attention_bias" in n) == alone)
     check(model, name, batch(), scaled=True)
 
 
-def test_another_computation_of_the_biases_is_refused(monkeypatch):
+def test_a_different_computation_of_biases_is_refused(monkeypatch):
     from transformers.models.t5.modeling_t5 import T5Attention
 
     own = T5Attention.compute_bias
@@ -147,7 +147,7 @@ def test_another_computation_of_the_biases_is_refused(monkeypatch):
         clipped_sum(made(name), loss_of(name), batch(), clip_norm=1.0)
 
 
-def test_experts_that_meet_tokens_of_all_examples_are_refused():
+def test_experts_that_mix_tokens_of_all_examples_are_refused():
     config = transformers.MixtralConfig(**_LLAMA, num_local_experts=2)
     model = transformers.MixtralForCausalLM(config)
     with pytest.raises(ValueError, match=r"mlp\.gate.*the batch has 4 examples"):

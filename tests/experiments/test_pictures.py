@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpoptim.app import plot_style as style
 from dpoptim.theory import clip_norm_window
+from experiments import plot_style as style
 from experiments.framework import experiments, lines_of
 from experiments.tinybert.grid import ROWS
 from experiments.tinybert.pictures import LOOKS, NOISE_LOOKS, WITH_NOISE, WORDS, markdown, pictures, shown

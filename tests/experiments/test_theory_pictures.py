@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dpoptim import theory
-from dpoptim.app import plot_style as picture_style
 from dpoptim.theory import Cost, Signal, second_moments
+from experiments import plot_style as picture_style
 from experiments.theory import pictures
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    _flush(path.parent)
 
 
 def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True) -> None:
@@ -33,22 +33,20 @@ def make_folder(path: Path, fill: Callable[[Path], None], *, secret: bool = True
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
+    mask = os.umask(0o077)
+    os.umask(mask)
     try:
         fill(temporary)
         for folder, _, names in os.walk(temporary):
-            for name in names:
+            for part, mode in [*((Path(folder, name), 0o666) for name in names), (Path(folder), 0o777)]:
                 if not secret:
-                    Path(folder, name).chmod(0o666 & ~_umask())
-                with Path(folder, name).open("rb") as file:
-                    os.fsync(file.fileno())
-            if not secret:
-                Path(folder).chmod(0o777 & ~_umask())
-            sync_folder(Path(folder))
+                    part.chmod(mode & ~mask)
+                _flush(part)
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_folder(path.parent)
+    _flush(path.parent)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -57,14 +55,18 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _umask() -> int:
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+def check_target(name: str, path: Path, *suffixes: str) -> None:
+    """Raise ValueError if an option names a file with a wrong ending, or one that cannot be written."""
+    if path.suffix.lower() not in suffixes:
+        raise ValueError(f"{name} {path} must end in {' or '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"{name} {path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name} {path}: the folder {path.parent} does not exist; create it first")
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder to the disk."""
+def _flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -25,9 +25,8 @@ class ProgressReporter:
 
     def __init__(self, console: Console | None = None, *, brief: bool = False) -> None:
         self._console, self._brief = console, brief
-        self._terminal = console if console is not None and console.is_terminal else None
-        self._log = console if console is not None and not console.is_terminal and not brief else None
-        self._status = None if self._terminal is None else self._terminal.status("...")
+        self._status = console.status("...") if console is not None and console.is_terminal else None
+        self._logs = console is not None and not console.is_terminal and not brief
         self._bar: Progress | None = None
         self._timer: threading.Timer | None = None
         self._printed = time.monotonic()
@@ -61,7 +60,7 @@ class ProgressReporter:
         if self._status is not None:
             self._status.update(f"{text} ...")
             self._status.start()
-        elif self._log is not None:
+        elif self._logs:
             self._timer = threading.Timer(SILENCE, self.message, [f"{text} ..."])
             self._timer.daemon = True
             self._timer.start()
@@ -70,9 +69,9 @@ class ProgressReporter:
         """Start training after `step` of `steps`; `whole_run` says that ε is the whole run's from the first step."""
         self._end_stage()
         self._steps, self._batch_size, self._so_far = steps, batch_size, "for the whole run" if whole_run else "so far"
-        if self._terminal is not None:
+        if self._status is not None:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._terminal)
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
             self._bar.add_task("", total=steps, completed=step)
             self._bar.start()
 
@@ -83,7 +82,7 @@ class ProgressReporter:
         if self._bar is not None:
             text = "; ".join(filter(None, (f"ε {self._spent}", self._scores, self._loss)))
             self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        elif self._log is not None and time.monotonic() - self._printed >= SILENCE:
+        elif self._logs and time.monotonic() - self._printed >= SILENCE:
             self._line(step)
 
     def not_private(self, loss: float) -> None:
@@ -93,7 +92,7 @@ class ProgressReporter:
     def evaluation(self, entry: dict[str, Any]) -> None:
         """Scores on held-out records, as in the log."""
         self._scores = scores_line(entry)
-        if self._log is not None:
+        if self._logs:
             self._line(entry["step"], f": {self._scores}")
 
     def _line(self, step: int, scores: str = "") -> None:
@@ -124,9 +123,9 @@ def scores_line(entry: dict[str, Any]) -> str:
 class StepTimes:
     """The mean time of the last complete block of `over` steps, at least ten, with two digits.
 
-    A step's time follows the size of its secret batch closely (measured correlation: 0.93). A mean over ten or more
-    steps is what people need; what it still reveals is not covered by the guarantee. Blocks do not overlap, because the
-    difference of two means over a sliding window is the difference of two single steps.
+    A step's time follows the size of its secret batch (measured correlation: 0.93). Blocks do not overlap, because the
+    difference of two means over a sliding window is the difference of two single steps. What the means still reveal is
+    not covered by the guarantee.
     """
 
     def __init__(self, *, over: int) -> None:

@@ -1,8 +1,7 @@
 """Run the private part of a step as one CUDA graph: forward, backward, norms and clipped sums.
 
-A private step has several hundred small operations. If a physical batch is small, the GPU waits for the host to launch
-them. A graph launches them all at once, for one batch shape. The first batch of a shape runs without a graph, with
-every check. The second is captured, and later ones are replayed.
+If a batch is small, the GPU waits for the host to launch several hundred operations. A graph launches them all at once,
+for one batch shape. The first batch of a shape runs with every check, the second is captured, and others are replayed.
 
 A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
 parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
@@ -14,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,16 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
+from dpoptim.clipping.layers.hugging_face.rewritten import replaced
 from dpoptim.clipping.mechanism import PrivateMechanism
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
 
-MAX_GRAPHS = 64
-"""More shapes are not captured: each graph takes memory and a fraction of a second."""
+MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
 
 
 class Captured:
@@ -51,16 +51,13 @@ class Captured:
     def __init__(
         self, mechanism: PrivateMechanism, losses: Callable[..., Tensor], *, pad_to_multiple: int | None = None
     ) -> None:
-        if not callable(losses):
-            raise ValueError(f"losses must be a function of a batch's tensors, got {type(losses).__name__}")
-        multiple = pad_to_multiple
-        if multiple is not None and (isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1):
-            raise ValueError(f"pad_to_multiple={multiple!r} must be a whole number, 1 or more, or None")
+        if pad_to_multiple is not None:
+            check_whole("pad_to_multiple", pad_to_multiple)
         self._losses, self._pad_to_multiple = losses, pad_to_multiple
         self._sums: ClippedSums = mechanism._sums
         self._engine = self._sums.engine
         self._workspace: _GraphWorkspace  # set by `_check_addresses`
-        self._addresses: tuple[Hashable, ...] | None = None
+        self._addresses: list[Hashable] | None = None
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._has_warned = False
@@ -77,21 +74,17 @@ class Captured:
         Tensors among the arguments have the examples on their first axis and are moved to the model's device.
         """
         if not self._engine.attached:
-            raise ValueError(
-                "the optimizer was detached or another was created for this model; call optimizer.captured again"
-            )
+            raise ValueError("the optimizer was detached or replaced; call optimizer.captured again")
         if not self._engine.capturing:
-            raise ValueError(
-                "a captured function differentiates private batches; inside no_grad() or public_data() call the model"
-            )
+            raise ValueError("inside no_grad() or public_data() call the model, not a captured function")
         self._follow_stream()
         self._engine.flush()  # adds the last replay before it is overwritten
-        devices = {parameter.device: None for parameter in self._sums.parameters.values()}
-        batch = _read_batch(self._losses, args, kwargs, next(iter(devices)))
-        if batch.examples == 0 or self._sums.with_squares or not _can_capture(list(devices)):
+        devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
+        batch = _read_batch(self._losses, args, kwargs, devices[0])
+        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
-        if not batch.is_plain:
-            self._warn_once("batches run without graphs: pass tensors, True, False and None only", stacklevel=3)
+        if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # may often differ
+            self._warn_once("batches run without graphs: pass tensors, True, False and None only")
             return self._run(batch)
         self._check_addresses()
         rows = _padded_rows(batch.examples, self._pad_to_multiple)
@@ -102,12 +95,18 @@ class Captured:
             else:
                 self._warn_once(
                     f"batches have more than {MAX_GRAPHS} shapes, and later shapes run without graphs. Pad them to "
-                    "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)",
-                    stacklevel=3,
+                    "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)"
                 )
             return self._run(batch)
         if key not in self._graphs:
-            self._graphs[key] = self._try_capture(batch, rows)
+            try:
+                self._graphs[key] = _capture(self._sums, batch.padded(rows), self._workspace)
+            except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
+                self._graphs[key] = None
+                self._warn_once(
+                    f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and "
+                    "losses must not wait for the device (.item(), print), and must run the model once, on all rows"
+                )
         graph = self._graphs[key]
         return self._run(batch) if graph is None else self._replay(graph, batch)
 
@@ -129,11 +128,8 @@ class Captured:
 
     def _check_addresses(self) -> None:
         """Drop all graphs if a parameter or buffer has moved in memory or changed its dtype."""
-        model = self._engine.model
-        addresses = (
-            tuple((parameter.data_ptr(), parameter.dtype, parameter.requires_grad) for parameter in model.parameters()),
-            tuple((buffer.data_ptr(), buffer.dtype) for buffer in model.buffers()),
-        )
+        tensors = [*self._engine.model.parameters(), *self._engine.model.buffers()]
+        addresses: list[Hashable] = [(tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
         if addresses == self._addresses:
             return
         if torch.cuda.is_initialized():
@@ -147,40 +143,27 @@ class Captured:
         sums, modes = self._sums, tuple(module.training for module in self._engine.model.modules())
         return sums.clip_norm, sums.scale is None, modes, torch.get_float32_matmul_precision()
 
-    def _try_capture(self, batch: _Batch, rows: int) -> _Graph | None:
-        try:
-            return _capture(self._sums, batch.padded(rows), self._workspace)
-        except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
-            self._warn_once(
-                f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and losses "
-                "must not wait for the device (.item(), .tolist(), print) and must run the model once, on all rows; "
-                "detach() losses that you keep",
-                stacklevel=4,
-            )
-            return None
-
-    def _warn_once(self, line: str, *, stacklevel: int) -> None:
+    def _warn_once(self, line: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(line, RuntimeWarning, stacklevel=stacklevel)
+            warnings.warn(line, RuntimeWarning, stacklevel=3)
 
     def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
         """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
+        # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
-        graph.fill(batch)
+        graph.batch.fill(batch)
+        graph.real[: batch.examples], graph.real[batch.examples :] = True, False
         graph.replay()
         losses = graph.losses[: batch.examples].clone()
-        add = partial(self._add, graph, batch, bounds, scale)
         self._engine.buffers.begin(restart=True)
+        add = partial(self._add, graph, batch, bounds, scale)
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
     def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
-        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between.
-
-        `held_scale` keeps the scale's tensors alive, since a new scale at the same address would look unchanged.
-        """
+        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
         self._follow_stream()
         if bounds != self._sums.bounds():
@@ -205,10 +188,7 @@ class Captured:
         with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
             is_private = self._engine.attached and self._engine.capturing
         if not is_private or torch._C._current_graph_task_id() != -1:
-            raise ValueError(
-                "a captured batch is still open inside public_data() or another batch's backward. Call "
-                "optimizer.step() or the next batch first"
-            )
+            raise ValueError("a captured batch is still open inside public_data() or another batch's backward")
 
 
 class _GraphWorkspace:
@@ -245,10 +225,6 @@ class _Graph:
     explanation: Explanation
     tables: Any  # read by kernels
 
-    def fill(self, batch: _Batch) -> None:
-        self.batch.fill(batch)
-        self.real[: batch.examples], self.real[batch.examples :] = True, False
-
 
 def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _Graph:
     engine = sums.engine
@@ -283,20 +259,13 @@ def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _G
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:
-    """Return the number of rows of a graph for this many examples.
-
-    >>> [_padded_rows(examples, None) for examples in (1, 8, 100, 2048)], _padded_rows(100, 64)
-    ([1, 8, 104, 2048], 128)
-    """
+    """Return the number of rows of a graph for this many examples: by default, at most an eighth more."""
     multiple = multiple or 1 << max(examples.bit_length() - 4, 0)
     return -(-examples // multiple) * multiple
 
 
 def _can_capture(devices: Sequence[torch.device]) -> bool:
-    """Return whether there is one device with Triton kernels and no outer autocast.
-
-    Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
-    """
+    # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
     return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
 
 
@@ -325,29 +294,17 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
     return graph.replay
 
 
-@contextlib.contextmanager
-def _no_mask_for_none() -> Iterator[None]:
-    """Keep Transformers from building an attention mask where none was given.
-
-    Some releases (5.17 among them) do so during a capture, which makes attention several times slower.
-    """
+def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
+    """Keep Transformers from building a mask where none was given; 5.17 does so in captures, which slows attention."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is None:
-        yield
-        return
-    masking.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
-    try:
-        yield
-    finally:
-        masking.is_tracing = is_tracing
+        return contextlib.nullcontext()
+    return replaced(masking, is_tracing=lambda tensor=None: tensor is not None and is_tracing(tensor))
 
 
 def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
-    """Finish what torch's `capture_end` leaves undone after a failed capture.
-
-    Otherwise memory would still come from the graph's pool, and dropout would wait for the graph.
-    """
+    """Let memory and random numbers come from the device again, which torch's `capture_end` leaves undone."""
     device: int = torch.cuda.current_device()
     with contextlib.suppress(Exception):
         torch._C._cuda_endAllocateToPool(device, workspace.memory)
@@ -373,11 +330,6 @@ class _Batch:
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `key` has few values; numbers and strings may differ in every batch."""
-        return all(other is None or isinstance(other, bool) for other in self.others.values())
 
     @property
     def key(self) -> Hashable:
@@ -418,17 +370,16 @@ def _read_batch(
     function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> _Batch:
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    given = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    tensors = {i: _copy_to(device, tensor.detach()) for i, tensor in given.items()}
+    tensors = {i: _copy_to(device, leaf.detach()) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     if not tensors:
         raise ValueError("a captured function got no tensor. Pass the batch's tensors, or **batch")
     first_axes = {tensor.shape[:1] for tensor in tensors.values()}
     if len(first_axes) != 1 or first_axes == {torch.Size([])}:
         raise ValueError(
-            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Do not pass what "
-            "all examples share (class weights, position ids): read it inside the function, and update it in place"
+            f"the first axes of the {len(tensors)} tensors differ, and each must hold the examples. Read what all "
+            "examples share (class weights) inside the function, and update it in place"
         )
-    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in given}, structure)
+    return _Batch(function, tensors, {i: leaf for i, leaf in enumerate(leaves) if i not in tensors}, structure)
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:

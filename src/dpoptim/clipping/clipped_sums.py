@@ -8,19 +8,22 @@ dividing the noise by it equals scaling, adding noise and unscaling.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_number
 from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.explanation import Explanation, explain
 from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
+
+Gradients = Mapping[str, ParameterGradients]  # by parameter name
+Scale = Mapping[str, Tensor] | None
 
 
 @dataclass
@@ -37,14 +40,6 @@ class ClippedSums:
 
     `scale` maps parameter names to positive tensors s_t of the parameter's shape; None means 1 everywhere. It must be a
     function of released values alone and stays fixed from one `take` to the next.
-
-    Args:
-        model: The model whose trainable parameters are summed.
-        clip_norm: The bound on ‖scale ⊙ g_j‖.
-        squares: Whether to sum the squares of the clipped gradients too.
-        mean_loss: Whether the loop averages the losses of a physical batch; the division is undone here.
-        allow_mixing: Lets examples mix in the model, which voids the guarantee above.
-        extra_memory: Bytes that a physical batch may use beyond activations and their gradients to run faster.
     """
 
     def __init__(
@@ -53,29 +48,23 @@ class ClippedSums:
         *,
         clip_norm: float,
         squares: bool = False,
-        mean_loss: bool = False,
-        extra_memory: int = 0,
-        allow_mixing: bool = False,
+        mean_loss: bool = False,  # the loop averages the losses of a physical batch; the division is undone here
+        extra_memory: int = 0,  # bytes that a physical batch may use beyond activations and their gradients
+        allow_mixing: bool = False,  # lets examples mix in the model, which voids the guarantee above
     ) -> None:
-        if not clip_norm > 0 or math.isnan(clip_norm):
-            raise ValueError(f"clip_norm={clip_norm} must be positive (math.inf for no clipping)")
+        check_number("clip_norm", clip_norm, above=0, infinity=True)
         self.clip_norm = clip_norm
         self.mean_loss = mean_loss
-        self.scale: Mapping[str, Tensor] | None = None
+        self.scale: Scale = None
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.with_squares = squares
         self.clear_sums()
-        self._examples = 0
+        self.examples = 0  # clipped and summed since the start
         self._outcomes: list[Tensor] = []  # `ClipResult.counts` of physical batches, still on the device
         self._counted = ClippingCounts()
         self._explanation: Explanation | None = None
         self._explained: dict[tuple[int, ...], Explanation] = {}  # by shapes
         self.engine = Engine(model, self._add, extra_memory=extra_memory, allow_mixing=allow_mixing)
-
-    @property
-    def examples(self) -> int:
-        """How many examples have been clipped and summed since the start."""
-        return self._examples
 
     @property
     def counts(self) -> ClippingCounts:
@@ -84,7 +73,7 @@ class ClippedSums:
             self._counted.clipped += clipped
             self._counted.nonfinite += nonfinite
         self._outcomes = []
-        self._counted.examples = self._examples
+        self._counted.examples = self.examples
         return self._counted
 
     def explain(self) -> Explanation:
@@ -95,10 +84,7 @@ class ClippedSums:
         return self._explanation
 
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
-        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) by parameter name, and empty the accumulator.
-
-        Parameters that received no gradient have zeros.
-        """
+        """Return (Σ c_j g_j, Σ (c_j g_j)² or None) of all parameters, and empty the accumulator."""
         try:
             self.engine.end_step()
             self._settle()
@@ -133,18 +119,23 @@ class ClippedSums:
 
     def _clip_and_sum(self, batch: PhysicalBatch) -> None:
         factor = batch.examples if self.mean_loss else 1
-        squared, min_trusted_norm = self._measured(batch.gradients, self.scale)
-        found = clip_weights(
-            squared, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=_widest(batch.gradients)
-        )
-        indices = list if min_trusted_norm is None else recompute_rows_later(found)
+        found, is_trusted = self._clip(batch.gradients, self.scale, factor)
+        rows = list if is_trusted else _rows_to_recompute(found, found.needs_recompute)
         _sum(batch.gradients, found.weights, self._sums, self._square_sums)
-        self._examples += batch.examples
+        self.examples += batch.examples
         self._remember_norm_methods(batch)
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
-        for j in indices():
+        for j in rows():  # only now, to keep the device busy
             self._clip_and_sum_one(batch, j, factor)
+
+    def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
+        """Return the clip weights, and whether every norm can be trusted."""
+        squared, min_trusted_norm = _measured(gradients, scale)
+        is_double = any(own.precision == torch.float64 for own in gradients.values())
+        dtype = torch.float64 if is_double else torch.float32
+        found = clip_weights(squared, min_trusted_norm, clip_norm=self.clip_norm, factor=factor, dtype=dtype)
+        return found, min_trusted_norm is None
 
     def _remember_norm_methods(self, batch: PhysicalBatch) -> None:
         """Record the norm methods for `explain`; they are slow to describe, so once per set of shapes."""
@@ -160,18 +151,12 @@ class ClippedSums:
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 
-    def clip_and_sum_into(
-        self, into: FlatTensors, batch: PhysicalBatch, scale: Mapping[str, Tensor] | None
-    ) -> ClipResult:
+    def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Scale) -> ClipResult:
         """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device (a graph can hold it).
 
-        The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out and must be
-        recomputed.
+        The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
-        squared, min_trusted_norm = self._measured(batch.gradients, scale)
-        found = clip_weights(
-            squared, min_trusted_norm, clip_norm=self.clip_norm, factor=1, dtype=_widest(batch.gradients)
-        )
+        found, _ = self._clip(batch.gradients, scale, 1)
         sums = _Accumulator(self.parameters, into)
         _sum(batch.gradients, found.weights, sums, None)
         sums.taken()
@@ -186,17 +171,16 @@ class ClippedSums:
         explanation: Explanation,
         again: Callable[[list[int]], None],
     ) -> None:
-        """Add a copy of what `clip_and_sum_into` made of a batch whose first `examples` rows count.
+        """Add a copy of what `clip_and_sum_into` computed for a batch whose first `examples` rows count.
 
         Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone without a graph,
         since no example may change what the others add. The host asks for them only when the next such batch is added
-        or the sums are taken, so it can prepare one batch while the device is busy with another.
+        or the sums are taken, so it can prepare a batch while the device is busy with the last one.
         """
-        needs_recompute = found.needs_recompute[:examples].clone()
-        number = recompute_count_later(found)  # available once the copy is
+        rows_to_recompute = _rows_to_recompute(found, found.needs_recompute[:examples].clone())
         self._settle()
         self._sums.add_all(of_batch)
-        self._examples += examples
+        self.examples += examples
         self._explanation = explanation
         counts = found.counts.clone()
         padding_is_nonfinite = ((found.weights == 0) & ~found.needs_recompute)[examples:]
@@ -205,14 +189,14 @@ class ClippedSums:
         self.norms.append(found.norms[:examples].clone())
 
         def settle() -> None:
-            rows = torch.nonzero(needs_recompute).flatten().tolist() if number() else []
+            rows = rows_to_recompute()
             if not rows:
                 return
-            counted, norms, outcomes = (self._examples, self._explanation), len(self.norms), len(self._outcomes)
+            counted, norms, outcomes = (self.examples, self._explanation), len(self.norms), len(self._outcomes)
             try:
                 again(rows)
             finally:  # they were counted with their batch; that they were recomputed must not be observable
-                self._examples, self._explanation = counted
+                self.examples, self._explanation = counted
             del self.norms[norms:], self._outcomes[outcomes:]
 
         self._unsettled = settle
@@ -222,26 +206,6 @@ class ClippedSums:
         settle, self._unsettled = self._unsettled, None
         if settle is not None:
             settle()
-
-    def _measured(
-        self, gradients: Mapping[str, ParameterGradients], scale: Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Squared norms over all parameters, and the smallest norms that can be trusted (None: all can)."""
-        dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
-        squared: Tensor | float = 0.0
-        min_trusted_norm: Tensor | None = None
-        if dense:
-            scales = None if scale is None else [scale[name] for name in dense]
-            squared = norms.many_squares(list(dense.values()), scales)
-        for name, own in gradients.items():
-            if name in dense:
-                continue
-            more, trusted = own.measured(None if scale is None else scale[name])
-            squared = squared + more
-            if trusted is not None:  # errors of the parameters add up as their gradients do
-                min_trusted_norm = trusted if min_trusted_norm is None else torch.hypot(min_trusted_norm, trusted)
-        assert isinstance(squared, Tensor)
-        return squared, min_trusted_norm
 
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
         """Clip one example whose positions nearly cancel: the vector that is measured is the one that is summed."""
@@ -255,14 +219,26 @@ class ClippedSums:
         _sum(alone, found.weights, self._sums, self._square_sums)
 
 
-def _widest(gradients: Mapping[str, ParameterGradients]) -> torch.dtype:
-    is_double = any(own.precision == torch.float64 for own in gradients.values())
-    return torch.float64 if is_double else torch.float32
+def _measured(gradients: Gradients, scale: Scale) -> tuple[Tensor, Tensor | None]:
+    """Squared norms over all parameters, and the smallest norms that can be trusted (None: all can)."""
+    dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
+    squared: Tensor | float = 0.0
+    min_trusted_norm: Tensor | None = None
+    if dense:
+        scales = None if scale is None else [scale[name] for name in dense]
+        squared = norms.many_squares(list(dense.values()), scales)
+    for name, own in gradients.items():
+        if name in dense:
+            continue
+        more, trusted = own.measured(None if scale is None else scale[name])
+        squared = squared + more
+        if trusted is not None:  # errors of the parameters add up as their gradients do
+            min_trusted_norm = trusted if min_trusted_norm is None else torch.hypot(min_trusted_norm, trusted)
+    assert isinstance(squared, Tensor)
+    return squared, min_trusted_norm
 
 
-def _sum(
-    gradients: Mapping[str, ParameterGradients], weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None
-) -> None:
+def _sum(gradients: Gradients, weights: Tensor, sums: _Accumulator, square_sums: _Accumulator | None) -> None:
     """Add Σ_j weights[j]·g_j to `sums`, and the squares of the summands to `square_sums`."""
     dense = {name: own.dense for name, own in gradients.items() if own.dense is not None and own.is_dense}
     sums.add_dense(dense, weights)
@@ -276,35 +252,29 @@ def _sum(
             square_sums.add(name, own.weighted_square_sum(weights.to(own.precision)))
 
 
-def recompute_count_later(found: ClipResult) -> Callable[[], int]:
-    """Return a function that gives the number of examples to recompute; only calling it waits for the device."""
-    if not found.counts.is_cuda:
-        now = int(found.counts[2])
-        return lambda: now
-    number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True).copy_(found.counts[2], non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(found.counts.device))
+def _rows_to_recompute(found: ClipResult, needs_recompute: Tensor) -> Callable[[], list[int]]:
+    """Return a function that gives the rows where `needs_recompute` is true; only calling it waits for the device."""
+    is_cuda = found.counts.is_cuda
+    number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+    number.copy_(found.counts[2], non_blocking=is_cuda)
+    copied = torch.cuda.Event() if is_cuda else None
+    if copied is not None:
+        copied.record(torch.cuda.current_stream(found.counts.device))
 
-    def asked() -> int:
-        there.synchronize()
-        return int(number)
+    def rows() -> list[int]:
+        if copied is not None:
+            copied.synchronize()
+        return torch.nonzero(needs_recompute).flatten().tolist() if number else []
 
-    return asked
-
-
-def recompute_rows_later(found: ClipResult) -> Callable[[], list[int]]:
-    """Return a function that gives the rows to recompute; call it once the sums are queued, to keep the device busy."""
-    number = recompute_count_later(found)
-    return lambda: torch.nonzero(found.needs_recompute).flatten().tolist() if number() else []
+    return rows
 
 
 class _Accumulator:
     """Sums by parameter in flat storage; parameters that received nothing are 0 when the sums are taken."""
 
     def __init__(self, parameters: Mapping[str, Tensor], sums: FlatTensors | None = None) -> None:
-        """If `sums` is given, it is used as storage and existing contents are overwritten."""
         self._parameters = parameters
-        self._sums = sums
+        self._sums = sums  # storage; existing contents are overwritten
         self._begun: set[str] = set()
 
     def _target(self, name: str) -> Tensor:

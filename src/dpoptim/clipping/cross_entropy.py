@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpoptim.clipping.engine import sink_of
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import GradientSink, LayerCall, apply_fast, differentiated_once, trainable
+from dpoptim.clipping.layers.rule import Recorder, apply_fast, differentiated_once, trainable
 from dpoptim.kernels.norms import position_sums, softmax_gradient_
 
 _ALIGNMENT = 64  # classes are padded to a multiple of this, because tensor cores need aligned rows
@@ -29,8 +29,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         labels: Tensor,  # [examples, positions], negative where nothing is predicted
-        sink: GradientSink | None,  # None: ordinary gradients of weight and bias
-        call: LayerCall | None,
+        record: Recorder | None,  # None: ordinary gradients of weight and bias
     ) -> Tensor:
         classes, width = weight.shape
         padding = -classes % _ALIGNMENT
@@ -41,7 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             logits = torch.addmm(F.pad(bias.to(inputs.dtype), (0, padding)), flat, matrix.T)
         losses, lengths = softmax_gradient_(logits, labels.reshape(-1), classes)
-        ctx.sink, ctx.call, ctx.weight, ctx.bias, ctx.classes = sink, call, weight, bias, classes
+        ctx.record, ctx.weight, ctx.bias, ctx.classes = record, weight, bias, classes
         to_inputs = (logits @ matrix).view_as(inputs) if ctx.needs_input_grad[0] else None
         ctx.save_for_backward(inputs, logits.view(*inputs.shape[:-1], -1), lengths.view(inputs.shape[:-1]), to_inputs)
         return losses.view(labels.shape)
@@ -53,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         outputs = outputs[..., : ctx.classes]
         by_position = grad.to(inputs.dtype)
         by_weight = by_bias = None
-        if ctx.sink is None:
+        if ctx.record is None:
             if ctx.needs_input_grad[1]:
                 weighted = (inputs * by_position[..., None]).flatten(0, 1)
                 by_weight = (outputs.flatten(0, 1).T @ weighted).to(ctx.weight.dtype)
@@ -61,12 +60,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 by_bias = (by_position.flatten() @ outputs.flatten(0, 1)).to(ctx.bias.dtype)
         else:
             if trainable(ctx.weight):
-                ctx.sink.record(ctx.weight, OuterProduct(outputs, inputs * by_position[..., None], lengths), ctx.call)
+                ctx.record(ctx.weight, OuterProduct(outputs, inputs * by_position[..., None], lengths))
             if trainable(ctx.bias):
-                ctx.sink.record(ctx.bias, Materialized(position_sums(outputs, by_position)), ctx.call)
+                ctx.record(ctx.bias, Materialized(position_sums(outputs, by_position)))
         if to_inputs is not None:
             to_inputs = to_inputs * by_position[..., None]
-        return to_inputs, by_weight, by_bias, None, None, None
+        return to_inputs, by_weight, by_bias, None, None
 
 
 def linear_cross_entropy(layer: nn.Linear, inputs: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -90,19 +89,15 @@ def linear_cross_entropy(layer: nn.Linear, inputs: Tensor, labels: Tensor, *, ig
     True
     """
     if inputs.ndim != 3 or labels.shape != inputs.shape[:2]:
-        raise ValueError(
-            "inputs must be [examples, positions, width] and labels [examples, positions], got "
-            f"{tuple(inputs.shape)} and {tuple(labels.shape)}"
-        )
-    if inputs.shape[-1] != layer.in_features:
-        raise ValueError(f"inputs have width {inputs.shape[-1]} and the layer takes {layer.in_features}")
+        shapes = tuple(inputs.shape), tuple(labels.shape)
+        raise ValueError(f"inputs must be [examples, positions, width] and labels [examples, positions], got {shapes}")
     labels = labels.masked_fill(labels == ignore_index, -1)
     sink, name = sink_of(layer, inputs)
     if sink is not None:
-        inputs = sink.expand_to_batch(inputs, name, is_tied=True)
+        inputs = sink.expand_to_batch(inputs, name, has_labels=True)
     if torch.is_autocast_enabled(inputs.device.type):  # as autocast does for a linear layer
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
     weight, bias = cast(nn.Parameter, layer.weight), cast(nn.Parameter | None, layer.bias)
-    call = None if sink is None else sink.layer_call()
-    losses: Tensor = apply_fast(_LinearCrossEntropy, inputs, weight, bias, labels, sink, call)
+    record = None if sink is None else sink.recorder()
+    losses: Tensor = apply_fast(_LinearCrossEntropy, inputs, weight, bias, labels, record)
     return losses

@@ -3,15 +3,11 @@
 `Engine.attach` routes the forward of every module with a trainable parameter through its layer rule. The rule's
 autograd function returns the input gradient and records the factors of the per-example weight gradient; autograd
 computes no weight gradient. The next forward or `flush` closes the physical batch and hands it to `on_batch`.
-
-Everything in one backward, or from one call of the model, is one batch. Two calls with two separate backwards are two
-micro-batches.
+Everything in one backward, or from one call of the model, is one batch.
 
 The first real batch of each call signature is checked by value: examples must not mix. The check also shows which
 layers get examples on their first axis, and which get one row that all examples share. A layer that later runs
-differently, or outside a checked call, is refused. A batch of one example is not checked: it has nothing to mix with,
-and its layers must have one row. A call of a part of the model (`self.bert(...)` in a Lightning step) is checked like a
-call of the model.
+differently, or outside a checked call, is refused. A call of a part (`self.bert(...)`) is checked too.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
-from dpoptim.clipping.layers.rule import Layer, LayerCall
+from dpoptim.clipping.layers.rule import Layer, Recorder
 from dpoptim.clipping.norms import ParameterGradients
 from dpoptim.kernels.norms import wide_dtype
 from dpoptim.kernels.precision import full_precision
@@ -47,8 +43,7 @@ _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on ev
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
 _losses_checked: weakref.WeakKeyDictionary[nn.Module, LayerAxes] = weakref.WeakKeyDictionary()
-"""Models whose loss has passed `check_example_independence`, and what their layers got."""
-_NOTHING = LayerAxes()
+"""Models whose loss has passed `check_example_independence`, and what their layers got; engines read it in `attach`."""
 
 
 @contextlib.contextmanager
@@ -66,6 +61,13 @@ def public_data() -> Iterator[None]:
 
 class UncheckedLossError(ExampleMixingError):
     """Only a check of the whole loss can show that examples do not mix."""
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer: the call of the model, and the backward in which an activation checkpoint recomputed it."""
+
+    model_call: int | None
+    recomputed_in: int | None
 
 
 @dataclass
@@ -130,17 +132,14 @@ class Engine:
         self._closed_calls: dict[int, None] = {}
         self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that passed the check
         self._seen = LayerAxes()
+        self._loss_is_checked = False
         self.inside_generic = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
 
-    # Copies and pickles of the model (averaged weights, a checkpoint) have no engine.
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return (type(None), ())
+        return (type(None), ())  # copies and pickles of the model (averaged weights, a checkpoint) have no engine
 
     # -- attaching -------------------------------------------------------------------------------------------------
 
@@ -163,8 +162,11 @@ class Engine:
         self._take_forwards()
         for parameter in self.model.parameters():
             if id(parameter) in self.names:
-                self._handles.append(parameter.register_hook(_UnseenGradientGuard(self, self.names[id(parameter)])))
+                guard = partial(self._refuse_unseen_gradient, self.names[id(parameter)])
+                self._handles.append(parameter.register_hook(guard))
         self._handles += self._watch_calls()
+        self._loss_is_checked = self.model in _losses_checked
+        self._seen.update(_losses_checked.get(self.model, LayerAxes()))
         return previous
 
     def detach(self) -> None:
@@ -190,12 +192,10 @@ class Engine:
                 del module.__dict__["forward"]
 
     def _watch_calls(self) -> Iterator[RemovableHandle]:
-        """Watch calls of the model and of its larger parts that hold layers; the outermost call counts.
-
-        Members of a list are not watched, because the module that holds them calls them.
-        """
+        """Watch calls of the model and of its larger parts that hold layers; the outermost call counts."""
         _keep_compilers_out(_Hooks, "begin", "end")
         hooks = _Hooks(self)
+        # Members of a list are called by the module that holds them.
         lists = tuple(f"{name}." for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList))
         for name, module in self.model.named_modules():
             is_near = name.count(".") < _WATCHED_DEPTH and not name.startswith(lists)
@@ -283,10 +283,10 @@ class Engine:
         if is_conclusive:
             checked.append(signature)
 
-    def check_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> bool:
+    def check_losses(self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool) -> bool:
         """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
 
-        From then on, all engines of the model rely on the result.
+        This engine relies on the result, and with `lasting` every engine of the model that attaches later.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
@@ -295,40 +295,25 @@ class Engine:
         def run(given: Any) -> Tensor:
             found, rows = losses(given), Arguments.of(given, "loss_fn").examples
             if len(found) != rows:
-                raise ValueError(
-                    f"loss_fn returned {len(found)} losses for a batch of {rows} examples. Return one loss per example"
-                )
+                raise ValueError(f"loss_fn must return one loss per example, got {len(found)} for {rows} examples")
             return found
 
-        before = _losses_checked.pop(self.model, None)
+        if lasting:
+            _losses_checked.pop(self.model, None)  # an earlier result ends if this check fails
         check = self._model_check()
         self.buffers.begin(restart=True)
         is_conclusive = check.check("loss_fn", run, arguments)
         self.buffers.look()
         self.buffers.check(waiting=False)
         if is_conclusive:
-            if before is not None:
-                check.seen.update(before)
-            _losses_checked[self.model] = check.seen
+            self._loss_is_checked = True
+            self._seen.update(check.seen)
+            if lasting:
+                _losses_checked[self.model] = self._seen
         return is_conclusive
 
-    @contextlib.contextmanager
-    def checked_losses(self, losses: Callable[[Any], Tensor], batch: Any) -> Iterator[None]:
-        """Treat the model as checked with this loss, in this context only."""
-        before = _losses_checked.get(self.model)
-        try:
-            self.check_losses(losses, batch)
-            yield
-        finally:
-            _losses_checked.pop(self.model, None)
-            if before is not None:
-                _losses_checked[self.model] = before
-
-    def expand_to_batch(self, tensor: Tensor, layer: str, *, is_tied: bool = False) -> Tensor:
-        """Return the tensor with the batch as first axis; shared rows are expanded.
-
-        `is_tied` marks an input whose first two axes are checked against labels.
-        """
+    def expand_to_batch(self, tensor: Tensor, layer: str, *, has_labels: bool = False) -> Tensor:
+        """Return the tensor with the batch as first axis; shared rows are expanded."""
         if tensor.ndim == 0:
             raise ValueError(f"layer '{layer}' got a scalar; private layers need the batch as the first axis")
         if ModelCheck.running is not None:
@@ -337,29 +322,26 @@ class Engine:
         if self.batch.is_open and not is_recomputed:
             self.flush()
         self.buffers.begin(restart=False)  # a loop may call single layers
-        seen, by_losses = self._seen, _losses_checked.get(self.model, _NOTHING)
         is_bare = self.call is None and not is_recomputed
-        if is_bare and self.examples != 1 and not (is_tied and tensor.requires_grad and self.examples is not None):
+        if is_bare and self.examples != 1 and not (has_labels and tensor.requires_grad and self.examples is not None):
             self._need_checked_loss(f"layer '{layer}' ran outside a call of {type(self.model).__name__}")
         if self.examples is None:
             self.examples = tensor.shape[0]
         found = layer, tensor.ndim
         if tensor.shape[0] == self.examples:
-            is_seen = found in seen.examples or found in by_losses.examples
-            if self.examples > 1 and not is_bare and not is_seen:
+            if self.examples > 1 and not is_bare and found not in self._seen.examples:
                 raise ValueError(
-                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked, "
-                    "so nothing shows that the first axis of its input is the batch. Run the same layers in every "
-                    "call, or first run dpoptim.check_example_independence(model, loss_fn, batch) on such a batch"
+                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked. "
+                    "Run the same layers in every call, or run dpoptim.check_example_independence on such a batch first"
                 )
             return tensor
-        if tensor.shape[0] == 1 and (found in seen.shared or found in by_losses.shared):
+        if tensor.shape[0] == 1 and found in self._seen.shared:
             return tensor.expand(self.examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, self.examples)
 
     def _need_checked_loss(self, what: str) -> None:
         """Refuse what the check of calls cannot see, unless the whole loss was checked."""
-        if self.model not in _losses_checked and not self.allow_mixing:
+        if not self._loss_is_checked and not self.allow_mixing:
             self.discard()
             raise UncheckedLossError(
                 f"{what}, so nothing shows that examples do not mix. Call the model itself, model(...), once per "
@@ -369,20 +351,19 @@ class Engine:
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None:
         """Return the axes of the examples in a layer's arguments, from the check; None if no such call was seen."""
         key = layer, tuple(leaf.ndim if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return self._seen.axes.get(key) or _losses_checked.get(self.model, _NOTHING).axes.get(key) or None
+        return self._seen.axes.get(key) or None
 
-    def layer_call(self) -> LayerCall:
-        """Return the identity of the running layer call, which `record` needs."""
+    def recorder(self) -> Recorder:
+        """Return the function that records gradients of the running layer call."""
         inside = torch._C._current_graph_task_id()
-        return LayerCall(model_call=self.call, recomputed_in=None if inside == -1 else inside)
+        return partial(self.record, LayerCall(model_call=self.call, recomputed_in=None if inside == -1 else inside))
 
     # -- the backward ----------------------------------------------------------------------------------------------
 
-    def record(self, parameter: nn.Parameter, factors: GradientFactors, call: LayerCall) -> None:
+    def record(self, call: LayerCall, parameter: nn.Parameter, factors: GradientFactors) -> None:
         """Record a parameter's gradient; layer functions call it during backward, once per use of the parameter."""
         if id(parameter) not in self.names:
-            self.discard()
-            raise ValueError("a parameter was replaced after the optimizer was created; create the optimizer last")
+            self._refuse("a parameter was replaced after the optimizer was created; create the optimizer last")
         name = self.names[id(parameter)]
         if ModelCheck.running is not None:
             ModelCheck.running.record(self, name, factors.sketch)
@@ -393,14 +374,13 @@ class Engine:
             gradients = batch.gradients[name] = ParameterGradients(parameter.shape, wide_dtype(parameter.dtype))
         factors, spent = choose_factors(factors, parameter.shape, batch.extra_memory)
         batch.extra_memory -= spent
-        if batch.examples and factors.examples != batch.examples:
-            examples = batch.examples
-            self.discard()
-            raise ValueError(
-                f"the gradient of '{name}' has {factors.examples} examples where other layers have {examples} in the "
-                "same backward; run one backward per call of the model"
+        examples = len(factors[0])
+        if batch.examples and examples != batch.examples:
+            self._refuse(
+                f"the gradient of '{name}' has {examples} examples where other layers have {batch.examples} in "
+                "the same backward; run one backward per call of the model"
             )
-        batch.examples = factors.examples
+        batch.examples = examples
         gradients.add(factors)
 
     def _batch_of(self, call: LayerCall, backward: int) -> PhysicalBatch:
@@ -409,18 +389,13 @@ class Engine:
         if batch.last == (call, backward):
             return batch
         if call.model_call in self._closed_calls:
-            self.discard()
-            raise ValueError(
-                "a backward came through a call of the model whose batch was closed by a later forward or step: its "
-                "examples would count twice; add up the losses of one call and run one backward"
+            self._refuse(
+                "a later forward or step closed the batch of this backward, so its examples would count twice. Add up "
+                "the losses of a call and run one backward"
             )
         if batch.is_open and not (call.model_call in batch.calls or {backward, call.recomputed_in} & batch.backwards):
             if call.recomputed_in is not None:
-                self.discard()
-                raise ValueError(
-                    "the order of reentrant activation checkpoints hides which examples they belong to; "
-                    "use checkpoint(..., use_reentrant=False)"
-                )
+                self._refuse("reentrant checkpoints hide their examples here; use checkpoint(..., use_reentrant=False)")
             self.flush()
             self.buffers.begin(restart=True)
             batch = self.batch
@@ -430,6 +405,18 @@ class Engine:
             if len(batch.calls) > 1:
                 self._need_checked_loss(f"two calls of {type(self.model).__name__} meet in one backward")
         return batch
+
+    def _refuse_unseen_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Refuse a gradient that reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
+        if gradient is not None and not _public.get():
+            self._refuse(
+                f"parameter '{name}' was used outside the layer that owns it, as in F.linear(x, layer.weight). Call "
+                "the layer itself or freeze the parameter; public data goes inside `with dpoptim.public_data():`"
+            )
+
+    def _refuse(self, why: str) -> NoReturn:
+        self.discard()
+        raise ValueError(why)
 
     def _new_batch(self) -> PhysicalBatch:
         return PhysicalBatch(extra_memory=self.extra_memory)
@@ -445,8 +432,8 @@ class Engine:
             for name, gradients in batch.gradients.items():
                 if gradients.was_overwritten:
                     raise ValueError(
-                        f"an input that the gradient of '{name}' needs was changed in place after backward (a "
-                        "reused buffer?); call optimizer.step() before the next batch is written, or copy the batch"
+                        f"an input that '{name}' needs was changed in place after backward. Call optimizer.step() "
+                        "before a buffer is reused, or copy the batch"
                     )
             with torch.no_grad(), full_precision(next(self.model.parameters()).device.type):
                 self.on_batch(batch)
@@ -468,35 +455,14 @@ def _refuse_scalars(module: nn.Module, output: Any) -> None:
     for leaf in pytree.tree_leaves(dict(output) if isinstance(output, dict) else output):
         if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.requires_grad:
             raise ValueError(
-                f"{type(module).__name__} returned a scalar that needs a gradient, as a Hugging Face model does for "
-                "`labels`: that loss is an average over the batch and mixes examples. Call the model without labels "
-                "and compute one loss per example (shape [examples]) from its logits."
+                f"{type(module).__name__} returned a scalar that needs a gradient: an average over the batch mixes "
+                "examples. Call a Hugging Face model without labels, and compute one loss per example from its logits"
             )
-
-
-class _UnseenGradientGuard:
-    """Raises when a gradient reaches a parameter outside its layer rule: it would be neither clipped nor noised."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine, self.name = engine, name
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None or _public.get():
-            return
-        self.engine.discard()
-        raise ValueError(
-            f"parameter '{self.name}' was used outside the layer that owns it (for example F.linear(x, layer.weight)), "
-            "where its per-example gradient cannot be seen; call the layer itself, or freeze the parameter. Public "
-            "data goes inside `with dpoptim.public_data():`"
-        )
 
 
 @functools.cache
 def _keep_compilers_out(cls: type, *methods: str) -> None:
-    """Make torch.compile leave these methods alone, with all that they call.
-
-    This is not a decorator, because the decorator imports the compiler, which takes seconds.
-    """
+    """Make torch.compile leave these methods alone; a decorator would import the compiler, which takes seconds."""
     for name in methods:
         setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
 
@@ -525,13 +491,13 @@ class _PrivateForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if ModelCheck.running is not None and not self.engine.inside_generic:
             ModelCheck.running.see(self.engine, self.layer.name, self.module, (args, kwargs))
-        if self.engine.capturing:
-            return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
-        # A reentrant checkpoint first runs without gradients.
-        in_call = self.engine.call is not None or self.engine.checking
-        if self.layer.rewrites and in_call and not torch.is_grad_enabled():
+        if self.engine.capturing or (self.layer.rewrites and self._is_first_run_of_checkpoint()):
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _is_first_run_of_checkpoint(self) -> bool:
+        """Whether a reentrant activation checkpoint may run the layer, which it first does without gradients."""
+        return not torch.is_grad_enabled() and (self.engine.call is not None or self.engine.checking)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")

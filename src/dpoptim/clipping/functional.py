@@ -39,25 +39,24 @@ def clipped_sum(
     """
     sums = ClippedSums(model, clip_norm=clip_norm)
     if scale is not None:
-        _check_scale(scale, sums.parameters)
-        scale = {name: wide(scale[name]) for name in sums.parameters}
-    sums.scale = scale
+        for name, parameter in sums.parameters.items():
+            if name not in scale or scale[name].shape != parameter.shape:
+                raise ValueError(f"scale['{name}'] must be a tensor of the parameter's shape, {tuple(parameter.shape)}")
+        sums.scale = {name: wide(scale[name]) for name in sums.parameters}
     with _attached(sums.engine):
         try:
             losses = _losses(model, loss_fn, batch)
             losses.sum().backward()
         except UncheckedLossError:
-            with sums.engine.checked_losses(partial(_losses, model, loss_fn), batch):
-                losses = _losses(model, loss_fn, batch)
-                losses.sum().backward()
+            sums.engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=False)
+            losses = _losses(model, loss_fn, batch)
+            losses.sum().backward()
         sums.engine.flush()
         if not sums.norms:
             raise ValueError("loss_fn: no trainable parameter received a gradient; does the loss depend on the model?")
         norms = torch.cat(sums.norms)
         if len(norms) != len(losses):
-            raise ValueError(
-                f"loss_fn returned {len(losses)} losses for a batch of {len(norms)} examples. Return one per example"
-            )
+            raise ValueError(f"loss_fn must return one loss per example, got {len(losses)} for {len(norms)} examples")
         return dict(sums.take()[0]), norms
 
 
@@ -85,14 +84,10 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
     Traceback (most recent call last):
     dpoptim.validation.example_independence.ExampleMixingError: examples mix: output 0 of loss_fn changes ...
     """
-
     engine = Engine(model, lambda _: None)
     with _attached(engine):
-        if not engine.check_losses(partial(_losses, model, loss_fn), batch):
-            raise ValueError(
-                "batch must hold two different examples or more, as tensors with the examples on the first axis, to "
-                "show whether examples mix"
-            )
+        if not engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=True):
+            raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
 
 
 def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
@@ -100,21 +95,10 @@ def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:
     if not isinstance(losses, Tensor) or losses.ndim != 1:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ValueError(
-            f"loss_fn returned {shape} where a vector with one loss per example is needed. Use reduction='none' and "
-            "average over the positions of each example, never over the batch"
+            f"loss_fn returned {shape} where a vector with one loss per example is needed. Use reduction='none', and "
+            "average over positions only"
         )
     return losses
-
-
-def _check_scale(scale: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(parameters) - set(scale))
-    if missing:
-        raise ValueError(f"scale lacks parameter '{missing[0]}'; pass one tensor for each trainable parameter")
-    for name, parameter in parameters.items():
-        if scale[name].shape != parameter.shape:
-            raise ValueError(
-                f"scale['{name}'] has shape {tuple(scale[name].shape)}; the parameter has {tuple(parameter.shape)}"
-            )
 
 
 @contextlib.contextmanager
@@ -147,10 +131,9 @@ class PublicGradients:
 
     def __call__(self) -> dict[str, Tensor]:
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            raise ValueError("batches is empty; pass at least one public batch") from None
+        batch = next(self._batches, None)
+        if batch is None:
+            raise ValueError("batches is empty; pass at least one public batch")
         with public_data(), torch.enable_grad():
             loss = self.loss_fn(self.model, batch).mean()
             gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)

@@ -4,12 +4,13 @@
 * `RowUpdates`: g_j has value_jt added to row id_jt, a table looked up at T positions;
 * `Materialized`: g_j itself.
 
-Nothing here has noise: nothing outside `dpoptim.clipping` may import this file.
+All fields are tensors with the examples on the first axis. Nothing here has noise: nothing outside `dpoptim.clipping`
+may import this file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,31 +18,19 @@ from torch import Tensor
 
 from dpoptim.kernels.norms import wide_dtype, with_padding
 
-_FEW_ROWS = 16  # gradients of a table this small are always formed
 
-
-@dataclass(frozen=True)
-class OuterProduct:
+class OuterProduct(NamedTuple):
     """g_j = Σ_t left[j, t] ⊗ right[j, t], for a parameter of shape [rows, ...] with `cols` elements per row."""
 
     left: Tensor  # [examples, positions, rows]
     right: Tensor  # [examples, positions, cols]
     left_lengths: Tensor | None = None  # ‖left[j, t]‖, if known
 
-    @property
-    def examples(self) -> int:
-        return self.left.shape[0]
-
     def sketch(self) -> Tensor:
         """[examples, numbers]: g_j times a few random vectors, from both sides."""
-        by_row, by_col = (_directions(factor) for factor in (self.left, self.right))
-        return torch.cat(
-            [((self.left @ by_row).mT @ self.right).flatten(1), ((self.right @ by_col).mT @ self.left).flatten(1)], 1
-        )
-
-    def select(self, keep: Tensor) -> OuterProduct:
-        lengths = None if self.left_lengths is None else self.left_lengths[keep]
-        return OuterProduct(self.left[keep], self.right[keep], lengths)
+        from_left = (self.left @ _directions(self.left)).mT @ self.right
+        from_right = (self.right @ _directions(self.right)).mT @ self.left
+        return torch.cat([from_left.flatten(1), from_right.flatten(1)], 1)
 
     @property
     def extra_bytes(self) -> int:
@@ -55,33 +44,22 @@ class OuterProduct:
         return self.left.is_cuda or self.left.dtype == wide_dtype(self.left.dtype)
 
     def formed(self) -> Materialized:
-        """Return g_j in the dtype of the factors, rounded once; norms and sums see the same numbers.
-
-        It costs no more than the weight gradient that it replaces.
-        """
+        """Return g_j in the dtype of the factors, rounded once; norms and sums see the same numbers."""
         left = with_padding(self.left) if self.left.is_cuda else self.left
         grads = torch.bmm(left.mT, self.right)
         return Materialized(grads if left is self.left else grads[:, : self.left.shape[2]])
 
 
-@dataclass(frozen=True)
-class RowUpdates:
+class RowUpdates(NamedTuple):
     """Row ids[j, t] of g_j receives values[j, t], for a parameter of shape [rows, cols]."""
 
     ids: Tensor  # [examples, positions], integers
     values: Tensor  # [examples, positions, cols]
 
-    @property
-    def examples(self) -> int:
-        return self.ids.shape[0]
-
     def sketch(self) -> Tensor:
         """[examples, numbers]: two sums of the rows of g_j, weighted by functions of their ids."""
         angles = self.ids[..., None].double() * torch.tensor([2.399963, 1.618034], device=self.ids.device).double()
         return (angles.cos().to(self.values.dtype).mT @ self.values).flatten(1)
-
-    def select(self, keep: Tensor) -> RowUpdates:
-        return RowUpdates(self.ids[keep], self.values[keep])
 
     @property
     def _shared(self) -> bool:
@@ -90,8 +68,7 @@ class RowUpdates:
 
     def is_small_formed(self, num_rows: int) -> bool:
         """Whether g_j takes little more memory than the values and is cheap to form."""
-        shared = self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1]
-        return num_rows <= _FEW_ROWS or shared
+        return num_rows <= 16 or (self.values.is_cuda and self._shared and num_rows <= 2 * self.ids.shape[1])
 
     def formed(self, num_rows: int) -> Materialized:
         """Return g_j in the dtype of the values."""
@@ -100,25 +77,24 @@ class RowUpdates:
         return Materialized(chosen.mT @ self.values)
 
 
-@dataclass(frozen=True)
-class Materialized:
+class Materialized(NamedTuple):
     """g_j = grads[j]."""
 
     grads: Tensor  # [examples, *parameter shape]
-
-    @property
-    def examples(self) -> int:
-        return self.grads.shape[0]
 
     def sketch(self) -> Tensor:
         """[examples, numbers]: g_j itself."""
         return self.grads.reshape(len(self.grads), self.grads.shape[1:].numel())
 
-    def select(self, keep: Tensor) -> Materialized:
-        return Materialized(self.grads[keep])
-
 
 GradientFactors = OuterProduct | RowUpdates | Materialized
+AnyFactors = TypeVar("AnyFactors", OuterProduct, RowUpdates)
+
+
+def select(factors: AnyFactors, keep: Tensor) -> AnyFactors:
+    """Return the factors of the examples where `keep` is true."""
+    parts: list[Any] = [None if part is None else part[keep] for part in factors]
+    return type(factors)(*parts)
 
 
 def _directions(factor: Tensor) -> Tensor:

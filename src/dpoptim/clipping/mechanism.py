@@ -14,24 +14,17 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
 from dpoptim.kernels.flat import FlatTensors, flatten, group_by_dtype_device
-from dpoptim.noise import (
-    NoiseKey,
-    NoiseMemory,
-    NoiseStream,
-    Strategy,
-    TensorPart,
-    saved_strategy,
-    strategy_state,
-)
+from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
 
@@ -70,8 +63,7 @@ class PrivateMechanism:
             )
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
-        if isinstance(clipping_memory, bool) or not isinstance(clipping_memory, int) or clipping_memory < 0:
-            raise ValueError(f"clipping_memory={clipping_memory!r} must be a whole number of bytes, 0 or more")
+        clipping_memory = check_whole("clipping_memory", clipping_memory, low=0)
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             raise ValueError("private training runs in one process; start it without torch.distributed")
@@ -79,11 +71,8 @@ class PrivateMechanism:
         self.plan = plan if plan.release == release else plan.with_release(release)
         if allow_mixing is not None:
             self.plan = self.plan.replace(allow_mixing=allow_mixing)
-            warnings.warn(
-                "allow_mixing: examples may mix, which the guarantee does not cover. Publish "
-                "optimizer.plan.statement(), which states the reason",
-                stacklevel=2,
-            )
+            line = "allow_mixing: the guarantee does not cover mixed examples. Publish optimizer.plan.statement()"
+            warnings.warn(line, stacklevel=2)
         self.key = NoiseKey.generate() if key is None else key
         self.step = 0
         self.noise_memory = noise_memory
@@ -91,9 +80,7 @@ class PrivateMechanism:
         if self.plan.noise_stddevs().square:
             strategies["square"] = self.plan.square_strategy
         self._set_strategies(strategies)
-        averages_squares = isinstance(release, JointMoments) or (
-            isinstance(release, IndependentMoments) and release.squares == "average_of"
-        )
+        averages_squares = isinstance(release, JointMoments) or getattr(release, "squares", None) == "average_of"
         self._sums = ClippedSums(
             model,
             clip_norm=plan.clip_norm,
@@ -122,7 +109,7 @@ class PrivateMechanism:
         for stream, strategy in strategies.items():
             self._stddevs[stream] *= strategy.column_norm
         self._row_norms = strategies["gradient"].row_norms()
-        self._strategy_digest: str | None = None
+        self.strategy_digest = strategy_digest(strategies, self.noise_memory.bits)  # for the step ledger
 
     def _begin_run(self, run_id: str) -> None:
         """Start the noise streams. Noise depends on key, run_id, step, parameter and element: runs never share it."""
@@ -137,13 +124,6 @@ class PrivateMechanism:
                     key, parts, stream=stream, dtype=dtype, device=device, memory=self.noise_memory
                 )
                 self._noise[stream].append(rows)
-
-    @property
-    def strategy_digest(self) -> str:
-        """Digest of the strategies of all noise streams, for the step ledger."""
-        if self._strategy_digest is None:
-            self._strategy_digest = strategy_digest(self._strategies, self.noise_memory.bits)
-        return self._strategy_digest
 
     @property
     def noise_memory_bytes(self) -> int:
@@ -161,37 +141,26 @@ class PrivateMechanism:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of a `state`, and drop what has been accumulated.
-
-        The strategy comes from the state, because a search may round differently on a different machine.
-        """
-        run_id, step = state["run_id"], state["step"]
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self.plan.steps:
-            raise ValueError(f"step={step!r} of the state is not a whole number from 0 to {self.plan.steps}")
+        """Continue the run of a `state`, and drop what has been accumulated."""
+        run_id, step = state["run_id"], check_whole("step", state["step"], low=0)
         if self.step > 0 and (run_id != self.run_id or step < self.step):
-            other = "belongs to another run" if run_id != self.run_id else f"lies behind step {self.step}"
+            which = "belongs to a different run" if run_id != self.run_id else f"lies behind step {self.step}"
             raise ValueError(
-                f"step={step} of the state {other}, but this optimizer has already released {self.step} steps. Create "
+                f"step={step} of the state {which}, but this optimizer has already released {self.step} steps. Create "
                 "a new model and optimizer to resume a run"
             )
         if state["noise_bits"] != self.noise_memory.bits:
+            bits = self.noise_memory.bits
             raise ValueError(
-                f"noise_memory has bits={self.noise_memory.bits}, but the run started with {state['noise_bits']}, so "
-                "its noise would change. Pass the run's noise_memory=NoiseMemory(bits=...)"
+                f"noise_memory has bits={bits}, but the run started with {state['noise_bits']}; pass those"
             )
-        if state["strategies"].keys() != self._strategies.keys():
-            raise ValueError(
-                "the state has different noise streams than this optimizer. Create it with the run's arguments"
-            )
+        # Strategies come from the state, because a search may round differently on a different machine.
         strategies = {
-            stream: saved_strategy(saved, like=self._strategies[stream])
-            for stream, saved in state["strategies"].items()
+            stream: saved_strategy(state["strategies"][stream], like=own) for stream, own in self._strategies.items()
         }
-        for stream, strategy in strategies.items():
-            if strategy == self._strategies[stream]:
-                continue
-            accounted = self.plan.sensitivity_ratio(self._strategies[stream])
-            if self.plan.sensitivity_ratio(strategy) > (1 + 1e-6) * accounted:
+        for stream, own in self._strategies.items():
+            saved, ratio = strategies[stream], self.plan.sensitivity_ratio
+            if saved != own and ratio(saved) > (1 + 1e-6) * ratio(own):
                 raise ValueError(f"the state's {stream} strategy has more sensitivity than the plan accounts for")
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
@@ -225,14 +194,12 @@ class PrivateMechanism:
 
     def close_physical_batch(self) -> bool:
         """Close the physical batch; return whether it completes a logical batch."""
-        self._check_attached()
+        self._check_ready()
         ticket = None if self._own_batches else batch_handshake.take(self._drawn_for, self)
-        if ticket is None:
+        if ticket is not None:
+            self._begin_ticket(ticket)
+        elif not self._own_batches:
             self._check_without_ticket()
-        else:
-            self._check_loader(ticket)
-        if ticket is not None and (ticket.is_placeholder or self._was_abandoned(ticket)):
-            self._drop(everything=ticket.is_placeholder)
         self._sums.engine.flush()
         examples = self._sums.examples
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
@@ -241,31 +208,69 @@ class PrivateMechanism:
         if ticket.step != self.step:
             self._refuse_batch(
                 f"the loader is at step {ticket.step} and the optimizer at step {self.step}. Call step() once per "
-                "batch (a batch that was only looked at counts), or create the loader again with "
-                f"private_loader(dataset, plan, key=loader.key, run_id=loader.run_id, start_step={self.step})"
+                f"batch, or create the loader with its own key, run_id and start_step={self.step}"
             )
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
-                "the number of differentiated examples is not the (secret) size of the batch. Run one call of the "
-                "model, one backward and one optimizer.step() per batch of the loader; to save memory use "
-                "private_loader(micro_batch_size=...), not gradient accumulation"
+                "the number of differentiated examples is not the (secret) size of the batch. Run one model call, one "
+                "backward and one step() per batch; save memory by private_loader(micro_batch_size=...)"
             )
         self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
 
-    def _check_attached(self) -> None:
-        if not self._sums.engine.attached:
-            raise ValueError(
-                "this optimizer was detached, or another was created for its model. Create only one optimizer per model"
+    def _begin_ticket(self, ticket: batch_handshake.Ticket) -> None:
+        """Refuse a second sampling key, which would draw examples more often than planned; drop what does not count."""
+        self._has_loader = True
+        if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
+            self._refuse_batch(
+                "the batches are drawn with a different key or run_id than the run's. Load the state_dict of the run's "
+                "loader, or pass its private_loader(key=..., run_id=...)"
             )
+        self.loader_key_fingerprint = ticket.key_fingerprint
+        if ticket.is_placeholder:
+            self._drop(everything=True)
+        elif ticket.opens_batch and self._batch_is_open:  # the loop abandoned a logical batch
+            if self._sums.examples > self._at_last_ticket:
+                self._refuse_batch("a batch was abandoned for another one. Call step() once per batch of the loader")
+            self._drop(everything=False)
+
+    def _check_without_ticket(self) -> None:
+        """Refuse or warn about a step without a batch of a private_loader."""
+        if self._has_loader:
+            self._refuse_batch("step() was called twice for one batch of the loader. Call it once per batch")
+        if batch_handshake.pending_elsewhere(self._drawn_for):
+            self._refuse_batch("the private_loader has a different plan object. Pass both the same (calibrated) plan")
+        if self.needs_loader:
+            self._refuse_batch("the batch was not drawn by this optimizer's private loader. Loop over that loader")
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "no private_loader with this plan feeds this optimizer. Pass external_batches=True if your batches are "
+                f"drawn as the plan says ({self.plan.sampling})",
+                stacklevel=6,
+            )
+
+    def _drop(self, *, everything: bool) -> None:
+        """Drop the sums, and with `everything` the open physical batch too."""
+        if everything:
+            self._sums.engine.discard()
+        self._sums.clear_sums()
+        self._at_last_release = self._at_last_ticket = self._sums.examples
+
+    def _refuse_batch(self, why: str) -> NoReturn:
+        self._drop(everything=True)
+        self._batch_is_open = False
+        raise ValueError(why)
+
+    def _check_ready(self) -> None:
+        if not self._sums.engine.attached:
+            raise ValueError("the optimizer was detached or replaced. Create only one optimizer per model")
+        if self.step >= self.plan.steps:
+            raise ValueError(f"all steps={self.plan.steps} releases of the plan are spent. Calibrate one with more")
 
     def privatize(self) -> Released:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""
-        self._check_attached()
-        if self.step >= self.plan.steps:
-            raise ValueError(
-                f"all steps={self.plan.steps} releases of the plan are spent. Calibrate a plan with more steps"
-            )
+        self._check_ready()
         self._sums.engine.flush()
         examples = self._sums.examples - self._at_last_release
         most = self.plan.sampling.largest_batch(batch_size=self.plan.batch_size)
@@ -280,7 +285,7 @@ class PrivateMechanism:
         bound = self._bounding_factor(sums) if squares_sums else None
         if self.before_step is not None:
             self.before_step(self.step, self._content(sums, square_sums, bound))
-        square = self._second_release(sums, square_sums, bound)  # before noise is added to the sums, in place
+        square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
         self._add_noise("gradient", sums, self.scale)
         for vector in sums.vectors:
             vector /= self.plan.batch_size
@@ -289,10 +294,7 @@ class PrivateMechanism:
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
 
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
-        """Describe a release before its noise, so that equal contents mean equal releases of a step.
-
-        It is NOT private: store only a keyed digest.
-        """
+        """Describe a release before its noise. NOT private: store only a keyed digest."""
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
         if (scale := self.scale) is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
@@ -301,82 +303,18 @@ class PrivateMechanism:
         return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
-        """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private.
-
-        Counting waits for an accelerator, so this happens only every 64 steps there.
-        """
+        """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private."""
+        # Counting waits for an accelerator, so this happens only every 64 steps there.
         waits = any(parameter.device.type != "cpu" for parameter in self._sums.parameters.values())
         if self.plan.is_private or (waits and self.step % 64 and self.step < self.plan.steps - 1):
             return
         if self._nonfinite_reported or not self._sums.counts.nonfinite:
             return
         self._nonfinite_reported = True
-        warnings.warn(
-            "an example's gradient was not finite and was left out; optimizer.mechanism.counts_not_private counts such "
-            "examples (a plan with noise never warns, since that would reveal something about the data)",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+        line = "an example's gradient was not finite and was left out; counts_not_private counts such examples"
+        warnings.warn(line, RuntimeWarning, stacklevel=6)
 
-    def _check_loader(self, ticket: batch_handshake.Ticket) -> None:
-        """Refuse a second sampling key, which would draw examples more often than planned."""
-        self._has_loader = True
-        if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
-            self._refuse_batch(
-                "the batches are drawn with a different key or run_id than the run's. Load the state_dict of the run's "
-                "loader, or pass its private_loader(key=..., run_id=...)"
-            )
-        self.loader_key_fingerprint = ticket.key_fingerprint
-
-    def _check_without_ticket(self) -> None:
-        """Refuse or warn about a step without a batch of a private_loader, unless batches are external."""
-        if self._own_batches:
-            return
-        if self._has_loader and self.step >= self.plan.steps:
-            self._refuse_batch(f"all {self.plan.steps} steps of the plan are done. End the loop with the loader")
-        if self._has_loader:
-            self._refuse_batch("step() was called twice for one batch of the loader. Call it once per batch")
-        if batch_handshake.pending_elsewhere(self._drawn_for):
-            self._refuse_batch(
-                "the batches come from a private_loader with a different plan object. Pass loader and optimizer the "
-                "same (calibrated) plan"
-            )
-        if self.needs_loader:
-            self._refuse_batch(
-                "the batch was not drawn by this optimizer's private loader, so its sampling is unknown. Loop over "
-                "that loader"
-            )
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "no private_loader with this plan feeds this optimizer, so nothing checks that batches are drawn as "
-                f"the plan says ({self.plan.sampling}). Pass external_batches=True if they are",
-                stacklevel=6,
-            )
-
-    def _was_abandoned(self, ticket: batch_handshake.Ticket) -> bool:
-        """Return whether the sums so far belong to a logical batch that the loop abandoned."""
-        if not (ticket.opens_batch and self._batch_is_open):
-            return False
-        if self._sums.examples > self._at_last_ticket:
-            self._refuse_batch("a batch was abandoned for another one. Call step() once per batch of the loader")
-        return True
-
-    def _drop(self, *, everything: bool) -> None:
-        """Drop the sums, and with `everything` the open physical batch too."""
-        if everything:
-            self._sums.engine.discard()
-        self._sums.clear_sums()
-        self._at_last_release = self._at_last_ticket = self._sums.examples
-
-    def _refuse_batch(self, why: str) -> None:
-        self._drop(everything=True)
-        self._batch_is_open = False
-        raise ValueError(why)
-
-    def _second_release(
-        self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None
-    ) -> FlatTensors | None:
+    def _square(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> FlatTensors | None:
         batch_size = self.plan.batch_size
         match self.plan.release:
             case IndependentMoments() | JointMoments() if square_sums is not None:

@@ -15,25 +15,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates
+from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct, RowUpdates, select
 from dpoptim.kernels import norms, norms_c
 from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 
+# How much larger than a gradient its parts may be before their rounding matters; for squares that cancel, how much
+# larger than the square.
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
-"""How much larger than a gradient its parts may be before their rounding matters; for squares that cancel, how much
-larger than the square.
-"""
-
-FAINT = 1e-14
-"""Squares of numbers below this fraction of the largest may vanish in float32."""
-
-POSITIONS = 256
-"""Sums over more positions are trusted less, in proportion: their rounding errors may all have the same sign."""
-
+FAINT = 1e-14  # squares of numbers below this fraction of the largest may vanish in float32
+POSITIONS = (
+    256  # sums over more positions are trusted less, in proportion: their rounding errors may have the same sign
+)
+# A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself.
 GRAM_TRUST = {torch.float32: 1e-4, torch.float64: 1e-12}
-"""A squared norm below this fraction of its no-cancellation bound is computed again from the gradient itself."""
 
 
 class NormMethod(enum.Enum):
@@ -50,16 +46,7 @@ class NormMethod(enum.Enum):
 
 @dataclass
 class ParameterGradients:
-    """All uses of one parameter in one backward: g_j is the sum of the uses.
-
-    >>> g = ParameterGradients(shape=torch.Size([2, 3]))
-    >>> g.add(OuterProduct(torch.ones(4, 1, 2), torch.ones(4, 1, 3)))
-    >>> g.add(RowUpdates(torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, 3)))
-    >>> g.norm_method(scaled=True).name
-    'PARTS'
-    >>> g.squared_norms()        # three entries of 2 and three of 1
-    tensor([15., 15., 15., 15.], dtype=torch.float64)
-    """
+    """All uses of one parameter in one backward: g_j is the sum of the uses."""
 
     shape: torch.Size
     precision: torch.dtype = torch.float32  # of norms and sums; float64 for float64 parameters
@@ -72,7 +59,7 @@ class ParameterGradients:
         if isinstance(factors, Materialized) and self.dense is not None:
             self.dense = wide(self.dense) + wide(factors.grads)  # a new tensor, so the parts can be freed
             return
-        self.kept += [(part, part._version) for part in vars(factors).values() if part is not None]
+        self.kept += [(part, part._version) for part in factors if part is not None]
         if isinstance(factors, OuterProduct):
             self.outers.append(factors)
         elif isinstance(factors, RowUpdates):
@@ -86,9 +73,12 @@ class ParameterGradients:
         return any(part._version != version for part, version in self.kept)
 
     @property
+    def _first(self) -> Tensor:
+        return self.dense if self.dense is not None else self.outers[0].left if self.outers else self.rows[0].ids
+
+    @property
     def examples(self) -> int:
-        first = self.dense if self.dense is not None else self.outers[0].left if self.outers else self.rows[0].ids
-        return first.shape[0]
+        return self._first.shape[0]
 
     @property
     def positions(self) -> int:
@@ -103,16 +93,19 @@ class ParameterGradients:
         return not self.outers and not self.rows
 
     def held_bytes(self) -> int:
-        held = [*self.outers, *self.rows, *([] if self.dense is None else [Materialized(self.dense)])]
-        tensors = [tensor for factors in held for tensor in vars(factors).values() if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = [
+            self.dense,
+            *(part for use in self.outers for part in use),
+            *(part for use in self.rows for part in use),
+        ]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
     def select(self, keep: Tensor) -> ParameterGradients:
         """Return the gradients of the examples where `keep` is true."""
         return replace(
             self,
-            outers=[factors.select(keep) for factors in self.outers],
-            rows=[factors.select(keep) for factors in self.rows],
+            outers=[select(use, keep) for use in self.outers],
+            rows=[select(use, keep) for use in self.rows],
             dense=None if self.dense is None else self.dense[keep],
             kept=[],
         )
@@ -122,17 +115,10 @@ class ParameterGradients:
     def norm_method(self, *, scaled: bool) -> NormMethod:
         if self.is_dense:
             return NormMethod.FORMED
-        if self.rows:
-            alone = not self.outers and self.dense is None
-            return (
-                NormMethod.ROWS
-                if alone
-                else NormMethod.BLOCKS
-                if self.outers and self.dense is not None
-                else NormMethod.PARTS
-            )
-        if self.dense is not None:
+        if self.outers and self.dense is not None:
             return NormMethod.BLOCKS
+        if self.rows:
+            return NormMethod.PARTS if self.outers or self.dense is not None else NormMethod.ROWS
         factors = [part for use in self.outers for part in (use.left, use.right)]
         if self.precision == torch.float32 and outer_on_gpu(*factors):
             return NormMethod.TILES
@@ -147,16 +133,17 @@ class ParameterGradients:
         Below that norm so much of g_j cancels that rounding is no longer small. None means that every norm can be
         trusted, because the measured vector is the one that is summed.
         """
-        match self.norm_method(scaled=scale is not None):
-            case NormMethod.ROWS:
-                squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
-                return squares, uncancelled / CANCELLATION[self.precision]
-            case NormMethod.PARTS:
-                return self._by_parts(scale)
-            case NormMethod.GRAM | NormMethod.BLOCKS:
-                trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
-                return self.squared_norms(scale), self._uncancelled(scale) / trust
-        return self.squared_norms(scale), None
+        method = self.norm_method(scaled=scale is not None)
+        if method is NormMethod.PARTS:
+            return self._by_parts(scale)
+        if method is NormMethod.ROWS:
+            squares, uncancelled = norms.row_squares(*self._lookups(), scale, self.shape[0])
+            return squares, uncancelled / CANCELLATION[self.precision]
+        squares = self._squared_norms(method, scale)
+        if method in (NormMethod.GRAM, NormMethod.BLOCKS):
+            trust = CANCELLATION[self.precision] * min(1.0, POSITIONS / max(1, self.positions))
+            return squares, self._uncancelled(scale) / trust
+        return squares, None
 
     @property
     def _matrix(self) -> tuple[int, int]:
@@ -166,9 +153,9 @@ class ParameterGradients:
     def _as_matrix(self, scale: Tensor | None) -> Tensor | None:
         return scale if scale is None or scale.ndim == 2 else scale.reshape(self._matrix)
 
-    def squared_norms(self, scale: Tensor | None = None) -> Tensor:
-        """Return the first result of `measured`."""
-        match self.norm_method(scaled=scale is not None):
+    def _squared_norms(self, method: NormMethod, scale: Tensor | None) -> Tensor:
+        """Return ‖scale ⊙ g_j‖² by any method but PARTS and ROWS."""
+        match method:
             case NormMethod.FORMED:
                 assert self.dense is not None
                 return norms.squares(self.dense, scale)
@@ -178,9 +165,7 @@ class ParameterGradients:
                 return self._one_position(self._as_matrix(scale))
             case NormMethod.GRAM:
                 return self._by_gram()
-            case NormMethod.BLOCKS:
-                return self._by_blocks(scale)
-        return self.measured(scale)[0]
+        return self._by_blocks(scale)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """left and right of all linear uses, concatenated."""
@@ -197,22 +182,22 @@ class ParameterGradients:
     def _by_parts(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """A table with look-ups E and projections D: ‖D + E‖² = ‖D‖² + 2⟨D, E⟩ + ‖E‖², without forming D + E."""
         alone = replace(self, rows=[], kept=[])
-        projected = alone.squared_norms(scale)
+        method = alone.norm_method(scaled=scale is not None)
+        projected = alone._squared_norms(method, scale)
         ids, values = self._lookups()
         looked_up, bound = norms.row_squares(ids, values, scale, self.shape[0])
         if self.dense is not None:
             cross = norms.row_products(self.dense, ids, values, scale)
         else:
             cross = norms.outer_row_products(*self._factors(), ids, values, scale)
-        is_gram = alone.norm_method(scaled=scale is not None) is NormMethod.GRAM
-        trust = CANCELLATION[self.precision]
+        trust, is_gram = CANCELLATION[self.precision], method is NormMethod.GRAM
         parts = self._projected_parts(scale)
         return sum_of_parts(projected, looked_up, cross, parts, bound, trust=trust, is_gram=is_gram)
 
     def _projected_parts(self, scale: Tensor | None) -> Tensor:
         """Σ_t ‖l_t‖·‖r_t‖·(largest scale) over the linear uses, a bound on their norm."""
         if not self.outers:
-            return torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+            return torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         largest = None if scale is None else scale.amax()
         first, *others = (
             length_products(use.left, use.right, left_lengths=use.left_lengths, factor=largest) for use in self.outers
@@ -227,20 +212,14 @@ class ParameterGradients:
         if scale is None:
             squared = norms.squares(left, None) * norms.squares(right, None)
         else:
-            left, right, scale = (
-                left[:, 0].double(),
-                right[:, 0].double(),
-                scale.double(),
-            )  # their squares could vanish in float32
-            squared = ((left.square() @ scale.square()) * right.square()).sum(1)
+            left, right = left[:, 0].double(), right[:, 0].double()  # their squares could vanish in float32
+            squared = ((left.square() @ scale.double().square()) * right.square()).sum(1)
         return squared * (left_size * right_size).square()
 
     def _by_gram(self) -> Tensor:
-        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish.
-
-        With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
-        caches better than L Lᵀ. The lengths of L's rows may be known.
-        """
+        """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish."""
+        # With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
+        # caches better than L Lᵀ. The lengths of L's rows may be known.
         known = self.outers[0].left_lengths if len(self.outers) == 1 else None
         left, right = (wide(factor) for factor in self._factors())
         narrow, broad, lengths = (right, left, known) if left.shape[2] >= right.shape[2] else (left, right, None)
@@ -267,7 +246,7 @@ class ParameterGradients:
             found = norms_c.outer_squares(*self._factors(), scale.reshape(self._matrix))
             if found is not None:
                 return found
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         squared_scale = None if scale is None else scale.square()
         for rows, block in self._blocks():  # each block is a new tensor
             squares = block.square_().flatten(1)
@@ -281,7 +260,7 @@ class ParameterGradients:
 
     def _uncancelled(self, scale: Tensor | None) -> Tensor:
         """An upper bound on Σ_t ‖scale ⊙ (part of g_j at position t)‖, in float64."""
-        total = torch.zeros(self.examples, dtype=torch.float64, device=self._device())
+        total = torch.zeros(self.examples, dtype=torch.float64, device=self._first.device)
         for outer in self.outers:
             left = outer.left if scale is None else wide(outer.left) * scale.flatten(1).amax(1)
             total += length_products(left, outer.right)
@@ -296,7 +275,7 @@ class ParameterGradients:
         """Return g_j itself."""
         if self.dense is not None and self.is_dense:
             return wide(self.dense[j])
-        own = self.select(torch.tensor([j], device=self._device()))
+        own = self.select(torch.tensor([j], device=self._first.device))
         return torch.cat([block[0] for _, block in own._blocks()])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -331,11 +310,6 @@ class ParameterGradients:
             total[rows] = block.mul_(weights.view(-1, *[1] * (block.ndim - 1))).square_().sum(0)
         return total
 
-    def _device(self) -> torch.device:
-        if self.dense is not None:
-            return self.dense.device
-        return (self.outers[0].left if self.outers else self.rows[0].ids).device
-
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield g_j for a range of the parameter's rows at a time: (rows, [examples, rows, ...])."""
         row_elements = max(1, self.examples * self.shape[1:].numel())
@@ -363,10 +337,7 @@ class ParameterGradients:
 
 
 def _to_size_one(factors: Tensor, *, always: bool = False, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Divide each example's factors by their largest entry, or by the largest of known `lengths`; return both.
-
-    Unless `always`, factors stay unchanged if no square can overflow or vanish.
-    """
+    """Divide each example's factors by their largest entry or length if squares could overflow or vanish, or always."""
     size = torch.linalg.vector_norm(factors, ord=math.inf, dim=(1, 2)) if lengths is None else lengths.amax(1)
     size = torch.where(size > 0, size, 1.0)
     if not always and bool(((size > 1e-6) & (size < 1e6)).all()):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+_EXTRAS = {"transformers": "train", "peft": "train", "datasets": "data", "pyarrow": "data", "pillow": "data"}
+
 
 def require(module: str, purpose: str) -> Any:
     """Import a module, or raise a ValueError with the command that installs it.
@@ -19,7 +21,8 @@ def require(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = module.partition(".")[0].replace("PIL", "pillow")
-        raise ValueError(f"{purpose} needs the package {package}; run: pip install {package}") from error
+        source = f"'dpoptim[{_EXTRAS[package]}]'" if package in _EXTRAS else package
+        raise ValueError(f"{purpose} needs the package {package}; run: pip install {source}") from error
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:

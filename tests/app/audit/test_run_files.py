@@ -1,10 +1,9 @@
-"""The audit of a run's files names whatever does not match."""
+"""The audit of a run's files reports every mismatch."""
 
 from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ def failed(run: RunDirectory) -> dict[str, str]:
     return {check.name: check.found for check in audit_folder(run.path)[2] if check.passed is False}
 
 
-def test_a_fresh_run_passes(run):
+def test_untouched_run_passes(run):
     plan, recipe, checks = audit_folder(run.path)
     assert plan == run.read_plan()
     assert recipe.steps == plan.steps == 6
@@ -35,55 +34,50 @@ def test_a_fresh_run_passes(run):
     assert {check.found for check in checks} >= {"6 of 6, under this plan", "word for word"}
 
 
-def test_a_claim_below_the_plans_epsilon(run):
+def test_claim_below_the_plans_epsilon_fails(run):
     values = json.loads(run.plan_file.read_text())
     run.plan_file.write_text(json.dumps({**values, "epsilon": values["epsilon"] - 0.01}))
     assert failed(run).keys() == {"epsilon follows from the plan", LOG}
 
 
-def test_a_plan_that_changed_after_training(run):
+def test_plan_edited_after_training_fails(run):
     values = json.loads(run.plan_file.read_text())
     values["plan"]["noise_multiplier"] *= 2
     run.plan_file.write_text(json.dumps(values))
     assert failed(run).keys() == {"the statement matches the plan", "released steps are counted"}
 
 
-def test_a_plan_with_other_steps_than_the_recipe(run):
-    run.recipe_file.write_text(run.recipe_file.read_text().replace("steps = 6", "steps = 5"))
-    assert failed(run) == {"the plan matches the recipe": "steps of plan.json and recipe.toml differ"}
-
-
-def test_a_recipe_with_a_smaller_epsilon(run):
+def test_recipe_with_a_smaller_epsilon_fails(run):
     run.recipe_file.write_text(run.recipe_file.read_text().replace("epsilon = 8.0", "epsilon = 2.0"))
     assert "spends 8.0000" in failed(run)["the plan matches the recipe"]
 
 
-def test_an_edited_statement(run):
+def test_edited_statement_fails(run):
     run.statement_file.write_text(run.statement_file.read_text().replace("epsilon = 8", "epsilon = 1"))
     assert failed(run).keys() == {"the statement matches the plan"}
 
 
 @pytest.mark.parametrize("form", [bytes, lambda key: key.hex().encode(), lambda key: base64.b64encode(key)])
-def test_a_key_that_leaked_into_another_file(run, form):
+def test_key_leaked_into_another_file_fails(run, form):
     key = run.key_file.read_bytes()
     (run.model / "notes.bin").write_bytes(b"." + form(key) + b".")
     assert failed(run) == {"the noise key is safe": "its bytes are in model/notes.bin"}
 
 
-def test_a_key_that_others_can_read(run):
+def test_key_readable_by_others_fails(run):
     run.key_file.chmod(0o644)
     assert failed(run).keys() == {"the noise key is safe"}
     assert "0644" in failed(run)["the noise key is safe"]
 
 
-def test_an_empty_key(run):
+def test_empty_key_fails(run):
     run.key_file.chmod(0o600)
     run.key_file.write_bytes(b"")
     assert failed(run).keys() == {"the noise key is safe"}
     assert failed(run)["the noise key is safe"].startswith("noise.key: A noise key has 32 bytes, got 0.")
 
 
-def test_without_the_key_some_checks_are_skipped(run):
+def test_checks_that_need_a_missing_key_are_skipped(run):
     run.key_file.unlink()
     left_out = {check.name: check.found for check in audit_folder(run.path)[2] if check.passed is None}
     assert left_out == {"the noise key is safe": "noise.key is missing"}
@@ -96,10 +90,10 @@ def test_without_the_key_some_checks_are_skipped(run):
     ("setting", "other"),
     [
         ("adjacency", '"replace"'), ("clip_norm", "5.0"), ("noise", '"square-root"'), ("sampling", '"poisson"'),
-        ("delta", "1e-5"), ("batch_size", "17"), ("num_examples", "99"),
+        ("delta", "1e-5"), ("batch_size", "17"), ("num_examples", "99"), ("steps", "5"),
     ],
 )  # fmt: skip
-def test_a_recipe_with_other_settings_than_the_plan(run, setting, other):
+def test_recipe_that_differs_from_the_plan_fails(run, setting, other):
     lines = [line for line in run.recipe_file.read_text().splitlines() if not line.startswith(f"{setting} =")]
     run.recipe_file.write_text("\n".join([f"{setting} = {other}", *lines]))
     assert failed(run) == {"the plan matches the recipe": f"{setting} of plan.json and recipe.toml differ"}
@@ -112,18 +106,18 @@ def test_a_recipe_with_other_settings_than_the_plan(run, setting, other):
         ('{"kind": "step", "step": 6, "epsilon": 9}', "epsilon = 9.0000 is above"),
     ],
 )
-def test_an_edited_log(run, line, words):
+def test_edited_log_fails(run, line, words):
     run.log_file.write_text(line + "\n" + run.log_file.read_text())
     assert words in failed(run)[LOG]
 
 
-def test_more_steps_than_the_plan_covers(run):
+def test_more_steps_than_planned_fail(run):
     lines = run.steps_file.read_text().splitlines()
     run.steps_file.write_text("\n".join([*lines, lines[-1]]) + "\n")
     assert failed(run) == {"released steps are counted": "7 were released and the plan covers 6"}
 
 
-def test_edited_or_missing_steps(run):
+def test_edited_or_missing_ledger_fails(run):
     whole = run.steps_file.read_text()
     run.steps_file.write_text(whole.replace('"batch_size": 16', '"batch_size": 17'))
     assert "under a different plan" in failed(run)["released steps are counted"]
@@ -133,7 +127,7 @@ def test_edited_or_missing_steps(run):
     assert "missing" in failed(run)["released steps are counted"]
 
 
-def test_debug_values_in_the_log(run):
+def test_debug_values_in_the_log_fail(run):
     assert failed(run) == {}
     run.recipe_file.write_text(run.recipe_file.read_text().replace("debug = false", "debug = true"))
     assert failed(run).keys() == {LOG}
@@ -143,16 +137,14 @@ def test_debug_values_in_the_log(run):
     assert "1 lines hold values that are not private" in failed(run)[LOG]
 
 
-@pytest.mark.parametrize(
-    ("file", "words"), [("plan.json", "not a run directory"), ("recipe.toml", "not a run directory")]
-)
-def test_an_incomplete_run_is_refused(run, file, words):
+@pytest.mark.parametrize("file", ["plan.json", "recipe.toml"])
+def test_incomplete_run_is_refused(run, file):
     (run.path / file).unlink()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="is not a run directory"):
         audit_folder(run.path)
 
 
-def test_an_invalid_plan_is_refused(run):
+def test_invalid_plan_is_refused(run):
     run.plan_file.write_text("{}")
     with pytest.raises(ValueError, match="is not the plan of a run"):
-        audit_folder(Path(run.path))
+        audit_folder(run.path)

@@ -1,4 +1,4 @@
-"""`dpoptim audit` as people call it."""
+"""The `dpoptim audit` command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = ["--steps", "10", "--batch-size", "50", "--num-examples", "500", "--epsi
 FEW = ["--canaries", "500"]
 
 
-def test_a_plan(capsys):
+def test_plan_from_options(capsys):
     assert main(["audit", *SIZES, *FEW, "--noise", "banded-toeplitz:2", "--sampling", "shuffled"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(
@@ -24,7 +24,7 @@ def test_a_plan(capsys):
     assert "noise level" in printed.out
 
 
-def test_json_is_all_of_standard_output(capsys):
+def test_json_is_the_only_output(capsys):
     assert main(["audit", *SIZES, *FEW, "--sampling", "shuffled", "--variant", "dp_sgd", "--json", "--seed", "3"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["passed"] is True
@@ -35,7 +35,7 @@ def test_json_is_all_of_standard_output(capsys):
     assert values["game"]["epsilon"] == pytest.approx(4.0, abs=1e-3)
 
 
-def test_a_run_whose_statement_was_edited(trained_run, tmp_path, capsys):
+def test_edited_statement_is_found(trained_run, tmp_path, capsys):
     copy_run(trained_run, tmp_path / "run")
     assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
     printed = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_a_run_whose_statement_was_edited(trained_run, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["game"] is None
 
 
-def test_a_plan_in_a_file(tmp_path, capsys):
+def test_plan_from_a_file(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_dict()))
     assert main(["audit", str(tmp_path / "plan.json"), *FEW, "--variant", "independent_moments", "--json"]) == 0
@@ -59,7 +59,7 @@ def test_a_plan_in_a_file(tmp_path, capsys):
     assert values["plan"]["release"]["kind"] == "IndependentMoments"
 
 
-def test_a_claim_beside_a_plan_is_checked(tmp_path, capsys):
+def test_claim_in_the_plan_file_is_checked(tmp_path, capsys):
     plan = PrivacyPlan(num_examples=500, batch_size=50, steps=10).calibrate(epsilon=4.0, delta=1e-4)
     (tmp_path / "plan.json").write_text(json.dumps({"plan": plan.to_dict(), "epsilon": 3.0}))
     assert main(["audit", str(tmp_path / "plan.json"), *FEW]) == 1
@@ -72,7 +72,7 @@ def test_checks_that_need_a_missing_key_are_skipped(trained_run, tmp_path, capsy
     assert "nothing contradicts the claim; 1 not checked" in capsys.readouterr().out
 
 
-def test_a_contradicted_claim_is_exit_status_1(monkeypatch, capsys):
+def test_contradicted_claim_exits_with_status_1(monkeypatch, capsys):
     """As if the accountant returned a tenth of what is spent."""
     whole = PrivacyPlan.epsilon
     monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, **at: whole(plan, **at) / 10)
@@ -80,7 +80,7 @@ def test_a_contradicted_claim_is_exit_status_1(monkeypatch, capsys):
     assert "FAILED  the claim stands" in capsys.readouterr().out
 
 
-def test_the_plot(tmp_path, capsys):
+def test_plot_is_written(tmp_path, capsys):
     assert main(["audit", *SIZES, *FEW, "--sampling", "shuffled", "--plot", str(tmp_path / "audit.png")]) == 0
     assert (tmp_path / "audit.png").stat().st_size > 20_000
     assert "wrote" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_the_plot(tmp_path, capsys):
         ([*SIZES, "--confidence", "2"], "confidence=2.0 must be at least 0.5"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
+def test_mistakes_print_one_line(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert main(["audit", *arguments]) == 2
     printed = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, words):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"plan": 3}', '{"steps": 3}'])
-def test_a_file_that_is_not_a_plan(tmp_path, capsys, text):
+def test_file_without_a_plan_is_refused(tmp_path, capsys, text):
     file = Path(tmp_path / "plan.json")
     file.write_text(text)
     assert main(["audit", str(file)]) == 2

@@ -1,4 +1,4 @@
-"""`dpoptim compare` as people call it: table, JSON, plot, resuming after Ctrl-C, and mistakes."""
+"""The `dpoptim compare` command: table, JSON, plot, resuming after Ctrl-C, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def arguments(place, *more):
     return ["compare", str(place / "recipe.toml"), "--run-dir", str(place / "out"), *more]
 
 
-def test_the_table_says_what_it_covers(place, capsys, monkeypatch):
+def test_table_states_what_it_covers(place, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(arguments(place)) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_the_table_says_what_it_covers(place, capsys, monkeypatch):
     assert "Two seeds make it very wide" in " ".join(out.split())
 
 
-def test_json_is_all_there_is_on_standard_output(place, capsys):
+def test_json_is_the_only_output(place, capsys):
     assert main(arguments(place, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((place / "out" / "comparison.json").read_text())
@@ -68,12 +68,12 @@ def test_json_is_all_there_is_on_standard_output(place, capsys):
     assert found["references"][1]["epsilon"] is None  # infinite
 
 
-def test_the_plot(place, tmp_path):
+def test_plot_is_written(place, tmp_path):
     assert main(arguments(place, "--json", "--plot", str(tmp_path / "plot.png"))) == 0
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
-def test_one_seed_has_no_interval_and_says_so(place, capsys, monkeypatch):
+def test_one_seed_has_no_interval(place, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(arguments(place, "--seeds", "1")) == 0
     out = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
     [
         (["--variants", "adam"], "no such variant"),
         (["--variants", ","], "variants is empty"),
-        (["--grid", "eps=0.1"], "eps is not a setting of dp_sgd"),
+        (["--grid", "eps=0.1"], "eps cannot be tuned for dp_sgd"),
         (["--grid", "learning_rate"], "must be written as NAME=VALUE"),
         (["--grid", "clip_norm=1", "--grid", "clip_norm=2"], "twice"),
         (["--tuning-epsilon", "public"], "Give tuning_data with"),
@@ -116,7 +116,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
         (["--seeds", "0"], "seeds=0"),
     ],
 )
-def test_errors_are_one_line(place, capsys, more, message):
+def test_mistakes_print_one_line(place, capsys, more, message):
     assert main(arguments(place, *more)) == 2
     printed = capsys.readouterr().err
     assert message in printed

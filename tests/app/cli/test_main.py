@@ -59,17 +59,17 @@ def test_adjacencies_are_written_with_hyphens(capsys):
     sizes = ["--steps", "9", "--batch-size", "1", "--num-examples", "9", "--epsilon", "1", "--delta", "1e-6"]
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *sizes, "--adjacency", "zero_out"])
-    assert "'zero_out' is not one of zero-out" in capsys.readouterr().err
+    assert "invalid choice: 'zero_out' (choose from" in capsys.readouterr().err
 
 
-def test_an_unknown_command(capsys):
+def test_unknown_command_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["tran"])
     assert "invalid choice: 'tran'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_is_not_an_error():
+def test_closed_pipe_is_not_an_error():
     settings = "plan --steps 20 --batch-size 10 --num-examples 200 --epsilon 3 --delta 1e-6 --json"
     ran = subprocess.Popen(
         [sys.executable, "-m", "dpoptim", *settings.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -16,7 +16,7 @@ def run(tmp_path, monkeypatch):
     return str(write_run(tmp_path / "run", records()))
 
 
-def test_the_default_file(run, tmp_path, capsys):
+def test_default_file_is_report_html(run, tmp_path, capsys):
     assert main(["report", run]) == 0
     assert capsys.readouterr().out.startswith("wrote report.html (")
     text = (tmp_path / "report.html").read_text()
@@ -24,13 +24,13 @@ def test_the_default_file(run, tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_several_runs_into_a_named_file(run, tmp_path):
+def test_several_runs_in_a_named_file(run, tmp_path):
     other = str(write_run(tmp_path / "other", records(shift=1.0)))
     assert main(["report", run, other, "-o", "both.html"]) == 0
     assert "<title>2 runs: masked-lm · bert-tiny · scale_then_privatize</title>" in (tmp_path / "both.html").read_text()
 
 
-def test_a_folder_of_a_comparison_stands_for_its_runs(run, tmp_path, capsys):
+def test_folder_of_a_comparison_reports_all_its_runs(run, tmp_path, capsys):
     for variant in ("dp_sgd", "post_processing"):
         for part in (f"trials/{variant}/learning_rate=1", f"runs/{variant}/as-in-recipe/seed-0"):
             write_run(tmp_path / "which" / part, records())
@@ -56,7 +56,7 @@ def test_json_alone_writes_no_file(run, tmp_path, capsys):
     assert (tmp_path / "too.html").exists()
 
 
-def test_a_cut_off_log_is_mentioned(run, tmp_path, capsys):
+def test_truncated_log_is_mentioned(run, tmp_path, capsys):
     with (tmp_path / "run" / "log.jsonl").open("a") as log:
         log.write('{"kind": "step", "st')
     assert main(["report", run]) == 0
@@ -75,7 +75,7 @@ def test_a_cut_off_log_is_mentioned(run, tmp_path, capsys):
         (["run", "-o", "run/log.jsonl/report.html"], "does not exist"),
     ],
 )
-def test_mistakes_are_one_line(run, tmp_path, capsys, arguments, message):
+def test_mistakes_print_one_line(run, tmp_path, capsys, arguments, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "log.jsonl").touch()
     (tmp_path / "folder.html").mkdir()
@@ -89,14 +89,14 @@ def test_mistakes_are_one_line(run, tmp_path, capsys, arguments, message):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_file_that_cannot_be_written_is_one_line(run, capsys):
+def test_file_that_cannot_be_written_prints_one_line(run, capsys):
     assert main(["report", run, "-o", "/proc/report.html"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--output /proc/report.html cannot be written" in line
+    assert "/proc/.report.html" in line
 
 
 @pytest.mark.parametrize("variant", ["scale_then_privatize", "bias_correction"])
-def test_the_report_reads_what_train_writes(tmp_path, monkeypatch, capsys, variant):
+def test_report_reads_what_train_writes(tmp_path, monkeypatch, capsys, variant):
     monkeypatch.chdir(tmp_path)
     rows = [f"{i % 7},{i % 5},{'yes' if i % 7 > 3 else 'no'}" for i in range(80)]
     (tmp_path / "data.csv").write_text("\n".join(["a,b,label", *rows]) + "\n")

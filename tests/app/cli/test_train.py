@@ -11,7 +11,6 @@ import pytest
 
 from dpoptim.app import progress
 from dpoptim.app.cli import main
-from tests.app.cli.arguments import changed
 from tests.app.runs import write_bert, write_rows
 
 FEW = ["--steps", "4", "--batch-size", "16", "--noise", "independent", "--sampling", "shuffled"]
@@ -24,7 +23,7 @@ def base(tmp_path, monkeypatch) -> list[str]:
     return ["train", "--model", "mlp", "--data", "rows.csv", "--epsilon", "4", *FEW]
 
 
-def test_a_run_prints_its_guarantee_and_folder_and_can_be_resumed(base, capsys):
+def test_run_prints_guarantee_and_folder_and_resumes(base, capsys):
     assert main([*base, "--run-dir", "out"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "", "progress goes to standard error"
@@ -43,7 +42,7 @@ def test_a_run_prints_its_guarantee_and_folder_and_can_be_resumed(base, capsys):
     assert "model: out/model;" in printed.err
 
 
-def test_json_is_only_the_summary(base, capsys):
+def test_json_is_the_summary_and_nothing_else(base, capsys):
     assert main([*base, "--json", "--debug"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
@@ -67,7 +66,7 @@ def test_flags_override_a_recipe(tmp_path, base, capsys):
     assert found["recipe"]["betas"] == [0.8, 0.9]
 
 
-def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, capsys):
+def test_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, capsys):
     before = set(tmp_path.rglob("*"))
     assert main([*base, "--dry-run"]) == 0
     text = capsys.readouterr().out
@@ -113,9 +112,9 @@ def test_a_dry_run_prints_the_answer_first_and_writes_nothing(tmp_path, base, ca
         (["--model", "./absent"], "does not exist"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_status_2(tmp_path, base, capsys, arguments, words):
+def test_mistakes_print_one_line_and_exit_with_status_2(tmp_path, base, capsys, arguments, words):
     before = set(tmp_path.rglob("*"))
-    assert main(changed(base, arguments)) == 2
+    assert main([*base, *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -136,8 +135,6 @@ def test_mistyped_flags_suggest_the_right_one(base, capsys):
         assert main([*base, *arguments]) == 2
         assert capsys.readouterr().err.startswith(words)
     for arguments, words in (
-        (["--data", "other.csv"], "--data is given twice; give it once"),
-        (["--data=other.csv"], "--data is given twice; give it once"),
         (["--epochs", "many"], "argument --epochs: invalid float value: 'many'; see dpoptim train --help"),
         (["--seed", "1.5"], "argument --seed: '1.5' is not a whole number"),
     ):
@@ -163,7 +160,7 @@ def test_missing_settings_are_named(base, capsys):
         assert "None" not in printed
 
 
-def test_a_log_is_never_silent_for_long(base, capsys, monkeypatch):
+def test_log_is_never_silent_for_long(base, capsys, monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.0)
     assert main([*base, "--run-dir", "out", "--validation-fraction", "0", "--json"]) == 0
     printed = capsys.readouterr()
@@ -173,7 +170,7 @@ def test_a_log_is_never_silent_for_long(base, capsys, monkeypatch):
     assert "epsilon 4.0000 so far" in steps[-1]
 
 
-def test_texts(tmp_path, monkeypatch, capsys):
+def test_texts_are_described_or_refused(tmp_path, monkeypatch, capsys):
     """The column and the length of texts are printed before the first step; unusable texts are refused."""
     monkeypatch.chdir(tmp_path)
     write_bert(tmp_path / "bert")

@@ -90,7 +90,7 @@ def test_subclasses_with_their_own_loss_or_step_are_refused(tmp_path):
 def test_transformers_is_imported_on_first_use_and_must_be_supported():
     program = (
         "import sys, types, dpoptim.integrations.hugging_face as hf; assert 'transformers' not in sys.modules\n"
-        "for version, message in ((None, 'pip install transformers'), ('5.16.1', '>=5.17'), ('6.0.0', '<6')):\n"
+        "for version, message in ((None, 'dpoptim[train]'), ('5.2.0', '>=5.3'), ('6.0.0', '<6')):\n"
         "    module = None if version is None else types.SimpleNamespace(__version__=version)\n"
         "    sys.modules['accelerate'] = sys.modules['transformers'] = module\n"
         "    try:\n        hf.PrivateTrainer\n"

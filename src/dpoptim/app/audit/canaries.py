@@ -15,29 +15,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor, nn
 
+from dpoptim.app.audit.statistics import Bools, Floats
 from dpoptim.clipping import Released
 from dpoptim.data import PrivateLoader, private_loader
-from dpoptim.noise import Independent, NoiseKey, Strategy
+from dpoptim.noise import NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
 
 _RUN = "audit"
 _LENGTH = 1e6  # of a canary's gradient, in clip norms
 
-Floats = NDArray[np.float64]
-
-
-class MakeOptimizer(Protocol):
-    """Makes the optimizer to attack; its noise comes from key and run, so that a game can be repeated."""
-
-    def __call__(self, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey, run_id: str) -> PrivateOptimizer: ...
+MakeOptimizer = Callable[..., PrivateOptimizer]
+"""Makes the optimizer to attack from (model, plan, key=, run_id=), which determine its noise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,12 +43,12 @@ class GameResult:
 
     gradient: Floats  # [steps, canaries]: the released sum along each canary, in clip norms
     square: Floats | None  # [steps, canaries]: the released square, if there is one
-    drawn: NDArray[np.bool_]  # [steps, canaries]: whether it was in the batch, which an attack may not know
+    drawn: Bools  # [steps, canaries]: whether it was in the batch, which an attack may not know
     directions: Floats  # [canaries]: 1 if it is in; if it is out, 0, or −1 under replace adjacency
     batches: list[NDArray[np.int64]]  # the examples drawn at each step
 
     @property
-    def included(self) -> NDArray[np.bool_]:
+    def included(self) -> Bools:
         """The coins."""
         return self.directions > 0
 
@@ -74,22 +71,23 @@ def play(
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
     everyone: Any = range(plan.num_examples)
-    players = _Players(plan.num_examples, canaries)
+    row = torch.full((plan.num_examples,), canaries)  # the coordinate that an example moves; blanks share the last
+    length = torch.zeros(plan.num_examples)  # how far it moves it
     loader = private_loader(
         everyone,
         plan,
         key=key,
         run_id=_RUN,
         micro_batch_size=-(-2 * plan.batch_size // 3),
-        collate_fn=players.batch,
+        collate_fn=lambda examples: (row[examples], length[examples]),
         check_schema=False,
     )
     batches = [_drawn_at(loader, step) for step in range(steps)]
     places = _places(plan, batches, generator)[:canaries]
     included = generator.random(canaries) < 0.5
     directions = np.where(included, 1.0, -1.0 if plan.adjacency is Adjacency.REPLACE else 0.0)
-    players.row[places] = torch.arange(canaries)
-    players.length[places] = torch.from_numpy(directions).float() * _LENGTH * plan.clip_norm
+    row[places] = torch.arange(canaries)
+    length[places] = torch.from_numpy(directions).float() * _LENGTH * plan.clip_norm
     model = _Coordinates(canaries)
     optimizer = make_optimizer(model, plan, key=key, run_id=_RUN)
     gradient = np.zeros((steps, canaries))
@@ -98,10 +96,7 @@ def play(
     def observe(released: Released) -> None:
         seen = _along_canaries(released.gradient, optimizer.mechanism.scale) * (plan.batch_size / plan.clip_norm)
         if not np.isfinite(seen).all():
-            raise ValueError(
-                f"release {released.step + 1} of the training over canaries is not finite: the optimizer diverged. "
-                "Audit a plan or variant that trains"
-            )
+            raise ValueError(f"the audit diverged at step {released.step + 1}; use a different plan or variant")
         gradient[released.step] = seen
         if square is not None and released.square is not None:
             square[released.step] = _along_canaries(released.square, None)
@@ -114,7 +109,7 @@ def play(
             after_step()
             if loader.next_step == steps:
                 break
-    drawn = np.stack([_rows_drawn(batch, players.row, canaries) for batch in batches])
+    drawn = np.stack([np.isin(places, batch) for batch in batches])
     return GameResult(gradient=gradient, square=square, drawn=drawn, directions=directions, batches=batches)
 
 
@@ -138,23 +133,6 @@ def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.r
     return order[np.argsort(-often[order], kind="stable")]
 
 
-def _rows_drawn(batch: NDArray[np.int64], row: Tensor, canaries: int) -> NDArray[np.bool_]:
-    drawn = np.zeros(canaries + 1, dtype=np.bool_)
-    drawn[row[torch.from_numpy(batch)].numpy()] = True
-    return drawn[:-1]
-
-
-class _Players:
-    """Which coordinate each example moves, and how far; blanks move one that is not trained."""
-
-    def __init__(self, examples: int, canaries: int) -> None:
-        self.row = torch.full((examples,), canaries)
-        self.length = torch.zeros(examples)
-
-    def batch(self, places: list[int]) -> tuple[Tensor, Tensor]:
-        return self.row[places], self.length[places]
-
-
 class _Coordinates(nn.Module):
     """One number per canary, in two tables; each has one more row, with zero gradient, for all other examples."""
 
@@ -171,50 +149,16 @@ class _Coordinates(nn.Module):
         return cast(Tensor, self.first(first) + self.second(second)).squeeze(-1)
 
 
-class Whitening:
-    """Multiplies by C/(κ·std)."""
-
-    def __init__(self, strategy: Strategy, stddev: float, *, is_identity: bool) -> None:
-        self._matrix = None if is_identity else np.asarray(strategy.strategy_matrix()) / (strategy.column_norm * stddev)
-        self._number = 1.0 / stddev
-
-    def __call__(self, table: Floats) -> Floats:
-        """Whiten values by step, [steps, canaries]."""
-        return self._number * table if self._matrix is None else self._matrix[: len(table), : len(table)] @ table
-
-    def along_columns(self, whitened: Floats) -> Floats:
-        """v·w for each step's v, [steps, canaries]."""
-        return self._number * whitened if self._matrix is None else self._matrix.T @ whitened
-
-    @property
-    def squared_columns(self) -> Floats:
-        """‖v‖² of each step, [steps, 1], or one number if all are equal."""
-        if self._matrix is None:
-            return np.array(self._number**2)
-        return np.asarray((self._matrix**2).sum(axis=0)[:, None])
+def whitening(strategy: Strategy, stddev: float) -> Any:
+    """The matrix C/(κ·std), which is sparse if C is diagonal, because such a plan may have many steps."""
+    if strategy.bands == 1:
+        return sparse.diags_array(1.0 / (strategy.row_norms() * strategy.column_norm * stddev), format="csr")
+    return np.asarray(strategy.strategy_matrix()) / (strategy.column_norm * stddev)
 
 
-def gradient_whitening(plan: PrivacyPlan) -> Whitening:
-    """The whitening of the released gradients."""
-    level = plan.noise_stddevs().gradient_sum / plan.clip_norm
-    return Whitening(plan.strategy, level, is_identity=isinstance(plan.noise, Independent))
-
-
-class Whitened(NamedTuple):
-    """The releases of the gradient, and what canaries should add to them, both whitened, [steps, canaries]."""
-
-    released: Floats
-    expected: Floats
-
-    @property
-    def residuals(self) -> Floats:
-        """Unit normals, if clipping and noise follow the plan."""
-        return self.released - self.expected
-
-
-def whitened_gradient(whitening: Whitening, game: GameResult) -> Whitened:
-    """Whiten the game's gradients."""
-    return Whitened(whitening(game.gradient), whitening(game.drawn * game.directions))
+def whiten(matrix: Any, table: Floats) -> Floats:
+    """Multiply values by step, [steps, canaries], by a whitening matrix; a game may have played fewer steps."""
+    return np.asarray(matrix[: len(table), : len(table)] @ table)
 
 
 def square_residuals(plan: PrivacyPlan, game: GameResult) -> Floats | None:
@@ -228,24 +172,25 @@ def square_residuals(plan: PrivacyPlan, game: GameResult) -> Floats | None:
     release = plan.release
     of_average = isinstance(release, IndependentMoments) and release.squares == "of_average"
     one = plan.clip_norm**2 / (plan.batch_size**2 if of_average else plan.batch_size)
-    noise = release.square_noise if isinstance(release, IndependentMoments) else None
-    is_identity = isinstance(plan.noise if noise is None else noise, Independent)
-    whitening = Whitening(plan.square_strategy, stddev, is_identity=is_identity)
-    return whitening(game.square - game.drawn * game.directions**2 * one)
+    matrix = whitening(plan.square_strategy, stddev)
+    return whiten(matrix, game.square - game.drawn * game.directions**2 * one)
 
 
-def scores(plan: PrivacyPlan, whitening: Whitening, game: GameResult, whitened: Floats) -> Floats:
+def scores(plan: PrivacyPlan, matrix: Any, game: GameResult, whitened: Floats) -> Floats:
     """ln P[w | in] − ln P[w | out] of each canary; where batches are secret, over all possible draws."""
     replaces = plan.adjacency is Adjacency.REPLACE
     if not plan.sampling.is_random:
-        added = whitening(game.drawn.astype(np.float64))
+        added = whiten(matrix, game.drawn.astype(np.float64))
         along = (whitened * added).sum(axis=0)
         return 2.0 * along if replaces else along - (added**2).sum(axis=0) / 2
-    along, squares = whitening.along_columns(whitened), whitening.squared_columns
+    along, squares = matrix.T @ whitened, (matrix**2).sum(axis=0)[:, None]
     terms = _log_mixture(plan.sampling_prob, along - squares / 2)
     if replaces:
         terms -= _log_mixture(plan.sampling_prob, -along - squares / 2)
-    return np.asarray(np.where(_may_be_drawn(plan, game.drawn), terms, 0.0).sum(axis=0))
+    if isinstance(plan.sampling, CyclicPoisson):  # groups are not secret; of a canary that is never drawn, any will do
+        turns = np.arange(len(terms))[:, None] % plan.sampling.bands
+        terms *= turns == game.drawn.argmax(axis=0) % plan.sampling.bands
+    return np.asarray(terms.sum(axis=0))
 
 
 def _log_mixture(rate: float, exponents: Floats) -> Floats:
@@ -253,11 +198,3 @@ def _log_mixture(rate: float, exponents: Floats) -> Floats:
     if rate >= 1.0:
         return exponents
     return np.logaddexp(np.log1p(-rate), np.log(rate) + exponents)
-
-
-def _may_be_drawn(plan: PrivacyPlan, drawn: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The steps of a canary's group, which is not secret; if it is never drawn, any group will do."""
-    if not isinstance(plan.sampling, CyclicPoisson):
-        return np.ones_like(drawn)
-    groups = drawn.argmax(axis=0) % plan.sampling.bands
-    return np.asarray((np.arange(len(drawn)) % plan.sampling.bands)[:, None] == groups)

@@ -8,28 +8,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dpoptim.app.audit.canaries import (
-    GameResult,
-    MakeOptimizer,
-    gradient_whitening,
-    play,
-    scores,
-    square_residuals,
-    whitened_gradient,
-)
+from dpoptim.app.audit.canaries import GameResult, MakeOptimizer, play, scores, square_residuals, whiten, whitening
 from dpoptim.app.audit.checks import (
     Check,
     NoiseSample,
     chance_check,
     errors_check,
-    keys_check,
     measure_noise,
     noise_checks,
     sampling_violation,
 )
-from dpoptim.app.audit.statistics import TradeOff, correlation_chance, gaussian_bound, guessing_bound, trade_off_of
+from dpoptim.app.audit.statistics import (
+    Bools,
+    Floats,
+    TradeOff,
+    correlation_chance,
+    gaussian_bound,
+    guessing_bound,
+    trade_off_of,
+)
 from dpoptim.noise import Independent
 from dpoptim.privacy import Gradient, PrivacyPlan
 from dpoptim.privacy.accounting import GaussianRun
@@ -59,8 +57,8 @@ class PlanAudit:
     gaussian_bound: float | None
     allowed: TradeOff
     checks: list[Check]
-    scores: NDArray[np.float64]
-    included: NDArray[np.bool_]
+    scores: Floats
+    included: Bools
 
     @property
     def passed(self) -> bool:
@@ -76,11 +74,7 @@ class PlanAudit:
 
 def games_needed(plan: PrivacyPlan, canaries: int) -> int:
     """How many games hold that many canaries: a dataset has at most one per example."""
-    return -(-canaries // _in_one_game(plan, canaries))
-
-
-def _in_one_game(plan: PrivacyPlan, canaries: int) -> int:
-    return max(1, min(canaries, plan.num_examples, _MAX_VALUES // plan.steps))
+    return -(-canaries // max(1, min(plan.num_examples, _MAX_VALUES // plan.steps)))
 
 
 def audit_plan(
@@ -94,30 +88,45 @@ def audit_plan(
 ) -> PlanAudit:
     """Play games until there are enough canaries, and check the plan's claim.
 
-    More canaries prove more; the seed determines coins, batches and noise. If a plan also releases squares, only their
-    noise is checked; the bounds are those of the gradient.
+    If a plan also releases squares, only their noise is checked; the bounds are those of the gradient.
+
+    Args:
+        plan: What to attack; it needs noise and a delta.
+        make_optimizer: Makes the optimizer from a model and the plan.
+        canaries: How many, from 100 to a million; more prove more.
+        confidence: Of the bounds.
+        seed: Determines coins, batches and noise.
+        after_step: Called after each optimizer step.
+
+    Raises:
+        ValueError: The plan cannot be audited, an argument is out of range, or the training diverges.
     """
-    _check_auditable(plan)
+    if not plan.is_private:
+        raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
+    if plan.delta is None:
+        raise ValueError("the plan has no delta; calibrate it, or set delta")
+    if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
+        limit = f"{_MAX_CORRELATED_STEPS:,} steps of correlated noise"
+        raise ValueError(f"Expected at most {limit}, got {plan.steps:,}. Audit a shorter plan with the same noise.")
     if isinstance(canaries, bool) or not isinstance(canaries, int) or not 100 <= canaries <= MAX_CANARIES:
         raise ValueError(f"canaries={canaries!r} must be a whole number from 100 to {MAX_CANARIES:,}")
     if not 0.5 <= confidence < 1.0:
         raise ValueError(f"confidence={confidence!r} must be at least 0.5 and below 1")
-    games, size, found = games_needed(plan, canaries), _in_one_game(plan, canaries), _Findings(plan)
+    games, found = games_needed(plan, canaries), _Findings(plan)
+    size = -(-canaries // games)
     for game in range(games):
         own = 2 * (seed * games + game)
         found.add(play(plan, make_optimizer, canaries=size, seed=own, after_step=after_step))
     other_key = play(plan, make_optimizer, canaries=size, seed=2 * seed * games + 1, steps=1)
     scored, included = np.concatenate(found.scores), np.concatenate(found.included)
-    epsilon, delta, allowed = plan.epsilon(), plan.delta, trade_off_of(plan)
-    assert delta is not None  # checked
-    each = 1.0 - (1.0 - confidence) / 3  # three bounds share the error
-    guessed = guessing_bound(scored, included, delta=delta, confidence=each)
-    as_gaussian = None
-    if isinstance(plan.run, GaussianRun):
-        as_gaussian = gaussian_bound(scored, included, delta=delta, confidence=each)
+    allowed = trade_off_of(plan)
+    bounds = {"delta": plan.delta, "confidence": 1.0 - (1.0 - confidence) / 3}  # three bounds share the error
+    guessed = guessing_bound(scored, included, **bounds)
+    is_gaussian = isinstance(plan.run, GaussianRun)
+    as_gaussian = gaussian_bound(scored, included, **bounds) if is_gaussian else None
     return PlanAudit(
-        epsilon=epsilon,
-        delta=delta,
+        epsilon=plan.epsilon(),
+        delta=plan.delta,
         confidence=confidence,
         canaries=len(included),
         games=games,
@@ -126,28 +135,12 @@ def audit_plan(
         allowed=allowed,
         checks=[
             _claim_check(plan, guessed, as_gaussian),
-            errors_check(allowed, scored, included, confidence=each),
-            found.sampling_check(),
-            found.clipping_check(),
-            *noise_checks(found.gradients),
-            keys_check(found.gradients[0].first, whitened_gradient(found.whitening, other_key).residuals[0]),
-            *found.square_checks(),
+            errors_check(allowed, scored, included, confidence=bounds["confidence"]),
+            *found.checks(other_key),
         ],
         scores=scored,
         included=included,
     )
-
-
-def _check_auditable(plan: PrivacyPlan) -> None:
-    if not plan.is_private:
-        raise ValueError("the plan promises nothing (no noise, or a square without noise); there is nothing to audit")
-    if plan.delta is None:
-        raise ValueError("the plan has no delta; calibrate it, or set delta")
-    if plan.steps > _MAX_CORRELATED_STEPS and not isinstance(plan.noise, Independent):
-        raise ValueError(
-            f"the plan has {plan.steps:,} steps of correlated noise, and an audit takes at most "
-            f"{_MAX_CORRELATED_STEPS:,}. Audit a plan of fewer steps with the same noise"
-        )
 
 
 def _claim_check(plan: PrivacyPlan, guessed: float, as_gaussian: float | None) -> Check:
@@ -165,45 +158,53 @@ class _Findings:
     """What is kept of the games."""
 
     def __init__(self, plan: PrivacyPlan) -> None:
-        self._plan, self.whitening = plan, gradient_whitening(plan)
-        self.scores: list[NDArray[np.float64]] = []
-        self.included: list[NDArray[np.bool_]] = []
-        self.gradients: list[NoiseSample] = []
+        self._plan = plan
+        self._whitening = whitening(plan.strategy, plan.noise_stddevs().gradient_sum / plan.clip_norm)
+        self.scores: list[Floats] = []
+        self.included: list[Bools] = []
+        self._gradients: list[NoiseSample] = []
         self._squares: list[NoiseSample] = []
         self._violations: list[str] = []
         self._moved = self._expected = 0.0  # along what canaries should add, in squared standard deviations
         self._shared, self._values = 0.0, 0  # products of both streams' residuals, and how many
 
+    def _whitened(self, game: GameResult) -> tuple[Floats, Floats]:
+        """The released gradients, and what canaries should add to them; the difference should be unit normals."""
+        return whiten(self._whitening, game.gradient), whiten(self._whitening, game.drawn * game.directions)
+
     def add(self, game: GameResult) -> None:
-        gradient = whitened_gradient(self.whitening, game)
-        self.scores.append(scores(self._plan, self.whitening, game, gradient.released))
+        released, expected = self._whitened(game)
+        self.scores.append(scores(self._plan, self._whitening, game, released))
         self.included.append(game.included)
         if (violation := sampling_violation(self._plan, game)) is not None:
             self._violations.append(violation)
-        residuals = gradient.residuals
-        self.gradients.append(measure_noise(residuals))
-        self._expected += float((gradient.expected**2).sum())
-        self._moved += float((gradient.expected * gradient.released).sum())
+        self._gradients.append(measure_noise(released - expected))
+        self._expected += float((expected**2).sum())
+        self._moved += float((expected * released).sum())
         squares = square_residuals(self._plan, game)
         if squares is not None:
             self._squares.append(measure_noise(squares))
-            self._shared += float((squares * residuals).sum())
+            self._shared += float((squares * (released - expected)).sum())
             self._values += squares.size
 
-    def sampling_check(self) -> Check:
-        found = next(iter(self._violations), "batch sizes, and how often and how far apart examples are drawn")
-        return Check(name="batches are drawn as planned", passed=not self._violations, found=found)
-
-    def clipping_check(self) -> Check:
-        if not self._expected:
-            return Check(name="clipping", passed=None, found="no canary was drawn")
-        length, tolerance = self._moved / self._expected, 5.0 / math.sqrt(self._expected)
-        found = f"a long gradient moves the sum by {length:.4f} clip norms (expected: 1 ± {tolerance:.4f})"
-        return Check(name="clipping", passed=abs(length - 1.0) <= tolerance, found=found)
-
-    def square_checks(self) -> list[Check]:
-        if not self._squares:
-            return []
-        chance = correlation_chance(self._shared, self._values)
-        own = chance_check("square: its noise is separate", "its correlation with the gradient's", chance)
-        return [*noise_checks(self._squares, which="square: "), own]
+    def checks(self, other_key: GameResult) -> list[Check]:
+        """Check batches, clipping and noise; `other_key` is one step under a different key."""
+        drawn = next(iter(self._violations), "batch sizes, and how often and how far apart examples are drawn")
+        first, (released, expected) = self._gradients[0].first, self._whitened(other_key)
+        repeated = correlation_chance(float(first @ (released - expected)[0]), len(first))
+        clipping = Check(name="clipping", passed=None, found="no canary was drawn")
+        if self._expected:
+            length, tolerance = self._moved / self._expected, 5.0 / math.sqrt(self._expected)
+            moved = f"a long gradient moves the sum by {length:.4f} clip norms (expected: 1 ± {tolerance:.4f})"
+            clipping = Check(name="clipping", passed=abs(length - 1.0) <= tolerance, found=moved)
+        checks = [
+            Check(name="batches are drawn as planned", passed=not self._violations, found=drawn),
+            clipping,
+            *noise_checks(self._gradients),
+            chance_check("different keys make different noise", "the correlation of first steps", repeated),
+        ]
+        if self._squares:
+            shared = correlation_chance(self._shared, self._values)
+            checks += noise_checks(self._squares, which="square: ")
+            checks.append(chance_check("square: its noise is separate", "its correlation with the gradient's", shared))
+        return checks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import bdtr, bdtrc, betaincinv, chdtr, chdtrc, expit, ndtr, ndtri
+from scipy.special import bdtr, bdtrc, betaincinv, chdtr, chdtrc, expit, ndtri
 
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.accounting import gaussian_epsilon
@@ -57,13 +57,6 @@ def count_chance(found: NDArray[np.int64] | int, of: int, rate: float, *, only_m
 def upper_limit(count: int, of: int, error: float) -> float:
     """Clopper and Pearson's upper limit of a rate: the true rate is above it with probability at most `error`."""
     return 1.0 if count == of else float(betaincinv(count + 1, of - count, 1.0 - error))
-
-
-def distance_from_normal(sample: Floats) -> float:
-    """Kolmogorov and Smirnov's distance between the sample's distribution function and Φ."""
-    expected = ndtr(np.sort(sample))
-    places = np.arange(len(sample) + 1) / len(sample)
-    return float(max(np.abs(expected - places[1:]).max(), np.abs(expected - places[:-1]).max()))
 
 
 def guessing_bound(scores: Floats, included: Bools, *, delta: float, confidence: float) -> float:

@@ -1,4 +1,18 @@
-"""`dpoptim audit`: attack a privacy guarantee with canaries, and check a run's files."""
+"""Attack a privacy guarantee, and check a run's files.
+
+A whole training runs over canaries: examples whose gradients are as conspicuous as clipping allows, each in or out by a
+coin flip. The best attack guesses the coins from everything released, which proves a lower bound on the epsilon spent.
+Batches, clipping and noise are checked too. The exit status is 1 if the claim is contradicted or a check fails.
+
+RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
+(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
+attack found nothing.
+
+examples:
+  dpoptim audit runs/first --plot audit.png
+  dpoptim audit --steps 200 --batch-size 256 --num-examples 20000 --epsilon 8 --delta 1e-6 --noise banded-toeplitz:16
+  dpoptim audit plan.json --variant dp_sgd --canaries 100k --json
+"""
 
 from __future__ import annotations
 
@@ -6,41 +20,19 @@ import argparse
 import dataclasses
 import functools
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from dpoptim.app.audit import Check, PlanAudit, audit_folder, audit_plan, epsilon_check, games_needed
-from dpoptim.app.cli.options import add_adjacency, add_output, check_plot, count, output_console, say
+from dpoptim.app.cli import options as shared
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.recipes.recipe import VARIANTS
 from dpoptim.integrations.named_settings import make_optimizer, make_plan, release_of
-from dpoptim.privacy import Adjacency, PrivacyPlan
+from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.format_epsilon import format_epsilon
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-_DESCRIPTION = """\
-Attack a privacy guarantee. A whole training runs over canaries: examples whose gradients are as conspicuous as
-clipping allows, each in or out by a coin flip. The best attack guesses the coins from everything released, which
-proves a lower bound on the epsilon spent. Batches, clipping and noise are checked too. The exit status is 1 if the
-claim is contradicted or a check fails.
-
-RUN is a folder of `dpoptim train`, whose files are checked too, or a .json file with a plan
-(json.dumps(plan.to_dict())). Without RUN, the options define a plan. A bound below the claim only means that this
-attack found nothing.
-"""
-
-_EXAMPLES = """\
-examples:
-  dpoptim audit runs/first --plot audit.png
-  dpoptim audit --steps 200 --batch-size 256 --num-examples 20000 --epsilon 8 --delta 1e-6 --noise banded-toeplitz:16
-  dpoptim audit plan.json --variant dp_sgd --canaries 100k --json
-"""
 
 _MARKS = {True: "ok    ", False: "FAILED", None: "-     "}
 _REQUIRED = ("steps", "batch_size", "num_examples", "epsilon", "delta")
@@ -50,39 +42,28 @@ _OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a .json file with a plan"
     )
-    plan = parser.add_argument_group("plan, if no RUN is given")
-    plan.add_argument("--steps", type=count, metavar="N", help="optimizer steps")
-    plan.add_argument("--batch-size", type=count, metavar="N", help="expected examples per step")
-    plan.add_argument("--num-examples", type=count, metavar="N", help="examples in the dataset")
-    plan.add_argument("--epsilon", type=float, metavar="E", help="of the whole run")
-    plan.add_argument("--delta", type=float, metavar="D", help="below 1/num-examples")
+    plan = shared.add_training(parser, required=False, title="plan, if no RUN is given")
     plan.add_argument("--noise", metavar="KIND", help="as in `dpoptim train` (default: independent)")
     plan.add_argument("--sampling", metavar="KIND", help="auto (default), poisson, shuffled, cyclic or cyclic:GROUPS")
-    add_adjacency(plan)
     plan.add_argument("--clip-norm", type=float, metavar="C", help="of one gradient (default: 1)")
     game = parser.add_argument_group("game")
+    variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"
+    shared.add_setting(game, "--variant", help=variants)
     game.add_argument(
-        "--variant",
-        choices=VARIANTS,
-        metavar="NAME",
-        help=f"the optimizer: {', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})",
-    )
-    game.add_argument(
-        "--canaries", type=count, default=10_000, metavar="N", help="more canaries prove more (default: 10,000)"
+        "--canaries", type=shared.count, default=10_000, metavar="N", help="more canaries prove more (default: 10,000)"
     )
     game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")
     game.add_argument("--seed", type=int, default=0, help="of coins, batches and noise (default: 0)")
     game.add_argument("--files-only", action="store_true", help="check the run's files and skip the game")
-    add_output(parser)
+    shared.add_output(parser)
 
 
-def run(options: Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Audit, print, and draw if asked; return 1 if something is wrong."""
-    check_plot(options.plot)
+    shared.check_plot(options.plot)
     if options.plot is not None and options.files_only:
         raise ValueError("--plot shows the game, which --files-only skips; leave one of them out")
     plan, make, variant, files = _target(options)
@@ -111,15 +92,12 @@ def run(options: Namespace) -> int:
         print(json.dumps(values, indent=2, allow_nan=False))
     else:
         _print(plan, variant, files, found)
-    if options.plot is not None and found is not None:
-        from dpoptim.app.cli.plots import draw_audit
-
-        draw_audit(found, options.plot)
-        print(f"wrote {options.plot}", file=sys.stderr)
+    if found is not None:
+        shared.draw(options, "draw_audit", found)
     return 0 if passed else 1
 
 
-def _target(options: Namespace) -> tuple[PrivacyPlan, Any, str, list[Check]]:
+def _target(options: argparse.Namespace) -> tuple[PrivacyPlan, Any, str, list[Check]]:
     """The plan, a function that makes its optimizer, the variant's name, and the checks of a run's files."""
     path: Path | None = options.run_or_plan
     given = [name for name in (*_REQUIRED, *_OPTIONAL) if getattr(options, name) is not None]
@@ -141,7 +119,7 @@ def _target(options: Namespace) -> tuple[PrivacyPlan, Any, str, list[Check]]:
     return plan.with_release(release_of(variant)), make, variant, checks
 
 
-def _plan_of(options: Namespace) -> PrivacyPlan:
+def _plan_of(options: argparse.Namespace) -> PrivacyPlan:
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(options, name) is None]
     if missing:
         raise ValueError(f"give RUN, a folder of `dpoptim train`, or a plan: {', '.join(missing)} missing")
@@ -154,7 +132,7 @@ def _plan_of(options: Namespace) -> PrivacyPlan:
         clip_norm=1.0 if options.clip_norm is None else options.clip_norm,
         sampling=options.sampling or "auto",
         noise=options.noise or "independent",
-        adjacency=Adjacency(options.adjacency or Adjacency.ZERO_OUT.value),
+        adjacency=shared.adjacency_of(options),
         epsilon=options.epsilon,
         noise_multiplier=None,
         delta=options.delta,
@@ -178,25 +156,21 @@ def _read_plan(path: Path) -> tuple[PrivacyPlan, list[Check]]:
 
 
 def _print(plan: PrivacyPlan, variant: str, files: list[Check], found: PlanAudit | None) -> None:
-    console = output_console()
-    checks = [*files, *([] if found is None else found.checks)]
-    failed, skipped = (sum(check.passed is kind for check in checks) for kind in (False, None))
-    verdict = f"{failed} FAILED" if failed else "nothing contradicts the claim"
-    say(console, f"{verdict}{f'; {skipped} not checked' if skipped else ''}")
-    say(
-        console,
-        f"{variant}, {plan.noise!r}, {plan.sampling!r}, {plan.adjacency.value.replace('_', '-')} adjacency: epsilon = "
-        f"{format_epsilon(plan.epsilon())} at delta = {plan.delta:g} over {plan.steps:,} steps",
-    )
-    if files:
-        _print_checks(console, "Files", files)
+    parts = {"Files": files}
     if found is not None:
         times = "" if found.games == 1 else f" in {found.games} trainings"
         title = f"Game: {found.canaries:,} canaries{times}, bounds hold with confidence {found.confidence:g}"
-        _print_checks(console, title, found.checks)
-
-
-def _print_checks(console: Console, title: str, checks: list[Check]) -> None:
-    say(console, f"\n{title}")
-    for check in checks:
-        say(console, f"  {_MARKS[check.passed]}  {check.name}: {check.found}")
+        parts[title] = list(found.checks)
+    results = [check.passed for checks in parts.values() for check in checks]
+    failed, skipped = results.count(False), results.count(None)
+    verdict = f"{failed} FAILED" if failed else "nothing contradicts the claim"
+    print(f"{verdict}{f'; {skipped} not checked' if skipped else ''}")
+    print(
+        f"{variant}, {plan.noise!r}, {plan.sampling!r}, {plan.adjacency.value.replace('_', '-')} adjacency: epsilon = "
+        f"{format_epsilon(plan.epsilon())} at delta = {plan.delta:g} over {plan.steps:,} steps"
+    )
+    for title, checks in parts.items():
+        if checks:
+            print(f"\n{title}")
+        for check in checks:
+            print(f"  {_MARKS[check.passed]}  {check.name}: {check.found}")

@@ -1,60 +1,51 @@
-"""`dpoptim compare`: compare variants at one privacy budget, with tuning, several seeds and confidence intervals."""
+r"""Train several variants at one (epsilon, delta), and print a table with 95 % intervals.
+
+Sampling, batch size and steps are the same. Each variant runs with several seeds, at its best setting of a grid. RECIPE
+is a recipe of `dpoptim train`; its [compare] table may hold all settings below, and flags override it.
+
+Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
+  EPSILON    the trials of a variant together cost at most this epsilon
+  public     trials run on --tuning-data, records that are not private; no cost
+  uncovered  trials run on the private records, and the epsilon of a run does NOT cover them
+
+Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
+run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
+
+examples:
+  dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5
+      at the recipe's own settings
+  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --tuning-epsilon 1
+      two learning rates, tried at epsilon 1 per variant
+  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --grid scale_then_privatize.eps_scale=1e-6,1e-5 \
+      --tuning-epsilon public --tuning-data public.jsonl --tuning-steps 200
+      tuned on public records; eps_scale for one variant only
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from dpoptim.app.cli.options import add_output, check_plot, count, output_console, say, silence_libraries
+from dpoptim.app.cli import options as shared
 from dpoptim.app.comparison.compare import Interrupted, compare
 from dpoptim.app.comparison.request import PUBLIC, UNCOVERED, read_request
 from dpoptim.app.format import duration, plain
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.privacy.format_epsilon import format_epsilon
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-_DESCRIPTION = f"""\
-Train several variants at one (epsilon, delta), with the same sampling, batch size and steps, and print a table with
-95 % intervals. Each variant runs with several seeds, at its best setting of a grid. RECIPE is a recipe of `dpoptim
-train`; its [compare] table may hold all settings below, and flags override it.
-
-Trying settings on private records costs privacy too. So --tuning-epsilon is required if there is a choice:
-  EPSILON    the trials of a variant together cost at most this epsilon
-  {PUBLIC}     trials run on --tuning-data, records that are not private; no cost
-  {UNCOVERED}  trials run on the private records, and the epsilon of a run does NOT cover them
-
-Each seed is a separate release: the table states epsilon of one run, and of everything in the table, composed. Every
-run has its own run directory in DIR. Ctrl-C saves, and the same command resumes; finished runs never run again.
-"""
-
-_EXAMPLES = f"""\
-examples:
-  dpoptim compare recipe.toml --variants scale_then_privatize,post_processing --seeds 5
-      at the recipe's own settings
-  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --tuning-epsilon 1
-      two learning rates, tried at epsilon 1 per variant
-  dpoptim compare recipe.toml --grid learning_rate=3e-4,1e-3 --grid scale_then_privatize.eps_scale=1e-6,1e-5 \\
-      --tuning-epsilon {PUBLIC} --tuning-data public.jsonl --tuning-steps 200
-      tuned on public records; eps_scale for one variant only
-"""
+_SETTINGS = ("epsilon", "device", "variants", "seeds", "metric", "tuning_epsilon", "tuning_data", "tuning_steps")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
-    what.add_argument(
-        "--seeds", type=count, metavar="N", help="number of seeds, starting at the recipe's (default: 3; 5 is better)"
-    )
+    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many, from the recipe's on (default: 3)")
     what.add_argument("--references", action="store_true", help="add no fine-tuning, and training that is NOT PRIVATE")
     what.add_argument("--metric", choices=("loss", "accuracy"), help="what ranks settings and variants (default: loss)")
     what.add_argument("--epsilon", type=float, metavar="E", help="of one run; overrides the recipe's")
@@ -67,49 +58,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     tuning.add_argument("--tuning-epsilon", type=_value, metavar="E", help=f"an epsilon, {PUBLIC}, or {UNCOVERED}")
     tuning.add_argument("--tuning-data", metavar="D", help="public records for the trials")
-    tuning.add_argument("--tuning-steps", type=count, metavar="N", help="steps of a trial (default: those of a run)")
+    tuning.add_argument(
+        "--tuning-steps", type=shared.count, metavar="N", help="steps of a trial (default: those of a run)"
+    )
     runs = parser.add_argument_group("runs")
     runs.add_argument("--run-dir", metavar="DIR", help="folder of the runs (default: runs/compare-RECIPE)")
-    runs.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1")
-    add_output(parser)
+    shared.add_setting(runs, "--device")
+    shared.add_output(parser)
 
 
-def run(options: Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run what is left of the comparison and print it; return 128 + the signal if it was interrupted."""
-    check_plot(options.plot)
-    silence_libraries()
-    request = read_request(
-        options.recipe,
-        epsilon=options.epsilon,
-        device=options.device,
-        variants=options.variants,
-        seeds=options.seeds,
-        grid=_grid(options.grid or []),
-        tuning_epsilon=options.tuning_epsilon,
-        tuning_data=options.tuning_data,
-        tuning_steps=options.tuning_steps,
-        references=options.references or None,
-        metric=options.metric,
-    )
+    shared.check_plot(options.plot)
+    shared.silence_libraries()
+    given = shared.fields(options, *_SETTINGS)
+    grid, references = _grid(options.grid or []), options.references or None
+    request = read_request(options.recipe, grid=grid, references=references, **given)
     folder = options.run_dir or f"runs/compare-{Path(options.recipe).stem}"
-    console = Console(stderr=True)
     try:
-        with ProgressReporter(console, brief=True) as progress:
+        with ProgressReporter(Console(stderr=True), brief=True) as progress:
             result = compare(request, folder, progress=progress)
     except (Interrupted, KeyboardInterrupt) as stop:
         what = stop if isinstance(stop, Interrupted) else "interrupted"
-        say(console, f"{what}; run the same command again to resume")
+        shared.say(f"{what}; run the same command again to resume")
         return 128 + (stop.signal if isinstance(stop, Interrupted) else 2)
     if options.json:
         print(json.dumps(plain(result), indent=2, ensure_ascii=False))
     else:
         _print_result(result)
-    if options.plot is not None:
-        from dpoptim.app.cli.plots import draw_comparison
-
-        draw_comparison(result, options.plot)
-        say(console, f"wrote {options.plot}")
-    say(console, f"runs, each with its secret key beside it: {folder}; numbers: {Path(folder, 'comparison.json')}")
+    shared.draw(options, "draw_comparison", result)
+    shared.say(f"runs, each with its secret key beside it: {folder}; numbers: {Path(folder, 'comparison.json')}")
     return 0
 
 
@@ -146,15 +124,18 @@ def _names(text: str) -> list[str]:
 
 def _print_result(result: dict[str, Any]) -> None:
     """Print the table, and what its numbers cover."""
-    console = output_console()
-    for line in (
+    console = shared.output_console()
+    rows = [*result["variants"], *result["references"]]
+    best = [row["variant"] for row in rows].index(result["best"])
+    table = shared.table_of([_row(row, result, is_best=row is rows[best]) for row in rows], words=2, chosen=best)
+    for column in table.columns[2:]:
+        column.no_wrap = True
+    print(
         f"{result['steps']:,} steps of {result['batch_size']:,} from {result['examples']:,} examples, "
-        f"{result['sampling']} sampling, {result['mechanism']} noise, "
-        f"{result['adjacency'].replace('_', '-')} adjacency",
-        f"each run: epsilon = {_epsilon(result['epsilon']['one_run'])} at delta = {result['delta']:g}",
-    ):
-        console.print(line, highlight=False, markup=False)
-    console.print(_table(result))
+        f"{result['sampling']} sampling, {result['mechanism']} noise, {result['adjacency'].replace('_', '-')} adjacency"
+    )
+    print(f"each run: epsilon = {format_epsilon(result['epsilon']['one_run'])} at delta = {result['delta']:g}")
+    console.print(table)
     for line in _notes(result):
         console.print(line, highlight=False, markup=False, style="bold red" if "NOT " in line else None)
 
@@ -164,16 +145,16 @@ def _notes(result: dict[str, Any]) -> list[str]:
     notes, cost = [_interval_note(result), f"Tuning: {result['tuning']['note']}."], result["epsilon"]
     if any(cost["tuning"].values()):
         parts = ", ".join(
-            f"{variant} {_epsilon(cost['one_run_with_tuning'][variant])} (trials alone {_epsilon(spent)})"
+            f"{variant} {format_epsilon(cost['one_run_with_tuning'][variant])} (trials alone {format_epsilon(spent)})"
             for variant, spent in cost["tuning"].items()
         )
         notes.append(f"epsilon of one run with its variant's trials: {parts}.")
     notes.append(
-        f"epsilon of everything in this table: {_epsilon(cost['everything'])}, composed over "
+        f"epsilon of everything in this table: {format_epsilon(cost['everything'])}, composed over "
         f"{cost['runs_on_private_records']} runs at delta = {cost['delta']:g}."
     )
     if cost["runs_in_folder"] != cost["runs_on_private_records"]:
-        number, spent = cost["runs_in_folder"], _epsilon(cost["folder"])
+        number, spent = cost["runs_in_folder"], format_epsilon(cost["folder"])
         notes.append(f"epsilon of all {number} runs ever started in this folder: {spent}.")
     notes += [f"{text}: it has no guarantee, and none of these numbers includes it." for text in cost["without"]]
     outside = result["outside_guarantee"]
@@ -191,31 +172,22 @@ def _interval_note(result: dict[str, Any]) -> str:
     )
 
 
-def _table(result: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("variant", no_wrap=True)
-    table.add_column("setting", overflow="fold")
+def _row(row: dict[str, Any], result: dict[str, Any], *, is_best: bool) -> dict[str, str]:
+    """A variant's or a reference's row of the table."""
     has_accuracy = result["variants"][0]["accuracy"] is not None
-    titles = ["held-out loss", *(["accuracy, %"] if has_accuracy else [])]
-    for title in (*titles, f"{result['metric']} − best's", "apart", "seeds", "σ", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in (*result["variants"], *result["references"]):
-        is_best = row["variant"] == result["best"]
-        difference, apart = ("best", "") if is_best else _difference(row, result["metric"])
-        multiplier = row["noise_multiplier"]
-        table.add_row(
-            row["label"],
-            _setting(row["setting"]),
-            _interval(row["loss"], "{:.4f}"),
-            *([_interval(row["accuracy"], "{:.1f}", times=100)] if has_accuracy else []),
-            difference,
-            apart,
-            str(len(row["loss"]["values"])),
-            "-" if multiplier is None else f"{multiplier:.4f}",
-            duration(row["seconds"]) if row["seconds"] else "-",
-            style="bold green" if is_best else None,
-        )
-    return table
+    difference, apart = ("best", "") if is_best else _difference(row, result["metric"])
+    multiplier = row["noise_multiplier"]
+    return {
+        "variant": row["label"],
+        "setting": ", ".join(f"{name} {_word(value)}" for name, value in row["setting"].items()) or "-",
+        "held-out loss": _interval(row["loss"], "{:.4f}"),
+        **({"accuracy, %": _interval(row["accuracy"], "{:.1f}", times=100)} if has_accuracy else {}),
+        f"{result['metric']} − best's": difference,
+        "apart": apart,
+        "seeds": str(len(row["loss"]["values"])),
+        "σ": "-" if multiplier is None else f"{multiplier:.4f}",
+        "time": duration(row["seconds"]) if row["seconds"] else "-",
+    }
 
 
 def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
@@ -240,20 +212,12 @@ def _difference(row: dict[str, Any], metric: str) -> tuple[str, str]:
     return text, "-" if found["half_width"] is None else "yes" if found["excludes_zero"] else "no"
 
 
-def _setting(setting: dict[str, Any]) -> str:
-    """A chosen setting in short.
-
-    >>> _setting({"learning_rate": 0.001, "betas": [0.9, 0.99]}), _setting({})
-    ('learning_rate 0.001, betas 0.9:0.99', '-')
-    """
-    return ", ".join(f"{name} {_word(value)}" for name, value in setting.items()) or "-"
-
-
 def _word(value: Any) -> str:
+    """A value of a setting in short.
+
+    >>> _word(0.001), _word([0.9, 0.99])
+    ('0.001', '0.9:0.99')
+    """
     if isinstance(value, list):
         return ":".join(map(_word, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _epsilon(value: float) -> str:
-    return "0" if value == 0 else format_epsilon(value)

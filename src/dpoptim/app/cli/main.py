@@ -19,7 +19,7 @@ COMMANDS = {
     "report": "write one HTML page about one or several runs",
     "audit": "attack a privacy guarantee, and check a run's files",
 }
-"""Each command has a module of its name with `add_options(parser)` and `run(options)`."""
+"""Each command has a module of its name with `add_options(parser)` and `run(options)`; its docstring is the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +67,8 @@ def command_line(
         command = commands.add_parser(name, help=text)
         if name in complete:
             module = importlib.import_module(f"dpoptim.app.cli.{name}")
+            description, _, examples = str(module.__doc__).partition("examples:\n")
+            command.description, command.epilog = description, f"examples:\n{examples}"
             module.add_options(command)
             command.set_defaults(run=module.run)
     return parser, commands.choices

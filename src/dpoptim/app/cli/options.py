@@ -13,39 +13,30 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dpoptim.app.recipes.recipe import ADJACENCIES
+from dpoptim.app.files import check_target
+from dpoptim.app.plot_style import check_matplotlib
+from dpoptim.app.recipes.recipe import ADJACENCIES, flags
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from rich.console import Console
     from rich.table import Table
 
-    from dpoptim.privacy import PrivacyPlan
+    from dpoptim.privacy import Adjacency, PrivacyPlan
 
-MAX_PARAMETERS = 10**13
 _NAMES_ELSEWHERE = {  # flags of other libraries' scripts
-    "--eps": "--epsilon",
     "--lr": "--learning-rate",
-    "--bs": "--batch-size",
     "--sigma": "--noise-multiplier",
     "--max-grad-norm": "--clip-norm",
     "--target-epsilon": "--epsilon",
     "--target-delta": "--delta",
     "--output-dir": "--run-dir",
-    "--dataset": "--data",
-    "--train-file": "--data",
-    "--max-steps": "--steps",
-    "--num-train-epochs": "--epochs",
-    "--model-name-or-path": "--model",
-    "--optimizer": "--variant",
 }
-_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORECASE)
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)$", re.IGNORECASE)  # a value, not a flag
 _COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -59,34 +50,11 @@ class _Paragraphs(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line and leaves the usage to --help.
-
-    Flags cannot be abbreviated or repeated: the second of two would silently win. A negative number such as -1e-5 is
-    parsed as a value, so that the option's own check can name it.
-    """
+    """Reports an error in one line, without the usage, and takes no abbreviated flags."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": _Paragraphs, **named, "allow_abbrev": False})
         self._negative_number_matcher = _NEGATIVE
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = list(sys.argv[1:] if args is None else args)
-        if not self._subparsers:  # otherwise the command's own parser checks its flags
-            self._refuse_repeated(given)
-        return super().parse_known_args(given, namespace)
-
-    def _refuse_repeated(self, given: Sequence[str]) -> None:
-        seen: set[str] = set()
-        for text in given:
-            flag = text.partition("=")[0]
-            action = self._option_string_actions.get(flag)
-            if text == "--":
-                return
-            if action is None or action.nargs == 0 or isinstance(action, argparse._AppendAction):
-                continue
-            if action.dest in seen:
-                self.error(f"{flag} is given twice; give it once")
-            seen.add(action.dest)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -97,20 +65,17 @@ def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
     >>> parser = argparse.ArgumentParser(prog="dpoptim train")
     >>> _ = parser.add_argument("--learning-rate")
-    >>> explain_unknown(parser, ["--lr", "1"])
-    'there is no --lr; did you mean --learning-rate?'
-    >>> explain_unknown(parser, ["more.toml"])
-    "unexpected argument 'more.toml'; see dpoptim train --help"
+    >>> explain_unknown(parser, ["--learn", "1"])
+    'there is no --learn; did you mean --learning-rate?'
     """
     given = unknown[0]
     if not given.startswith("-"):
         return f"unexpected argument {given!r}; see {parser.prog} --help"
     flag = given.partition("=")[0]
     dashed = flag.replace("_", "-")
+    dashed = _NAMES_ELSEWHERE.get(dashed, dashed)
     known = [name for action in parser._actions for name in action.option_strings]
-    meant = _NAMES_ELSEWHERE.get(dashed, dashed)
-    longer = [name for name in known if name.startswith(meant)]
-    likely = [meant] if meant in known else longer if len(longer) == 1 else get_close_matches(dashed, known, 1, 0.75)
+    likely = [name for name in known if name.startswith(dashed)] or get_close_matches(dashed, known, 1, 0.75)
     return f"there is no {flag}; " + (f"did you mean {likely[0]}?" if likely else f"see {parser.prog} --help")
 
 
@@ -144,43 +109,46 @@ def _parse(text: str, units: dict[str, int], expected: str) -> int:
     return int(value)
 
 
-def adjacency(text: str) -> str:
-    """Parse the name of an adjacency, written with hyphens, into `Adjacency`'s value."""
-    if text not in ADJACENCIES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ADJACENCIES)}")
-    return text.replace("-", "_")
+def add_training(parser: argparse.ArgumentParser, *, required: bool, title: str) -> argparse._ArgumentGroup:
+    """Add the options of a plan: steps, sizes, epsilon, delta and adjacency."""
+    group = parser.add_argument_group(title)
+    group.add_argument("--steps", type=count, required=required, metavar="N", help="optimizer steps")
+    group.add_argument("--batch-size", type=count, required=required, metavar="N", help="expected examples per step")
+    group.add_argument("--num-examples", type=count, required=required, metavar="N", help="training examples")
+    group.add_argument("--epsilon", type=float, required=required, metavar="E", help="of the whole run")
+    group.add_argument("--delta", type=float, required=required, metavar="D", help="below 1/num-examples, such as 1e-7")
+    group.add_argument("--adjacency", choices=ADJACENCIES, help="which datasets are neighbours (default: zero-out)")
+    return group
 
 
-def add_adjacency(group: argparse._ArgumentGroup, *, default: str | None = None) -> None:
-    """Add --adjacency."""
+def add_sampling(group: argparse._ArgumentGroup, *, default: str) -> None:
+    """Add --sampling for commands that choose the noise."""
     group.add_argument(
-        "--adjacency",
-        type=adjacency,
-        default=default,
-        metavar="KIND",
-        help=f"which datasets are neighbours: {', '.join(ADJACENCIES)} (default: {ADJACENCIES[0]})",
-    )
-
-
-def add_training(parser: argparse.ArgumentParser, *, sampling: str) -> argparse._ArgumentGroup:
-    """Add steps, sizes, epsilon, delta, sampling (with this default) and adjacency."""
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, required=True, metavar="N", help="optimizer steps")
-    training.add_argument("--batch-size", type=count, required=True, metavar="N", help="expected examples per step")
-    training.add_argument("--num-examples", type=count, required=True, metavar="N", help="training examples")
-    training.add_argument("--epsilon", type=float, required=True, metavar="E", help="privacy budget of the whole run")
-    training.add_argument(
-        "--delta", type=float, required=True, metavar="D", help="below 1/num-examples, for example 1e-7"
-    )
-    training.add_argument(
         "--sampling",
         choices=["auto", "poisson", "shuffled"],
-        default=sampling,
+        default=default,
         help="auto and poisson sample secretly, in cycles where noise is correlated; shuffled does not amplify "
         "privacy (default: %(default)s)",
     )
-    add_adjacency(training, default=ADJACENCIES[0])
-    return training
+
+
+def add_setting(group: argparse._ArgumentGroup, flag: str, *, help: str | None = None) -> None:
+    """Add the flag of a recipe's setting; it is None unless it is given."""
+    field = flags()[flag]
+    about = field.metadata
+    help = (help or about["help"]).replace("%", "%%")
+    if about["type"] is bool:
+        group.add_argument(flag, dest=field.name, action="store_true", default=None, help=help)
+        return
+    group.add_argument(
+        flag,
+        dest=field.name,
+        type=count if about["type"] is int else about["type"],
+        nargs=about.get("nargs"),
+        choices=about["choices"],
+        metavar=about["metavar"],
+        help=help,
+    )
 
 
 def add_noise_memory(group: argparse._ArgumentGroup) -> None:
@@ -207,9 +175,9 @@ def add_output(parser: argparse.ArgumentParser, *, verbose: str | None = None) -
     )
 
 
-def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
+def uncalibrated_plan(options: argparse.Namespace, *, clip_norm: float = 1.0) -> PrivacyPlan:
     """Make the plan that the options describe, without noise, and check epsilon and delta."""
-    from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
+    from dpoptim.privacy import Poisson, PrivacyPlan, Shuffled
 
     plan = PrivacyPlan(
         num_examples=options.num_examples,
@@ -217,7 +185,7 @@ def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyP
         steps=options.steps,
         clip_norm=clip_norm,
         sampling=Shuffled() if options.sampling == "shuffled" else Poisson(),
-        adjacency=Adjacency(options.adjacency),
+        adjacency=adjacency_of(options),
     )
     if not 0 < options.epsilon < math.inf:
         raise ValueError(f"--epsilon {options.epsilon:g} must be a finite number above 0")
@@ -226,23 +194,23 @@ def uncalibrated_plan(options: Namespace, *, clip_norm: float = 1.0) -> PrivacyP
     return plan
 
 
-def check_parameters(parameters: int, name: str) -> None:
-    """Raise ValueError if no model has that many parameters; `name` is the option."""
-    if not 1 <= parameters <= MAX_PARAMETERS:
-        raise ValueError(f"{name} {parameters:,} must be between 1 and {MAX_PARAMETERS:,} parameters")
+def adjacency_of(options: argparse.Namespace) -> Adjacency:
+    """The adjacency that was asked for, or zero-out."""
+    from dpoptim.privacy import Adjacency
+
+    return Adjacency((options.adjacency or "zero-out").replace("-", "_"))
 
 
 def check_plot(path: Path | None) -> None:
     """Raise ValueError, before any work is done, if a plot could not be drawn or written."""
-    from dpoptim.app.plot_style import check_matplotlib
+    if path is not None:
+        check_target("--plot", path, ".png", ".svg", ".pdf")
+        check_matplotlib("--plot needs")
 
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {path} must end in .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: the folder {path.parent} does not exist; create it first")
-    check_matplotlib("--plot needs")
+
+def fields(source: object, *names: str) -> dict[str, Any]:
+    """These attributes of an object, by name."""
+    return {name: getattr(source, name) for name in names}
 
 
 def output_console() -> Console:
@@ -252,20 +220,28 @@ def output_console() -> Console:
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=120)
 
 
-def say(console: Console, text: str) -> None:
-    """Print a line as it is, without markup, colours or line breaks."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def say(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr)
 
 
-def plain_table(*, words: tuple[str, ...] = (), numbers: tuple[str, ...] = ()) -> Table:
-    """A table without lines, with columns of numbers aligned to the right."""
+def draw(options: argparse.Namespace, plot: str, *subject: Any) -> None:
+    """Draw --plot, if it was given, with that function of `dpoptim.app.cli.plots`."""
+    if options.plot is not None:
+        figure = getattr(importlib.import_module("dpoptim.app.cli.plots"), plot)(*subject)
+        figure.savefig(options.plot, dpi=150)
+        say(f"wrote {options.plot}")
+
+
+def table_of(rows: Sequence[Mapping[str, str]], *, words: int, chosen: int | None = None) -> Table:
+    """A table without lines, with one column per key: `words` to the left, numbers to the right; one row is chosen."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, title in enumerate(words):
-        table.add_column(title, overflow="fold", no_wrap=place == 0)
-    for title in numbers:
-        table.add_column(title, justify="right", overflow="fold")
+    for place, title in enumerate(rows[0]):
+        table.add_column(title, overflow="fold", no_wrap=place == 0, justify="left" if place < words else "right")
+    for place, row in enumerate(rows):
+        table.add_row(*row.values(), style="bold green" if place == chosen else None)
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,12 @@ from dpoptim.app.audit.statistics import TradeOff
 from dpoptim.app.comparison.request import UNCOVERED
 from dpoptim.app.plot_style import BLUE, GREY, ORANGE, RED, SKY, new_figure
 from dpoptim.privacy.format_epsilon import format_epsilon
-from dpoptim.theory import Advice, Candidate, Choice, SecondMomentRegime
+from dpoptim.theory import Advice, Candidate, Choice
 from dpoptim.theory.adviser import MANY_NEGATIVE
 from dpoptim.theory.stability_window import rounded
 
-_DPI = 150
-_REGIMES = {
-    SecondMomentRegime.DIVERGES: ("#f4c7c3", "ν̂ diverges"),
-    SecondMomentRegime.STEADY: ("#cfe8cf", "ν̂ is steady"),
-    SecondMomentRegime.COLLAPSES: ("#e3e3e3", "ν̂ collapses"),
-}
 
-
-def draw_plan(choice: Choice, candidates: Sequence[Candidate], path: Path) -> None:
+def draw_plan(choice: Choice, candidates: Sequence[Candidate]) -> Any:
     """Draw the error at each step, and the mean error against memory; the chosen mechanism is thick."""
     figure = new_figure(11, 5)
     by_step, by_memory = figure.subplots(1, 2, width_ratios=[3, 2])
@@ -40,17 +32,16 @@ def draw_plan(choice: Choice, candidates: Sequence[Candidate], path: Path) -> No
     by_step.set(xlabel="step", ylabel="RMSE, prefix sums of averaged gradients", yscale="log")
     by_step.set_title(f"noise at ε = {format_epsilon(plan.epsilon())}, δ = {plan.delta:g}, clip norm 1", fontsize=10)
     figure.legend(*by_step.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
-    by_memory.set(ylabel="mean RMSE", yscale="log")
-    by_memory.set_xlabel("memory for the noise, MB")
+    by_memory.set(xlabel="memory for the noise, MB", ylabel="mean RMSE", yscale="log")
     by_memory.set_xscale("symlog", linthresh=1.0)
     by_memory.set_xlim(-0.3, 3 + 3 * max(candidate.memory_bytes for candidate in candidates) / 1e6)
     by_memory.set_title(f"{choice.chosen.parameters:,} parameters; the large dot is the choice", fontsize=10)
     for axes in (by_step, by_memory):
         axes.grid(alpha=0.3, which="both")
-    figure.savefig(path, dpi=_DPI)
+    return figure
 
 
-def draw_advice(advice: Advice, path: Path) -> None:
+def draw_advice(advice: Advice) -> Any:
     """Draw how many second moments turn negative, and the window of eps_scale with the values to try."""
     figure = new_figure(12, 5)
     negative, window = figure.subplots(1, 2)
@@ -66,7 +57,7 @@ def draw_advice(advice: Advice, path: Path) -> None:
     _window(window, advice)
     for axes in (negative, window):
         axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=_DPI)
+    return figure
 
 
 def _negative(axes: Any, advice: Advice) -> None:
@@ -85,13 +76,10 @@ def _window(axes: Any, advice: Advice) -> None:
     window = advice.window
     points = [*window.to_try, window.default, window.high, *([window.low] if window.low else [])]
     left, right = 0.5 * min(points), 2 * max(points)
-    for start, end, regime in (
-        (left, max(left, window.low), SecondMomentRegime.DIVERGES),
-        (max(left, window.low), window.high, SecondMomentRegime.STEADY),
-        (window.high, right, SecondMomentRegime.COLLAPSES),
-    ):
-        colour, label = _REGIMES[regime]
-        axes.axvspan(start, end, color=colour, label=label)
+    low = max(left, window.low)
+    axes.axvspan(left, low, color="#f4c7c3", label="ν̂ diverges")
+    axes.axvspan(low, window.high, color="#cfe8cf", label="ν̂ is steady")
+    axes.axvspan(window.high, right, color="#e3e3e3", label="ν̂ collapses")
     axes.axvline(window.likely_high, color="C2", linestyle=":", label="upper end if examples disagree")
     axes.plot(window.to_try, [0.38] * len(window.to_try), "o", color="C0", label="to try", markersize=8)
     axes.plot([window.default], [0.2], "D", color="C3", label="default", markersize=8)
@@ -107,7 +95,7 @@ def _window(axes: Any, advice: Advice) -> None:
     axes.set_title("(b) left of the window noise feeds on itself, right of it scaling fades", fontsize=9)
 
 
-def draw_comparison(result: dict[str, Any], path: Path) -> None:
+def draw_comparison(result: dict[str, Any]) -> Any:
     """Draw a dot per seed and an interval per variant; the best is on top, and references are grey."""
     metric = result["metric"]
     sign = -1 if metric == "accuracy" else 1
@@ -137,10 +125,10 @@ def draw_comparison(result: dict[str, Any], path: Path) -> None:
     if result["tuning"]["kind"] == UNCOVERED:
         title += "\nTUNING ON THE PRIVATE RECORDS IS NOT COVERED"
     axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=_DPI)
+    return figure
 
 
-def draw_audit(found: PlanAudit, path: Path) -> None:
+def draw_audit(found: PlanAudit) -> Any:
     """Draw the scores of canaries that were in and out, and the attack's errors against what the claim allows."""
     figure = new_figure(11, 4.6)
     histogram, errors = figure.subplots(1, 2)
@@ -172,4 +160,4 @@ def draw_audit(found: PlanAudit, path: Path) -> None:
     errors.set_title("errors below the red line would contradict the claim")
     errors.legend(loc="lower left")
     errors.grid(alpha=0.3, which="both")
-    figure.savefig(path, dpi=_DPI)
+    return figure

@@ -1,26 +1,11 @@
-"""`dpoptim report`: write one HTML file that shows what runs did and what they guarantee."""
+"""Write one HTML file about one or several runs.
 
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-_DESCRIPTION = """\
-Write one HTML file about one or several runs: the privacy statement, loss curves, gradient and noise, speed, epsilon
-against steps, recipe and versions. The page works offline. Several runs share each chart, one colour per run, and a
-table compares their final numbers.
+It shows the privacy statement, loss curves, gradient and noise, speed, epsilon against steps, recipe and versions, and
+works offline. Several runs share each chart, one colour per run, and a table compares their final numbers.
 
 Every number that depends on private data is either released under the guarantee or marked "not private: for
 debugging". Scores are marked as computed on data outside the guarantee. The noise key is never read.
-"""
 
-_EXAMPLES = """\
 examples:
   dpoptim report runs/first
       writes report.html
@@ -32,10 +17,18 @@ examples:
       the same numbers on standard output; writes HTML only with -o
 """
 
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from dpoptim.app.files import check_target
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"
     )
@@ -43,15 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON to standard output")
 
 
-def run(options: Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Write the page, print the numbers, or both."""
-    from dpoptim.app.report.page import all_numbers, check_output, write_report
+    from dpoptim.app.report.page import all_numbers, write_report
     from dpoptim.app.runs.run_log import read_runs
 
     output = None
     if options.output is not None or not options.json:
         output = Path(options.output or "report.html")
-        check_output(output)
+        check_target("--output", output, ".html", ".htm")
     runs = read_runs(options.runs)
     if output is not None:
         write_report(runs, output)

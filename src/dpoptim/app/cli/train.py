@@ -1,37 +1,11 @@
-"""`dpoptim train`: a private training run from a recipe or flags or, without either, the demonstration."""
+"""Train a model privately.
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import datetime
-import json
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from dpoptim.app.cli.options import count, say, silence_libraries
-from dpoptim.app.format import duration, plain
-from dpoptim.app.recipes.recipe import Recipe, flags, read_recipe
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from rich.console import Console
-
-    from dpoptim.app.runs.estimate import Estimate
-    from dpoptim.app.runs.setup import RunSetup
-
-_DESCRIPTION = """\
-Train a model privately. A model, data and epsilon are enough; all other settings come from RECIPE (a TOML file), from
-flags, which override it, or from defaults. Without any of them, a demonstration fine-tunes a small language model
-privately, offline.
+A model, data and epsilon are enough. All other settings come from flags, from RECIPE (a TOML file) or from defaults.
+Without any of them, a demonstration fine-tunes a small language model privately, offline.
 
 The run directory holds recipe, plan, privacy statement, log, checkpoints and the model. RUN.secret beside it holds the
 noise key: never publish it. Ctrl-C saves at the end of the step, and --resume continues exactly there.
-"""
 
-_EXAMPLES = """\
 examples:
   dpoptim train
       the demonstration: masked language modelling with several variants
@@ -44,10 +18,28 @@ examples:
   dpoptim train --resume runs/eps3
 """
 
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpoptim.app.cli.options import add_setting, say, silence_libraries
+from dpoptim.app.format import duration, plain
+from dpoptim.app.recipes.recipe import Recipe, flags, read_recipe
+
+if TYPE_CHECKING:
+    from dpoptim.app.progress import ProgressReporter
+    from dpoptim.app.runs.estimate import Estimate
+    from dpoptim.app.runs.setup import RunSetup
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting of a recipe, and those of the run itself."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.usage = "%(prog)s [RECIPE] [options]"
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a TOML file; flags override its settings")
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -55,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = field.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        _add_setting(groups[group], flag, field)
+        add_setting(groups[group], flag)
     run = parser.add_argument_group("command")
     run.add_argument("--run-dir", metavar="DIR", help="where to write the run (default: runs/MODEL-TIME)")
     run.add_argument("--resume", metavar="DIR", help="continue a run; takes no settings except --device")
@@ -65,49 +57,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--json", action="store_true", help="print JSON, and nothing else, to standard output")
 
 
-def _add_setting(group: argparse._ArgumentGroup, flag: str, field: dataclasses.Field[Any]) -> None:
-    about = field.metadata
-    if about["type"] is bool:
-        group.add_argument(flag, dest=field.name, action="store_true", default=None, help=about["help"])
-        return
-    group.add_argument(
-        flag,
-        dest=field.name,
-        type=count if about["type"] is int else about["type"],
-        nargs=about.get("nargs"),
-        choices=about["choices"],
-        metavar=about["metavar"],
-        help=about["help"].replace("%", "%%"),
-    )
-
-
-def run(options: Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Train, resume, estimate or demonstrate; return 128 + the signal if a run was interrupted."""
     from rich.console import Console
+
+    from dpoptim.app.progress import ProgressReporter
 
     names = {field.name for field in dataclasses.fields(Recipe)}
     over = {name: value for name, value in vars(options).items() if name in names and value is not None}
     silence_libraries()
     console = Console(stderr=True)
+    progress = ProgressReporter(console)
     if options.resume is not None:
-        return _resume(options, over, console)
+        return _resume(options, over, progress)
     if options.recipe is None and not over.keys() - {"seed", "epsilon", "delta"}:
-        return _demonstrate(options, over, console)
+        from dpoptim.app.demo import demonstration
+
+        if options.dry_run:
+            raise ValueError("--dry-run needs a recipe, or --model, --data and --epsilon")
+        return demonstration.main(
+            json_wanted=options.json, quick=options.quick, console=console, keep=options.run_dir, **over
+        )
     if options.quick:
         raise ValueError("--quick is for the demonstration, which takes no recipe, model or data; leave it out")
     recipe = read_recipe(options.recipe, **over)
     if options.dry_run:
-        return _dry_run(recipe, options, console)
+        return _dry_run(recipe, options, progress)
     from dpoptim.app import train
-    from dpoptim.app.progress import ProgressReporter
 
-    directory = options.run_dir or _default_directory(recipe)
-    return _report(train(recipe, directory, progress=ProgressReporter(console)), options, console)
+    return _report(train(recipe, options.run_dir or _default_directory(recipe), progress=progress), options)
 
 
-def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
+def _resume(options: argparse.Namespace, over: dict[str, Any], progress: ProgressReporter) -> int:
     from dpoptim.app import resume
-    from dpoptim.app.progress import ProgressReporter
     from dpoptim.app.runs.run_log import is_finished
 
     settings = [flag for flag, field in flags().items() if field.name in over.keys() - {"device"}]
@@ -117,33 +99,22 @@ def _resume(options: Namespace, over: dict[str, Any], console: Console) -> int:
     if Path(options.resume, "request.json").is_file():
         raise ValueError(f"{options.resume} is a comparison; resume it with the `dpoptim compare` command that made it")
     was_finished = is_finished(Path(options.resume).expanduser())
-    summary = resume(options.resume, device=options.device, progress=ProgressReporter(console))
+    summary = resume(options.resume, device=options.device, progress=progress)
     if was_finished:
-        say(console, f"already finished: all {summary['steps']} steps were taken")
-    return _report(summary, options, console)
+        say(f"already finished: all {summary['steps']} steps were taken")
+    return _report(summary, options)
 
 
-def _demonstrate(options: Namespace, over: dict[str, Any], console: Console) -> int:
-    from dpoptim.app.demo import demonstration
-
-    if options.dry_run:
-        raise ValueError("--dry-run needs a recipe, or --model, --data and --epsilon")
-    return demonstration.main(
-        json_wanted=options.json, quick=options.quick, console=console, keep=options.run_dir, **over
-    )
-
-
-def _dry_run(recipe: Recipe, options: Namespace, console: Console) -> int:
+def _dry_run(recipe: Recipe, options: argparse.Namespace, progress: ProgressReporter) -> int:
     from dpoptim.app import prepare_run
-    from dpoptim.app.progress import ProgressReporter
     from dpoptim.app.runs.estimate import estimate
 
-    with ProgressReporter(console) as progress:
+    with progress:
         setup = prepare_run(recipe, stage=progress.stage)
         progress.stage("timing a step on random examples")
         found = estimate(setup)
     for line in setup.messages:
-        say(console, line)
+        say(line)
     if options.json:
         print(json.dumps(plain(_estimate_values(setup, found)), indent=2))
     else:
@@ -153,6 +124,8 @@ def _dry_run(recipe: Recipe, options: Namespace, console: Console) -> int:
 
 def _estimate_values(setup: RunSetup, found: Estimate) -> dict[str, Any]:
     """The whole recipe, the plan and the estimate as plain values, in bytes and seconds."""
+    from dpoptim.theory import Candidate
+
     plan = setup.plan
     return {
         "recipe": setup.recipe.to_dict(),
@@ -161,7 +134,7 @@ def _estimate_values(setup: RunSetup, found: Estimate) -> dict[str, Any]:
         "delta": plan.delta,
         "noise_multiplier": plan.noise_multiplier,
         "mechanism": setup.recipe.noise,
-        "rmse": _rmse(setup),
+        "rmse": Candidate(plan=plan, parameters=setup.trained_parameters).rmse_mean,
         "trained_parameters": setup.trained_parameters,
         "validation_examples": _held_out(setup),
         "estimate": dataclasses.asdict(found),
@@ -194,17 +167,11 @@ def _estimate_text(setup: RunSetup, found: Estimate, *, verbose: bool) -> str:
     return "\n".join([*lines, "--verbose also prints the privacy statement and the whole recipe."])
 
 
-def _rmse(setup: RunSetup) -> float:
-    from dpoptim.theory import Candidate
-
-    return Candidate(plan=setup.plan, parameters=setup.trained_parameters).rmse_mean
-
-
 def _held_out(setup: RunSetup) -> int:
     return 0 if setup.validation is None else len(setup.validation.records)
 
 
-def _report(summary: dict[str, Any], options: Namespace, console: Console) -> int:
+def _report(summary: dict[str, Any], options: argparse.Namespace) -> int:
     """Print the summary of a run, and how to resume it if it was interrupted."""
     from dpoptim.app.progress import scores_line
     from dpoptim.app.runs.run_directory import RunDirectory
@@ -212,17 +179,17 @@ def _report(summary: dict[str, Any], options: Namespace, console: Console) -> in
     if options.json:
         print(json.dumps(plain(summary), indent=2, ensure_ascii=False))
     if summary["reason"] != "finished":
-        say(console, f"interrupted after step {summary['step']} of {summary['steps']}, which is saved; resume with:")
-        say(console, f"  dpoptim train --resume {summary['run']}")
+        say(f"interrupted after step {summary['step']} of {summary['steps']}, which is saved; resume with:")
+        say(f"  dpoptim train --resume {summary['run']}")
         return 128 + summary.get("signal", 2)
-    say(console, summary["guarantee"])
+    say(summary["guarantee"])
     if summary["validation"] is not None:
         first, last = summary["validation"]["first"], summary["validation"]["last"]
-        say(console, f"before: {scores_line(first)}")
-        say(console, f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
-    say(console, f"model: {summary['model']}; statement and log: {summary['run']}")
+        say(f"before: {scores_line(first)}")
+        say(f"after:  {scores_line(last)} (on {last['examples']:,} records outside the guarantee)")
+    say(f"model: {summary['model']}; statement and log: {summary['run']}")
     secret = RunDirectory(Path(summary["run"])).secret_folder
-    say(console, f"{secret} holds the noise key: keep it or delete it, but never share it")
+    say(f"{secret} holds the noise key: keep it or delete it, but never share it")
     return 0
 
 

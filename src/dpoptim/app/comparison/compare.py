@@ -1,4 +1,12 @@
-"""Run a comparison: trials first, then every variant with every seed, each in its own run directory."""
+"""Run a comparison: trials first, then every variant with every seed, each in its own run directory.
+
+| file in the folder | contents |
+|---|---|
+| request.json | what was asked for, and the settings that all runs share |
+| trials/VARIANT/SETTING/ | run directories of trials |
+| runs/VARIANT/SETTING/seed-0/ | run directories whose scores are compared |
+| comparison.json | the result, computed from the run directories whenever the command runs |
+"""
 
 from __future__ import annotations
 
@@ -6,8 +14,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,55 +46,7 @@ class Interrupted(Exception):
 
     def __init__(self, *, done: int, total: int, signal: int) -> None:
         super().__init__(f"interrupted with {done} of {total} runs finished")
-        self.done, self.total, self.signal = done, total, signal
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The files of a comparison.
-
-    | name | contents |
-    |---|---|
-    | request.json | what was asked for, and the settings that all runs share |
-    | trials/VARIANT/SETTING/ | run directories of trials |
-    | runs/VARIANT/SETTING/seed-0/ | run directories whose scores are compared |
-    | comparison.json | the result, computed from the run directories whenever the command runs |
-    """
-
-    path: Path
-
-    @property
-    def request_file(self) -> Path:
-        return self.path / "request.json"
-
-    @property
-    def result_file(self) -> Path:
-        return self.path / "comparison.json"
-
-    def trial(self, variant: str, setting: Setting) -> Path:
-        return self.path / "trials" / variant / name_of_setting(setting)
-
-    def run(self, variant: str, setting: Setting, seed: int) -> Path:
-        return self.path / "runs" / variant / name_of_setting(setting) / f"seed-{seed}"
-
-    def earlier_trials(self, variant: str) -> list[Path]:
-        return sorted(file.parent for file in (self.path / "trials" / variant).glob("*/plan.json"))
-
-    def private_plans(self, *, with_trials: bool) -> list[PrivacyPlan]:
-        """The plans of all runs ever started here on the private records, without the non-private reference."""
-        files = [*self.path.glob("runs/*/*/*/plan.json")]
-        if with_trials:
-            files += self.path.glob("trials/*/*/plan.json")
-        kept = sorted(file for file in files if NON_PRIVATE not in file.relative_to(self.path).parts)
-        return [PrivacyPlan.from_dict(json.loads(file.read_text(encoding="utf-8"))["plan"]) for file in kept]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    name: str
-    place: Path
-    recipe: Callable[[], Recipe]
-    steps: int
+        self.signal = signal
 
 
 def compare(request: Request, folder: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
@@ -100,101 +59,98 @@ def compare(request: Request, folder: str | Path, *, progress: ProgressReporter 
     key. The result states ε of one run, of one run with its tuning, and of everything together.
     """
     progress = progress or ProgressReporter()
-    layout = Layout(path=Path(folder).expanduser())
-    base = _base_recipe(request, layout, progress)
+    folder = Path(folder).expanduser()
+    base = _base_recipe(request, folder, progress)
     assert base.steps is not None
-    counts = [len(request.points(variant)) for variant in request.rows]
-    trial_count, run_count = sum(count for count in counts if count > 1), len(request.rows) * len(request.seeds)
     trial_steps = request.tuning_steps or base.steps
-    runner = _Runner(
-        progress,
-        total=trial_count + run_count,
-        total_steps=trial_count * trial_steps + run_count * base.steps,
-        device=request.recipe.device,
-    )
-    trials: dict[str, list[tuple[Setting, RunResult]]] = {}
+    choices = {variant: request.points(variant) for variant in request.rows}
+    tuned = {variant: settings if len(settings) > 1 else [] for variant, settings in choices.items()}
+    steps = [trial_steps] * sum(map(len, tuned.values())) + [base.steps] * len(request.rows) * len(request.seeds)
+    runner = _Runner(progress, steps, device=request.recipe.device)
+    trials: dict[str, list[tuple[Setting, RunResult]]] = {variant: [] for variant in request.rows}
     chosen: dict[str, Setting] = {}
-    for variant in request.rows:
-        points = request.points(variant)
-        trials[variant] = []
-        for setting in points if len(points) > 1 else ():
-            job = _Job(
-                name=f"trial of {variant} at {name_of_setting(setting)}",
-                place=layout.trial(variant, setting),
-                recipe=partial(trial_recipe, request, base, variant, setting),
-                steps=trial_steps,
-            )
-            trials[variant].append((setting, runner.do(job)))
-        scores = [(setting, run.last) for setting, run in trials[variant]]
-        chosen[variant] = best_setting(scores, request.metric) if scores else points[0]
+    for variant, settings in tuned.items():
+        for setting in settings:
+            name = name_of_setting(setting)
+            recipe = partial(trial_recipe, request, base, variant, setting)
+            run = runner.run(f"trial of {variant} at {name}", folder / "trials" / variant / name, recipe)
+            trials[variant].append((setting, run))
+        scores = [(badness(run.last, request.metric), setting) for setting, run in trials[variant]]
+        chosen[variant] = min(scores, key=lambda score: score[0])[1] if scores else choices[variant][0]
     runs: dict[str, list[RunResult]] = {variant: [] for variant in request.rows}
     for seed in request.seeds:
         for variant, setting in chosen.items():
-            job = _Job(
-                name=f"{variant} at {name_of_setting(setting)}, seed {seed}",
-                place=layout.run(variant, setting, seed),
-                recipe=partial(run_recipe, base, variant, setting, seed),
-                steps=base.steps,
-            )
-            runs[variant].append(runner.do(job))
+            name = name_of_setting(setting)
+            recipe = partial(run_recipe, base, variant, setting, seed)
+            place = folder / "runs" / variant / name / f"seed-{seed}"
+            runs[variant].append(runner.run(f"{variant} at {name}, seed {seed}", place, recipe))
     progress.stage("composing the cost of all runs")
-    plans = layout.private_plans(with_trials=request.tuning_epsilon != PUBLIC)
+    plans = _private_plans(folder, with_trials=request.tuning_epsilon != PUBLIC)
     result = summarize(request, trials=trials, chosen=chosen, runs=runs, in_folder=plans)
-    write_text(layout.result_file, json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / "comparison.json", json.dumps(plain(result), indent=2, ensure_ascii=False) + "\n")
     return result
 
 
+def _private_plans(folder: Path, *, with_trials: bool) -> list[PrivacyPlan]:
+    """The plans of all runs ever started here on the private records, without the non-private reference."""
+    files = [*folder.glob("runs/*/*/*/plan.json"), *(folder.glob("trials/*/*/plan.json") if with_trials else ())]
+    kept = sorted(file for file in files if NON_PRIVATE not in file.relative_to(folder).parts)
+    return [RunDirectory(file.parent).read_plan() for file in kept]
+
+
 class _Runner:
-    """Does one run after another and estimates the time left."""
+    """Does one run after another, of these numbers of steps, and estimates the time left."""
 
-    def __init__(self, progress: ProgressReporter, *, total: int, total_steps: int, device: str) -> None:
-        self._progress, self._total, self._steps_left = progress, total, total_steps
+    def __init__(self, progress: ProgressReporter, steps: list[int], *, device: str) -> None:
+        self._progress, self._steps = progress, steps
         self._device = None if device == "auto" else device
-        self._number = 0
-        self._seconds, self._steps = 0.0, 0
+        self._done = 0
+        self._seconds, self._steps_taken = 0.0, 0
 
-    def do(self, job: _Job) -> RunResult:
-        self._number += 1
-        if not is_finished(job.place) and not has_diverged(job.place):
-            self._progress.message(f"run {self._number} of {self._total}: {job.name}{self._time_left()}")
+    def run(self, name: str, place: Path, recipe: Callable[[], Recipe]) -> RunResult:
+        if not is_finished(place) and not has_diverged(place):
+            self._progress.message(f"run {self._done + 1} of {len(self._steps)}: {name}{self._time_left()}")
             began = time.perf_counter()
             with contextlib.suppress(Diverged):  # which is a score too: the worst
-                if RunDirectory(job.place).recipe_file.exists():
-                    summary = resume(job.place, device=self._device, progress=self._progress)
+                if RunDirectory(place).recipe_file.exists():
+                    summary = resume(place, device=self._device, progress=self._progress)
                 else:
-                    summary = train(job.recipe(), job.place, progress=self._progress)
+                    summary = train(recipe(), place, progress=self._progress)
                 if summary["reason"] != "finished":
-                    raise Interrupted(done=self._number - 1, total=self._total, signal=summary.get("signal", 2))
+                    raise Interrupted(done=self._done, total=len(self._steps), signal=summary.get("signal", 2))
             self._seconds += time.perf_counter() - began
-            self._steps += job.steps
-        self._steps_left -= job.steps
-        for old in checkpoints(RunDirectory(job.place).checkpoints):
+            self._steps_taken += self._steps[self._done]
+        self._done += 1
+        for old in checkpoints(RunDirectory(place).checkpoints):
             shutil.rmtree(old)  # a finished run is never resumed, and there are many runs
-        return read_result(job.place)
+        return read_result(place)
 
     def _time_left(self) -> str:
-        left = self._seconds / self._steps * self._steps_left if self._steps else 0.0
-        return f"; about {duration(left)} left for all" if left else ""
+        if not self._steps_taken:
+            return ""
+        left = self._seconds / self._steps_taken * sum(self._steps[self._done :])
+        return f"; about {duration(left)} left for all"
 
 
-def _base_recipe(request: Request, layout: Layout, progress: ProgressReporter) -> Recipe:
+def _base_recipe(request: Request, folder: Path, progress: ProgressReporter) -> Recipe:
     """The settings that all runs share: from the folder, or at first from the data and the model."""
+    file = folder / "request.json"
     asked = plain(request.asked())
-    if layout.request_file.is_file():
-        found = json.loads(layout.request_file.read_text(encoding="utf-8"))
+    if file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8"))
         for name in sorted(asked.keys() | found["asked"].keys()):
-            if asked.get(name) != found["asked"].get(name):
+            now, earlier = asked.get(name), found["asked"].get(name)
+            if now != earlier:
                 raise ValueError(
-                    f"{layout.path} holds a comparison with {name}={found['asked'].get(name)!r}, not "
-                    f"{asked.get(name)!r}; use a different --run-dir"
+                    f"{folder} holds a comparison with {name}={earlier!r}, not {now!r}; use a different --run-dir"
                 )
         base = Recipe.from_dict(found["base"])
         base = base.replace(**{name: getattr(request.recipe, name) for name in LOOSE})
-        _check_earlier_trials(request, base, layout)
-        _check_variants(request, base, layout, progress, checked=None)
+        _check_earlier_trials(request, base, folder)
+        _check_variants(request, base, folder, progress)
         return base
-    if layout.path.exists() and (not layout.path.is_dir() or any(layout.path.iterdir())):
-        raise ValueError(f"{layout.path} exists and does not hold a comparison; use a different --run-dir")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and does not hold a comparison; use a different --run-dir")
     first = request.variants[0]
     setup = prepare_run(with_setting(request.recipe, first, request.points(first)[0]), stage=progress.stage)
     _check_tuning_data(request, setup)
@@ -206,24 +162,24 @@ def _base_recipe(request: Request, layout: Layout, progress: ProgressReporter) -
         progress.message(f"note: {note}")
     base = request.recipe.replace(**{name: getattr(setup.recipe, name) for name in _FROM_SETUP})
     del setup
-    _check_variants(request, base, layout, progress, checked=first)
-    layout.path.mkdir(parents=True, exist_ok=True)
-    stored = {"asked": asked, "base": base.to_dict()}
-    write_text(layout.request_file, json.dumps(stored, indent=2, ensure_ascii=False) + "\n")
+    _check_variants(request, base, folder, progress, checked=first)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps({"asked": asked, "base": base.to_dict()}, indent=2, ensure_ascii=False) + "\n")
     return base
 
 
-def _check_earlier_trials(request: Request, base: Recipe, layout: Layout) -> None:
+def _check_earlier_trials(request: Request, base: Recipe, folder: Path) -> None:
     """Check that the grid is unchanged if trials share one ε: their noise was calibrated for their number."""
     if not isinstance(request.tuning_epsilon, int | float):
         return
     for variant in request.rows:
         points = {name_of_setting(setting): setting for setting in request.points(variant)}
-        for place in layout.earlier_trials(variant):
+        for file in sorted((folder / "trials" / variant).glob("*/recipe.toml")):
+            place = file.parent
             same = place.name in points and len(points) > 1
             if same and variant != NON_PRIVATE:
                 now = trial_recipe(request, base, variant, points[place.name]).noise_multiplier
-                same = read_recipe(RunDirectory(place).recipe_file).noise_multiplier == now
+                same = read_recipe(file).noise_multiplier == now
             if not same:
                 raise ValueError(
                     f"{place} was a trial of a different grid, whose trials share epsilon={request.tuning_epsilon:g}. "
@@ -232,19 +188,19 @@ def _check_earlier_trials(request: Request, base: Recipe, layout: Layout) -> Non
 
 
 def _check_variants(
-    request: Request, base: Recipe, layout: Layout, progress: ProgressReporter, *, checked: str | None
+    request: Request, base: Recipe, folder: Path, progress: ProgressReporter, *, checked: str | None = None
 ) -> None:
     """Prepare one run of every variant, to find mistakes before the first is trained; skip those that have run."""
     for variant in request.rows:
+        if (folder / "runs" / variant).exists() or (folder / "trials" / variant).exists():
+            continue
         points = request.points(variant)
-        is_new = not (layout.path / "runs" / variant).exists() and not (layout.path / "trials" / variant).exists()
-        if is_new and variant != checked:
+        if variant != checked:
             progress.stage(f"checking {variant}")
             prepare_run(run_recipe(base, variant, points[0], base.seed))
-        if is_new and len(points) > 1:
+        if len(points) > 1:
             recipe = trial_recipe(request, base, variant, points[0])
-            if request.tuning_epsilon == PUBLIC:
-                assert request.tuning_data is not None
+            if request.tuning_data is not None:
                 progress.stage(f"checking trials on {whole_path(request.tuning_data)}")
                 prepare_run(recipe)
 
@@ -273,44 +229,25 @@ def run_recipe(base: Recipe, variant: str, setting: Setting, seed: int) -> Recip
 
 
 def trial_recipe(request: Request, base: Recipe, variant: str, setting: Setting) -> Recipe:
-    """The recipe of one trial.
-
-    | tuning_epsilon | records | noise multiplier |
-    |---|---|---|
-    | an ε | private | the least at which all trials of the variant TOGETHER cost at most ε |
-    | "public" | `tuning_data` | the runs', so that what is best there is best in them |
-    | "uncovered" | private | the runs' |
+    """The recipe of one trial. At an ε, its noise lets all trials of the variant TOGETHER cost at most that ε.
 
     Guarantee: no trial trains on the records that its scores are computed on; with "public", all records are public.
     """
     steps = request.tuning_steps or base.steps
-    assert steps is not None  # filled in
     recipe = run_recipe(base, variant, setting, base.seed + _TRIAL_SEED_OFFSET)
     recipe = recipe.replace(steps=steps, evaluate_every=steps, checkpoint_every=None, debug=False)
     if variant != NON_PRIVATE:
-        multiplier = _trial_noise(request, base, recipe, len(request.points(variant)))
-        recipe = recipe.replace(epsilon=None, noise_multiplier=multiplier)
+        if isinstance(request.tuning_epsilon, int | float):
+            assert base.delta is not None
+            plan = plan_of(recipe.replace(epsilon=None, noise_multiplier=1.0), parameters=1)
+            count, budget = len(request.points(variant)), float(request.tuning_epsilon)
+            plan = calibrate_runs(plan, count, epsilon=budget, delta=base.delta)
+        else:
+            plan = plan_of(base, parameters=1)  # the noise is named by then, so `parameters` decides nothing
+        recipe = recipe.replace(epsilon=None, noise_multiplier=plan.noise_multiplier)
     if request.tuning_epsilon != PUBLIC:
         return recipe
     # Public records have no neighbours: only the noise matters, which zero-out and add-remove share.
     kind = recipe.adjacency if recipe.adjacency != Adjacency.ADD_REMOVE.value else Adjacency.ZERO_OUT.value
     changes: dict[str, Any] = {"data": request.tuning_data, "validation_data": None, "validation_fraction": None}
     return recipe.replace(**changes, adjacency=kind, num_examples=None, delta=None)
-
-
-def _trial_noise(request: Request, base: Recipe, trial: Recipe, count: int) -> float:
-    """The noise multiplier of a trial; the noise is named by then, so `parameters` decides nothing."""
-    budget = request.tuning_epsilon
-    if isinstance(budget, str) or budget is None:
-        multiplier = plan_of(base, parameters=1).noise_multiplier
-    else:
-        assert base.delta is not None
-        plan = plan_of(trial.replace(epsilon=None, noise_multiplier=1.0), parameters=1)
-        multiplier = calibrate_runs(plan, count, epsilon=float(budget), delta=base.delta).noise_multiplier
-    assert multiplier is not None
-    return multiplier
-
-
-def best_setting(scores: Sequence[tuple[Setting, Mapping[str, float | None]]], metric: str) -> Setting:
-    """The setting with the best score, the first if several are equal; a run that diverged is worst."""
-    return min(scores, key=lambda trial: badness(trial[1], metric))[0]

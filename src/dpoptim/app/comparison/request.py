@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_toml, whole_path, yes_or_no
+from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_recipe, read_toml, whole_path, yes_or_no
 from dpoptim.app.runs.setup import same_source
 
 METRICS = ("loss", "accuracy")
@@ -26,10 +26,6 @@ Setting = dict[str, Any]
 
 _KEYS = ("variants", "seeds", "grid", "tuning_epsilon", "tuning_data", "tuning_steps", "references", "metric")
 _TUNABLE = ("learning_rate", "clip_norm", "weight_decay", "betas", "schedule", "warmup")
-_FIXED = (
-    "epsilon", "delta", "noise_multiplier", "adjacency", "num_examples", "sampling", "noise", "batch_size", "steps",
-    "epochs", "seed", "model", "data", "validation_data", "validation_fraction",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +50,18 @@ class Request:
     metric: str = "loss"
 
     def __post_init__(self) -> None:
-        if not self.variants:
-            raise ValueError(f"variants is empty; name some of {', '.join(VARIANTS)}")
-        for name in self.variants:
-            _check_variant("variants", name)
         for name, values in (("variants", self.variants), ("seeds", self.seeds)):
+            if not values:
+                raise ValueError(f"{name} is empty; give at least one")
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}={list(values)} has a duplicate; remove it")
-        if not self.seeds:
-            raise ValueError("seeds is empty; give at least one, and three or more for an interval")
+        for name in self.variants:
+            _check_variant("variants", name)
         if self.metric not in METRICS:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(METRICS)}")
         if self.tuning_steps is not None and not _is_whole(self.tuning_steps, 1):
             raise ValueError(f"tuning_steps={self.tuning_steps!r} must be a whole number, 1 or more")
+        yes_or_no("references", self.references)
         for name in self.grid:
             if isinstance(self.grid[name], Mapping) and name != NON_PRIVATE:
                 _check_variant("grid", name)
@@ -104,27 +99,25 @@ class Request:
         return (*self.variants, NON_PRIVATE) if self.references else self.variants
 
     def points(self, variant: str) -> list[Setting]:
-        """The settings to choose the variant's from."""
-        return points(grid_of(variant, self.grid))
+        """Every combination in the variant's grid; one empty setting if there is nothing to choose."""
+        grid = grid_of(variant, self.grid)
+        return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
     def asked(self) -> dict[str, Any]:
         """What must not change while a folder fills up; variants, seeds and settings may be added."""
-        recipe = {name: value for name, value in self.recipe.to_dict().items() if name not in ("variant", *LOOSE)}
-        for name in ("model", "data", "validation_data"):
-            if name in recipe:
-                recipe[name] = whole_path(recipe[name])
-        tuning = {
+        recipe = self.recipe.with_whole_paths().to_dict()
+        return {
+            **{name: value for name, value in recipe.items() if name not in ("variant", *LOOSE)},
             "tuning_epsilon": self.tuning_epsilon,
             "tuning_data": None if self.tuning_data is None else whole_path(self.tuning_data),
             "tuning_steps": self.tuning_steps,
+            "metric": self.metric,
         }
-        return {**recipe, **tuning, "metric": self.metric}
 
 
 def read_request(path: str | Path, *, epsilon: float | None = None, device: str | None = None, **over: Any) -> Request:
     """Read a request from a recipe file with a [compare] table; arguments that are not None override the file."""
-    values = read_toml(path)
-    table = values.pop("compare", {})
+    table = read_toml(path).get("compare", {})
     if not isinstance(table, Mapping):
         raise ValueError(f"compare={table!r} must be a table: write [compare]")
     for name, value in table.items():
@@ -132,24 +125,13 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
             near = get_close_matches(name, _KEYS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
             raise ValueError(f"compare.{name}={value!r} is not a setting of a comparison; {hint}")
-    if epsilon is not None:
-        values.pop("noise_multiplier", None)
-        values["epsilon"] = epsilon
-    if device is not None:
-        values["device"] = device
-    recipe = Recipe.from_dict(values)
+    recipe = read_recipe(path, epsilon=epsilon, device=device)
     given = {name: value for name, value in over.items() if value is not None}
-    grid = _merged(table.get("grid", {}), given.pop("grid", {}))
-    wanted = {"variants": list(VARIANTS), "seeds": 3, **table, **given}
-    more = ("tuning_epsilon", "tuning_data", "tuning_steps", "metric")
-    return Request(
-        recipe=recipe,
-        variants=_names(wanted["variants"]),
-        seeds=_seeds(wanted["seeds"], recipe.seed),
-        grid=grid,
-        references=yes_or_no("references", wanted.get("references", False)),
-        **{name: wanted[name] for name in more if name in wanted},
-    )
+    settings = {"variants": list(VARIANTS), "seeds": 3, **table, **given}
+    settings["variants"] = _names(settings["variants"])
+    settings["seeds"] = _seeds(settings["seeds"], recipe.seed)
+    settings["grid"] = _merged(table.get("grid", {}), given.get("grid", {}))
+    return Request(recipe=recipe, **settings)
 
 
 def _merged(table: Any, over: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,31 +188,24 @@ def grid_of(variant: str, grid: Mapping[str, Any]) -> dict[str, list[Any]]:
     {'learning_rate': [1.0]}
     >>> grid_of("dp_sgd", {"eps_scale": [1e-4]})
     Traceback (most recent call last):
-    ValueError: grid: eps_scale is not a setting of dp_sgd; put it under [compare.grid.scale_then_privatize]
+    ValueError: grid: eps_scale cannot be tuned for dp_sgd; put it under [compare.grid.scale_then_privatize]
     """
     own = grid.get(variant, {})
     if not isinstance(own, Mapping):
         raise ValueError(f"grid.{variant}={own!r} must be a table of settings")
     shared = {name: values for name, values in grid.items() if name not in (*VARIANTS, NON_PRIVATE)}
+    tunable = tunable_settings(variant)
     if variant == NON_PRIVATE:  # the reference takes those shared settings that it reads
-        shared = {name: values for name, values in shared.items() if name in tunable_settings(variant)}
+        shared = {name: values for name, values in shared.items() if name in tunable}
     found = {}
     for name, values in {**shared, **own}.items():
-        _check_setting(name, variant, is_own=name in own)
+        if name not in tunable:
+            others = [other for other in VARIANTS if name in tunable_settings(other)]
+            in_other = others and name not in own
+            hint = f"put it under [compare.grid.{others[0]}]" if in_other else f"choose from {', '.join(tunable)}"
+            raise ValueError(f"grid: {name} cannot be tuned for {variant}; {hint}")
         found[name] = _listed(name, values)
     return found
-
-
-def _check_setting(name: str, variant: str, *, is_own: bool) -> None:
-    if name in tunable_settings(variant):
-        return
-    if name in _FIXED:
-        raise ValueError(f"grid: {name} is the same for all variants; set it in the recipe")
-    others = [other for other in VARIANTS if name in tunable_settings(other)]
-    if not others:
-        raise ValueError(f"grid: {name} cannot be tuned; there are {', '.join(tunable_settings(variant))}")
-    hint = "leave it out" if is_own else f"put it under [compare.grid.{others[0]}]"
-    raise ValueError(f"grid: {name} is not a setting of {variant}; {hint}")
 
 
 def _listed(name: str, values: Any) -> list[Any]:
@@ -240,24 +215,10 @@ def _listed(name: str, values: Any) -> list[Any]:
         found = [values]
     if not found:
         raise ValueError(f"grid: {name}=[] has no value; give at least one, or leave it out")
-    plain: list[Any] = []
-    for value in found:
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        plain.append(float(value) if is_number else list(value) if isinstance(value, tuple) else value)
-    if len({repr(value) for value in plain}) != len(plain):
-        raise ValueError(f"grid: {name}={plain} has a duplicate; remove it")
-    return plain
-
-
-def points(grid: Mapping[str, Sequence[Any]]) -> list[Setting]:
-    """Every combination, the last setting varying first; one empty setting if there is nothing to choose.
-
-    >>> points({"learning_rate": [1, 2], "eps": [3, 4]})[:2]
-    [{'learning_rate': 1, 'eps': 3}, {'learning_rate': 1, 'eps': 4}]
-    >>> points({})
-    [{}]
-    """
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    found = [float(value) if type(value) is int else value for value in found]
+    if len(set(map(str, found))) != len(found):
+        raise ValueError(f"grid: {name}={found} has a duplicate; remove it")
+    return found
 
 
 def name_of_setting(setting: Mapping[str, Any]) -> str:
@@ -270,7 +231,7 @@ def name_of_setting(setting: Mapping[str, Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "-".join(_word(part) for part in value)
     return "".join(mark if mark.isalnum() or mark in ".-+_" else "_" for mark in str(value))
 

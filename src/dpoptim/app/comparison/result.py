@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dpoptim.app.comparison.intervals import CONFIDENCE, mean_interval, paired_difference
@@ -41,7 +42,7 @@ def summarize(
     """
     variants = [variant for variant in request.rows if variant != NON_PRIVATE]
     one = runs[variants[0]][0]
-    best = min(variants, key=lambda variant: _mean_badness(runs[variant], request.metric))
+    best = min(variants, key=lambda variant: math.fsum(badness(run.last, request.metric) for run in runs[variant]))
     rows = {
         variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
         for variant in request.rows
@@ -70,15 +71,6 @@ def summarize(
     }
 
 
-def _mean_badness(runs: Sequence[RunResult], metric: str) -> float:
-    return math.fsum(badness(run.last, metric) for run in runs) / len(runs)
-
-
-def _scores(runs: Sequence[RunResult], metric: str, *, before: bool = False) -> list[float]:
-    found = [(run.first if before else run.last).get(metric) for run in runs]
-    return [math.inf if value is None else value for value in found]
-
-
 def _row(
     variant: str,
     setting: Setting,
@@ -97,8 +89,7 @@ def _row(
         "clip_norm": runs[0].recipe.clip_norm if variant != NON_PRIVATE else None,
         "noise_multiplier": runs[0].plan.noise_multiplier,
         "epsilon": max(run.plan.epsilon() for run in runs),
-        **_intervals(runs),
-        "difference_to_best": None if runs is best else _difference(runs, best, metric),
+        **_scores(runs, best, metric),
         "seconds": math.fsum(run.seconds for run in runs) / len(runs),
         "runs": [str(run.path) for run in runs],
         "trials": [
@@ -123,61 +114,51 @@ def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -
         "setting": {},
         "noise_multiplier": None,
         "epsilon": 0.0,
-        **_intervals(runs, before=True),
-        "difference_to_best": _difference(runs, best, metric, before=True),
+        **_scores(runs, best, metric, before=True),
         "seconds": 0.0,
         "runs": [str(run.path) for run in runs],
         "trials": [],
     }
 
 
-def _intervals(runs: Sequence[RunResult], *, before: bool = False) -> dict[str, Any]:
-    has_accuracy = runs[0].first["accuracy"] is not None
-    return {
-        "loss": _interval(_scores(runs, "loss", before=before)),
-        "accuracy": _interval(_scores(runs, "accuracy", before=before)) if has_accuracy else None,
-    }
-
-
-def _interval(values: list[float]) -> dict[str, Any]:
-    found = mean_interval(values)
-    return {"mean": found.mean, "half_width": found.half_width, "values": values}
-
-
-def _difference(
+def _scores(
     runs: Sequence[RunResult], best: Sequence[RunResult], metric: str, *, before: bool = False
-) -> dict[str, Any] | None:
-    """Score minus the best variant's, seed by seed."""
-    found = paired_difference(_scores(runs, metric, before=before), _scores(best, metric))
-    if found is None:
-        return None
-    return {"mean": found.mean, "half_width": found.half_width, "excludes_zero": found.excludes_zero}
+) -> dict[str, Any]:
+    """Scores with intervals over the seeds, and their difference to the best variant's, seed by seed."""
+    found: dict[str, Any] = {"loss": None, "accuracy": None, "difference_to_best": None}
+    for name in ("loss", "accuracy"):
+        if runs[0].first[name] is not None:
+            values = _values(runs, name, before=before)
+            found[name] = {**asdict(mean_interval(values)), "values": values}
+    difference = paired_difference(_values(runs, metric, before=before), _values(best, metric))
+    if difference is not None and (before or runs is not best):
+        found["difference_to_best"] = {**asdict(difference), "excludes_zero": difference.excludes_zero}
+    return found
+
+
+def _values(runs: Sequence[RunResult], metric: str, *, before: bool = False) -> list[float]:
+    values = [(run.first if before else run.last).get(metric) for run in runs]
+    return [math.inf if value is None else value for value in values]
 
 
 def _tuning(request: Request, trials: Trials, variants: Sequence[str]) -> dict[str, Any]:
-    count = sum(len(trials[variant]) for variant in variants)
-    budget = request.tuning_epsilon if count else None
-    if not count:
-        kind, covered, note = "not tuned", True, "settings come from the recipe; nothing was tuned"
-    elif budget == PUBLIC:
-        kind, covered = PUBLIC, True
-        note = f"{count} trials on public records ({request.tuning_data}) chose the settings: no cost"
-    elif budget == UNCOVERED:
-        kind, covered = UNCOVERED, False
-        note = (
-            f"TUNING IS NOT COVERED: {count} trials on the private records chose the settings, and epsilon of one run "
-            "does not cover that choice"
-        )
-    else:
-        kind, covered = "epsilon", True
-        note = f"{count} trials on the private records chose the settings, at epsilon {budget:g} per variant"
+    count, budget = sum(len(trials[variant]) for variant in variants), request.tuning_epsilon
+    epsilon = float(budget) if count and isinstance(budget, int | float) else None
+    notes = {
+        "not tuned": "settings come from the recipe; nothing was tuned",
+        PUBLIC: f"{count} trials on public records ({request.tuning_data}) chose the settings: no cost",
+        UNCOVERED: f"TUNING IS NOT COVERED: {count} trials on the private records chose the settings, and epsilon of "
+        "one run does not cover that choice",
+        "epsilon": f"{count} trials on the private records chose the settings, at epsilon {epsilon or 0:g} per variant",
+    }
+    kind = "not tuned" if not count else budget if isinstance(budget, str) else "epsilon"
     return {
         "kind": kind,
-        "epsilon": float(budget) if isinstance(budget, int | float) else None,
-        "covered_by_epsilon_of_one_run": covered and kind != "epsilon",
+        "epsilon": epsilon,
+        "covered_by_epsilon_of_one_run": kind in ("not tuned", PUBLIC),
         "trials": count,
         "steps": request.tuning_steps,
-        "note": note,
+        "note": notes[kind],
     }
 
 

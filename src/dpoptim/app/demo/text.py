@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHORTEST = 8  # words in a text
-SKIPPED = {"site-packages", "test", "tests", "_vendor", "idlelib", "lib2to3"}  # other libraries' code, and tests
+SKIPPED = {"site-packages", "test", "tests", "_vendor", "_antlr", "idlelib", "lib2to3"}  # others' code, and tests
 
 
 def texts_of(library: str, limit: int) -> list[str]:
@@ -48,8 +48,12 @@ def docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # statements only: most of a tree are expressions, which `ast.walk` would visit too
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
+        for part in ("body", "handlers", "orelse", "finalbody"):
+            found = getattr(node, part, None)
+            nodes += found if isinstance(found, list) else []

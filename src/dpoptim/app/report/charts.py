@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.resources import files
+from operator import itemgetter
 from typing import Any
 
 from dpoptim.app.runs.run_log import RunHistory, Series, number, series, value_at
@@ -23,6 +26,9 @@ _COLOURS = 8  # of the style sheet; further runs reuse them with dashes
 _TOP, _RIGHT, _BOTTOM = 25.0, 12.0, 34.0
 _LETTER = 6.3
 _TINY = 1e-290  # counts as 0 on an axis: smaller floats lose digits
+
+Fans = list[tuple[int, list[float]]]
+"""(step, ascending values): the line goes through the middle value, and bands join those at equal distance from it."""
 
 
 class Mark(Enum):
@@ -57,8 +63,8 @@ def mean(values: Sequence[float]) -> float:
 class Curve:
     """One logged number against steps.
 
-    `absent` replaces the chart if no run logged the number. `gap` explains missing single values. A null counts as
-    missing unless `may_be_null`.
+    `absent` explains why no run logged it. `gap` explains missing single values ("": they need no explanation).
+    `zero` and `log` shape the y axis, as for `axis`. A `fan` is a list of quantiles.
     """
 
     name: str
@@ -67,14 +73,20 @@ class Curve:
     path: str
     mark: Mark
     caption: str
-    absent: str = ""
-    may_be_null: bool = False
+    absent: str = "not logged"
     gap: str = "logged value(s) are not finite and are not drawn"
-    of_evaluations: bool = False
     zero: bool = False
     log: bool = False
-    gather: Callable[[Sequence[float]], float] = mean
-    show: Callable[[float], str] = format_number
+    fan: bool = False
+
+    @property
+    def gather(self) -> Callable[[Sequence[float]], float]:
+        """How several steps become one value."""
+        return max if self.name == "epsilon" else mean
+
+    def show(self, value: float) -> str:
+        """A value as text."""
+        return format_epsilon(value) if self.name == "epsilon" else format_number(value, 4 if self.fan else 6)
 
     def of(self, run: RunHistory) -> Series:
         """The run's finite values."""
@@ -82,128 +94,25 @@ class Curve:
 
     def records(self, run: RunHistory) -> list[dict[str, Any]]:
         """The records that may hold the number."""
-        return run.evaluations if self.of_evaluations else run.steps
+        return run.evaluations if self.mark is Mark.OUTSIDE else run.steps
 
 
-_NO_DIAGNOSTICS = "no released diagnostics were logged"
-
-CURVES = (
-    Curve(
-        name="validation-loss",
-        title="Validation loss",
-        y_label="loss (nats)",
-        path="loss",
-        mark=Mark.OUTSIDE,
-        of_evaluations=True,
-        caption="Lower is better. If the curve rises again, training was too long.",
-        absent="Validation loss: no evaluation was logged.",
-    ),
-    Curve(
-        name="validation-accuracy",
-        title="Validation accuracy",
-        y_label="accuracy (share of predictions)",
-        path="accuracy",
-        mark=Mark.OUTSIDE,
-        of_evaluations=True,
-        caption="Higher is better.",
-    ),
-    Curve(
-        name="training-loss",
-        title="Training loss",
-        y_label="mean loss of the batch (nats)",
-        path="not_private.loss",
-        mark=Mark.DEBUG,
-        caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
-    ),
-    Curve(
-        name="clipped-fraction",
-        title="Clipped fraction",
-        y_label="share of the batch's examples",
-        path="not_private.clipped_fraction",
-        mark=Mark.DEBUG,
-        zero=True,
-        caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
-        absent="Clipped fraction: logged only with debug = true, because it is not private.",
-    ),
-    Curve(
-        name="signal-over-clip",
-        title="Gradient against clip norm, ‖g‖/ζ",
-        y_label="‖g‖/ζ (ratio), estimated",
-        path="released.signal_over_clip",
-        mark=Mark.RELEASED,
-        zero=True,
-        caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
-        "1, when all examples agree.",
-        absent=f"‖g‖/ζ: {_NO_DIAGNOSTICS}.",
-    ),
-    Curve(
-        name="noise-to-signal",
-        title="Noise to signal",
-        y_label="noise norm / ‖g‖ (ratio), estimated",
-        path="released.noise_to_signal",
-        mark=Mark.RELEASED,
-        log=True,
-        caption="Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
-        absent=f"Noise to signal: {_NO_DIAGNOSTICS}, or the noise hid every gradient.",
-        gap="logged step(s) are not drawn, because the noise hides their gradient",
-    ),
-    Curve(
-        name="negative-fraction",
-        title="Negative second moments ν̂",
-        y_label="share of coordinates",
-        path="released.negative_fraction",
-        mark=Mark.RELEASED,
-        zero=True,
-        caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
-        absent="Negative second moments ν̂: only variants that subtract, or could subtract, the noise's share from ν̂ "
-        "log them.",
-    ),
-    Curve(
-        name="seconds-per-step",
-        title="Time per step",
-        y_label="seconds per step",
-        path="seconds",
-        may_be_null=True,  # until there are enough steps for a mean
-        mark=Mark.TIMING,
-        log=True,
-        zero=True,
-        caption="It should be flat. The first steps may be slower.",
-        absent="Time per step: no step was logged.",
-    ),
-    Curve(
-        name="epsilon",
-        title="Privacy spent, ε",
-        y_label="ε of the steps so far, at the run's δ",
-        path="epsilon",
-        mark=Mark.KNOWN,
-        zero=True,
-        gather=max,
-        show=format_epsilon,
-        caption="What stopping at a step would have cost. Numbers are rounded up.",
-        absent="ε against steps: not logged, or infinite because the run is not private.",
-    ),
-)
-SCALES_AFTER = "negative-fraction"
-"""The chart of scales follows this curve."""
+def _read_curves() -> Iterator[Curve]:
+    text = (files("dpoptim.app.report") / "assets" / "charts.toml").read_text(encoding="utf-8")
+    for name, settings in tomllib.loads(text).items():
+        yield Curve(name=name, **(settings | {"mark": Mark[settings["mark"]]}))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """What one run logged in one range of steps: a value to draw, the least, the greatest, and how many."""
-
-    value: float
-    low: float
-    high: float
-    count: int
+CURVES = tuple(_read_curves())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One range of steps, with one Point per run (None if that run logged nothing there)."""
+    """One range of steps, with one fan of values per run (empty if that run logged nothing there)."""
 
     first: int
     last: int
-    points: list[Point | None]
+    fans: list[list[float]]
 
     @property
     def steps(self) -> str:
@@ -211,77 +120,45 @@ class Row:
         return f"{self.first:,}–{self.last:,}" if self.first < self.last else f"{self.last:,}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """What one run adds to a plot: bands (x, low, high) behind a line (x, y)."""
-
-    line: list[tuple[float, float]]
-    bands: list[list[tuple[float, float, float]]]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Axis:
-    """One axis: its ends, its ticks, and whether it is logarithmic."""
+    """One axis, which ends at its first and last tick."""
 
-    low: float
-    high: float
     ticks: list[float]
     log: bool = False
 
     def share(self, value: float) -> float:
         """Where a value lies between the ends, from 0 to 1; values beyond an end are moved to it."""
-        low, high, value = (math.log10(max(v, 1e-300)) if self.log else v for v in (self.low, self.high, value))
-        return min(max((value - low) / (high - low), 0.0), 1.0)
+        ends = (self.ticks[0], self.ticks[-1], value)
+        low, high, place = (math.log10(max(end, 1e-300)) if self.log else end for end in ends)
+        return min(max((place - low) / (high - low), 0.0), 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """One chart: the plot, its texts, and the table of its numbers as (steps, last step, cells)."""
-
-    name: str
-    title: str
-    mark: Mark
-    caption: str
-    heads: list[str]
-    rows: list[tuple[str, int, list[str]]]
-    plot: dict[str, Any]
-
-
-def thin(series: Sequence[Series], *, limit: int, gather: Callable[[Sequence[float]], float] = mean) -> list[Row]:
+def thin(found: Sequence[Fans], *, limit: int, gather: Callable[[Sequence[float]], float] = mean) -> list[Row]:
     """Merge steps into at most `limit` ranges for all runs; each range keeps its least and greatest value.
 
-    >>> [row] = thin([[(1, 2.0), (2, 9.0), (3, 1.0)]], limit=1)
-    >>> row.steps, row.points
-    ('1–3', [Point(value=4.0, low=1.0, high=9.0, count=3)])
+    >>> thin([[(1, [2.0] * 3), (2, [9.0] * 3), (3, [1.0] * 3)]], limit=1)
+    [Row(first=1, last=3, fans=[[1.0, 4.0, 9.0]])]
     """
-    steps = sorted({step for one in series for step, _ in one})
-    width = -(-len(steps) // limit) if steps else 1
-    lasts = [steps[min(start + width, len(steps)) - 1] for start in range(0, len(steps), width)]
-    columns: list[list[list[float]]] = [[[] for _ in lasts] for _ in series]
-    for column, one in zip(columns, series, strict=True):
-        for step, value in one:
-            column[bisect.bisect_left(lasts, step)].append(value)
-    return [
-        Row(first=steps[place * width], last=last, points=[_point(column[place], gather) for column in columns])
-        for place, last in enumerate(lasts)
-    ]
+    steps = sorted({step for one in found for step, _ in one})
+    width = max(1, -(-len(steps) // limit))
+    rows = []
+    for start in range(0, len(steps), width):
+        first, last = steps[start], steps[start : start + width][-1]
+        fans = []
+        for one in found:
+            begin = bisect.bisect_left(one, first, key=itemgetter(0))
+            end = bisect.bisect_right(one, last, key=itemgetter(0))
+            fans.append(_merged([fan for _, fan in one[begin:end]], gather))
+        rows.append(Row(first=first, last=last, fans=fans))
+    return rows
 
 
-def _point(values: list[float], gather: Callable[[Sequence[float]], float]) -> Point | None:
-    if not values:
-        return None
-    return Point(value=gather(values), low=min(values), high=max(values), count=len(values))
-
-
-def layers(rows: Sequence[Row], runs: int) -> list[Layer]:
-    """One Layer per run: values as a line, and a band from least to greatest if a range holds several values."""
-    found = []
-    for run in range(runs):
-        points = [(float(row.last), point) for row in rows if (point := row.points[run]) is not None]
-        band = [(x, point.low, point.high) for x, point in points]
-        is_thinned = any(point.count > 1 for _, point in points)
-        found.append(Layer(line=[(x, point.value) for x, point in points], bands=[band] if is_thinned else []))
-    return found
+def _merged(fans: list[list[float]], gather: Callable[[Sequence[float]], float]) -> list[float]:
+    if not fans:
+        return []
+    least, *middle, greatest = zip(*fans, strict=True)
+    return [min(least), *map(gather, middle), max(greatest)]
 
 
 def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Axis:
@@ -297,25 +174,27 @@ def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> A
         stride = -(-(last - first) // 6)
         last = first + stride * -(-(last - first) // stride)
         ticks = [float(f"1e{power}") for power in range(first, min(last, 308) + 1, stride)]
-        return Axis(low=ticks[0], high=ticks[-1], ticks=ticks, log=True)
+        return Axis(ticks, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= max(1e-9 * max(abs(low), abs(high)), _TINY):
         room = 0.5 * abs(high) if abs(high) > _TINY else 0.5
         low, high = (low if zero and low == 0 else low - room), high + room
-    step = _round_step((high - low) / 5)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [float(f"{place * step:.12g}") for place in range(first, last + 1)]
-    return Axis(low=ticks[0], high=ticks[-1], ticks=ticks)
-
-
-def _round_step(raw: float) -> float:
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(max(raw, 1e-300)))
-    return next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9)) * power
+    step = next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9)) * power
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis([float(f"{place * step:.12g}") for place in range(first, last + 1)])
 
 
-def plot(layers: Sequence[Layer], *, x: Axis, y: Axis, y_label: str) -> dict[str, Any]:
-    """The positions of grid lines, ticks and paths, for the template."""
+def plot(
+    rows: Sequence[Row], *, y_label: str, zero: bool = False, log: bool = False, edges: Sequence[int] = (0,)
+) -> dict[str, Any]:
+    """The positions of grid lines, ticks and paths, for the template; `edges` are the places where bands begin."""
+    runs = [[(row.last, fan) for row in rows if (fan := row.fans[run])] for run in range(len(rows[0].fans))]
+    places = [place for edge in edges for place in (edge, -1 - edge)]
+    values = [value for run in runs for _, fan in run for value in (_middle(fan), *(fan[i] for i in places))]
+    x, y = axis((row.last for row in rows), zero=True), axis(values, zero=zero, log=log)
     left = 10.0 + _LETTER * max(len(format_number(tick)) for tick in y.ticks)
     right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
 
@@ -328,27 +207,36 @@ def plot(layers: Sequence[Layer], *, x: Axis, y: Axis, y_label: str) -> dict[str
     def path(points: Iterable[tuple[float, float]]) -> str:
         return "M" + "L".join(f"{across(one):.1f} {height(other):.1f}" for one, other in points)
 
+    widest = _LETTER * max(len(format_number(tick)) for tick in x.ticks) + 10
     ticks = []
-    for tick in _spaced(x, right - left):
+    for tick in x.ticks[:: max(1, math.ceil(len(x.ticks) * widest / (right - left)))]:
         at, text = across(tick), format_number(tick)
         is_last = at > right - _LETTER * len(text) / 2
         ticks.append((at, min(at + 8, WIDTH - 2.0) if is_last else at, "end" if is_last else "middle", text))
-    few_points = all(len(layer.line) <= 30 for layer in layers)
+    few_points = max(map(len, runs)) <= 30
     paths = []
-    for run, layer in enumerate(layers):
-        colour = colour_class(run)
-        for band in layer.bands:
-            edge = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
-            is_point = len(band) == 1  # a band of no width would be invisible
-            paths.append((f"{'line' if is_point else 'band'} {colour}", path(edge) + ("" if is_point else "Z")))
-        if len(layer.line) > 1:
-            paths.append((f"line {colour}", path(layer.line)))
-        if layer.line and (few_points or len(layer.line) == 1):
-            paths.append((f"dots {colour}", "".join(f"{path([point])}h0" for point in layer.line)))
+    for place, run in enumerate(runs):
+        colour = colour_class(place)
+        for edge in edges:
+            low, high = ([(step, fan[i]) for step, fan in run] for i in (edge, -1 - edge))
+            if low != high:
+                is_point = len(run) == 1  # a band of no width would be invisible
+                edge_path = path(high + low[::-1])
+                paths.append((f"line {colour}", edge_path) if is_point else (f"band {colour}", f"{edge_path}Z"))
+        line = [(step, _middle(fan)) for step, fan in run]
+        if len(line) > 1:
+            paths.append((f"line {colour}", path(line)))
+        if line and (few_points or len(line) == 1):
+            paths.append((f"dots {colour}", "".join(f"{path([point])}h0" for point in line)))
     return {
-        "x": x, "y_label": y_label, "left": left, "right": right, "top": _TOP, "bottom": bottom,
+        "width": WIDTH, "height": HEIGHT, "x": x, "y_label": y_label,
+        "left": left, "right": right, "top": _TOP, "bottom": bottom,
         "grid": [(height(tick), format_number(tick)) for tick in y.ticks], "ticks": ticks, "paths": paths,
     }  # fmt: skip
+
+
+def _middle(fan: Sequence[float]) -> float:
+    return fan[len(fan) // 2]
 
 
 def colour_class(run: int) -> str:
@@ -356,70 +244,56 @@ def colour_class(run: int) -> str:
     return f"c{run % _COLOURS}" + (f" dashed{run // _COLOURS % 3}" if run >= _COLOURS else "")
 
 
-def _spaced(x: Axis, room: float) -> list[float]:
-    """As many evenly spaced ticks as have room for their numbers."""
-    widest = _LETTER * max(len(format_number(tick)) for tick in x.ticks) + 10
-    stride = max(1, math.ceil(len(x.ticks) * widest / room))
-    return x.ticks[::stride]
-
-
-def all_charts(runs: Sequence[RunHistory], *, limit: int) -> list[Chart | str]:
+def all_charts(runs: Sequence[RunHistory], *, limit: int) -> list[dict[str, Any] | str]:
     """Every chart of the runs, thinned to `limit` ranges of steps; a sentence in place of each that has no numbers."""
-    found: list[Chart | str] = []
-    for curve in CURVES:
-        found.append(_curve_chart(curve, runs, limit=limit))
-        if curve.name == SCALES_AFTER:
-            found.append(_scales_chart(runs, limit=limit))
-    return [chart for chart in found if chart]
+    return [_chart(curve, runs, limit=limit) for curve in CURVES]
 
 
-def _curve_chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> Chart | str:
-    found = [curve.of(run) for run in runs]
+def _chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
+    found = [quantiles_of(run) if curve.fan else [(step, [one] * 3) for step, one in curve.of(run)] for run in runs]
     if not any(found):
-        return curve.absent
+        return f"{curve.title}: {curve.absent}."
     rows = thin(found, limit=limit, gather=curve.gather)
-    drawn = layers(rows, len(runs))
-    remarks = _remarks(curve, runs, found, thinned=any(layer.bands for layer in drawn))
-    return Chart(
-        name=curve.name,
-        title=curve.title,
-        mark=curve.mark,
-        caption=" ".join([curve.caption, *remarks]),
-        heads=["step", *(run.name for run in runs)] if len(runs) > 1 else ["step", curve.title],
-        rows=[(row.steps, row.last, [_cell(point, curve.show) for point in row.points]) for row in rows],
-        plot=_plot_of(rows, drawn, y_label=curve.y_label, zero=curve.zero, log=curve.log),
-    )
+    is_one = len(runs) == 1
+    edges = (0,) if not curve.fan else range(3) if is_one else (1,)
+    heads, cells = [run.name for run in runs], [[_cell(fan, edges[0], curve.show) for fan in row.fans] for row in rows]
+    if is_one:
+        heads = [curve.title]
+    if is_one and curve.fan:
+        heads, cells = list(QUANTILES), [list(map(curve.show, row.fans[0])) for row in rows]
+    return {
+        "name": curve.name,
+        "title": curve.title,
+        "mark": curve.mark,
+        "caption": " ".join([curve.caption, *_remarks(curve, runs, found, rows)]),
+        "heads": ["step", *heads],
+        "rows": [(row.steps, row.last, texts) for row, texts in zip(rows, cells, strict=True)],
+        "plot": plot(rows, y_label=curve.y_label, zero=curve.zero, log=curve.log, edges=edges),
+    }
 
 
-def _plot_of(rows: Sequence[Row], drawn: Sequence[Layer], *, y_label: str, zero: bool, log: bool) -> dict[str, Any]:
-    lines = [value for layer in drawn for _, value in layer.line]
-    ends = [value for layer in drawn for band in layer.bands for _, *pair in band for value in pair]
-    x = axis((row.last for row in rows), zero=True)
-    return plot(drawn, x=x, y=axis([*lines, *ends], zero=zero, log=log), y_label=y_label)
-
-
-def _cell(point: Point | None, show: Callable[[float], str]) -> str:
-    if point is None:
+def _cell(fan: Sequence[float], edge: int, show: Callable[[float], str]) -> str:
+    if not fan:
         return ""
-    if point.low == point.high:
-        return show(point.value)
-    return f"{show(point.value)} ({show(point.low)}–{show(point.high)})"
+    text, low, high = show(_middle(fan)), fan[edge], fan[-1 - edge]
+    return text if low == high else f"{text} ({show(low)}–{show(high)})"
 
 
-def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Series], *, thinned: bool) -> Iterator[str]:
-    if thinned:
+def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Fans], rows: Sequence[Row]) -> Iterator[str]:
+    if curve.fan:
+        yield f"Bands: {'half, nine tenths and all' if len(runs) == 1 else 'nine tenths'} of the coordinates."
+    elif any(row.first < row.last for row in rows):
         kind = "greatest" if curve.gather is max else "mean"
         yield f"The line is the {kind} of each range of steps, the band its least to greatest value."
     parent, _, key = curve.path.rpartition(".")
     for run, values in zip(runs, found, strict=True):
         name = f"{run.name}: " if len(runs) > 1 else ""
         holders = [value_at(record, parent) if parent else record for record in curve.records(run)]
-        logged = [one[key] for one in holders if isinstance(one, dict) and key in one]
-        missing = sum(value is not None or not curve.may_be_null for value in logged) - len(values)
-        if missing and values:
-            yield f"{name}{missing} {curve.gap}."
-        if not values and curve.absent and len(runs) > 1:
+        missing = sum(isinstance(one, dict) and key in one for one in holders) - len(values)
+        if not values:
             yield f"{name}not logged."
+        elif missing and curve.gap:
+            yield f"{name}{missing} {curve.gap}."
     if curve.name == "epsilon":
         notes = dict.fromkeys((run.name, record.get("epsilon_note")) for run in runs for record in run.steps)
         for note in dict.fromkeys(note for _, note in notes if isinstance(note, str)):
@@ -427,56 +301,12 @@ def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Series], 
             yield f"ε{f' of {names}' if len(runs) > 1 else ''} is {note.rstrip('.')}."
 
 
-def quantiles_of(run: RunHistory) -> list[tuple[int, list[float]]]:
+def quantiles_of(run: RunHistory) -> Fans:
     """(step, the seven quantiles of the scales) wherever all seven were logged and are finite."""
     found = []
     for record in run.steps:
         values = value_at(record, "released.scale_quantiles")
-        if isinstance(values, list) and len(values) == len(QUANTILES):
-            numbers = [value for value in map(number, values) if value is not None]
-            if len(numbers) == len(QUANTILES):
-                found.append((record["step"], sorted(numbers)))
+        numbers = [one for one in map(number, values if isinstance(values, list) else []) if one is not None]
+        if len(numbers) == len(QUANTILES):
+            found.append((record["step"], sorted(numbers)))
     return found
-
-
-def _scales_chart(runs: Sequence[RunHistory], *, limit: int) -> Chart | str:
-    """The quantiles of the scales: three bands for one run; for several, 5 to 95 % of each."""
-    found = [quantiles_of(run) for run in runs]
-    if not any(found):
-        return "Scales s: this variant does not scale before clipping, or no released diagnostics were logged."
-    width, is_one = len(QUANTILES), len(runs) == 1
-    parts: list[Series] = [[(step, values[i]) for step, values in one] for one in found for i in range(width)]
-    rows = thin(parts, limit=limit)
-    fans = [[_fan(row.points[start : start + width]) for start in range(0, len(parts), width)] for row in rows]
-    drawn = []
-    for run in range(len(runs)):
-        own = [(float(row.last), fan[run]) for row, fan in zip(rows, fans, strict=True) if fan[run]]
-        pairs = [(0, 6), (1, 5), (2, 4)] if is_one else [(1, 5)]
-        bands = [[(x, fan[low], fan[high]) for x, fan in own] for low, high in pairs]
-        drawn.append(Layer(line=[(x, fan[3]) for x, fan in own], bands=bands))
-    shares = "half, nine tenths and all of them" if is_one else "nine tenths of them"
-    return Chart(
-        name="scales",
-        title="Scales s over steps",
-        mark=Mark.RELEASED,
-        caption=f"Line: median coordinate; bands: {shares}. A wide fan means that coordinates are scaled differently. "
-        "If all are near 1, scaling does nothing.",
-        heads=["step", *(QUANTILES if is_one else (run.name for run in runs))],
-        rows=[
-            (row.steps, row.last, [format_number(v, 4) for v in fan[0]] if is_one else [_fan_cell(one) for one in fan])
-            for row, fan in zip(rows, fans, strict=True)
-        ],
-        plot=_plot_of(rows, drawn, y_label="scale s (no unit)", zero=True, log=True),
-    )
-
-
-def _fan(points: Sequence[Point | None]) -> list[float]:
-    """The quantiles of a range of steps: means, with the least and the greatest of all at the ends; or nothing."""
-    there = [point for point in points if point is not None]
-    if len(there) < len(QUANTILES):
-        return []
-    return [there[0].low, *(point.value for point in there[1:-1]), there[-1].high]
-
-
-def _fan_cell(fan: list[float]) -> str:
-    return f"{format_number(fan[3], 4)} ({format_number(fan[1], 4)}–{format_number(fan[5], 4)})" if fan else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,19 +17,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from dpoptim.app.files import write_text
+from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
-from dpoptim.app.report.charts import (
-    CURVES,
-    HEIGHT,
-    WIDTH,
-    Mark,
-    all_charts,
-    colour_class,
-    format_number,
-    quantiles_of,
-)
-from dpoptim.app.runs.run_log import RunHistory, number, series, value_at
+from dpoptim.app.report.charts import CURVES, Mark, all_charts, colour_class, format_number, quantiles_of
+from dpoptim.app.runs.run_log import RunHistory, number, series
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 
@@ -48,23 +40,9 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
-    check_output(output)
-    text = page(runs)
-    try:
-        write_text(output, text)
-    except OSError as error:
-        raise OSError(f"--output {output} cannot be written: {error.strerror or error}") from error
+    check_target("--output", output, ".html", ".htm")  # overwrites no key, log or recipe
+    write_text(output, page(runs))
     return output
-
-
-def check_output(output: Path) -> None:
-    """Raise ValueError for a file that is not a report, so that no key, log or recipe is overwritten."""
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--output {output} must end in .html")
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder; give the name of a file")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: the folder {output.parent} does not exist; create it first")
 
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
@@ -81,7 +59,7 @@ def _numbers_of(run: RunHistory) -> dict[str, Any]:
         "curves": {name: {"mark": c.mark.value, "values": values} for name, (c, values) in curves.items() if values},
         "scale_quantiles": quantiles_of(run),
         "recipe": run.recipe,
-        "versions": value_at(run.starts[-1], "versions") if run.starts else None,
+        "versions": run.setting("versions"),
         "statement": run.statement,
         "notes": run.notes,
     }
@@ -89,28 +67,22 @@ def _numbers_of(run: RunHistory) -> dict[str, Any]:
 
 def final_numbers(run: RunHistory) -> dict[str, Any]:
     """The run in a few numbers: `epsilon` covers all planned steps, `epsilon_spent` those taken (∞: no guarantee)."""
-    guarantee = run.guarantee
-    released = [record["released"] for record in run.steps if isinstance(record.get("released"), dict)]
+    released, private = ([r[key] for r in run.steps if r.get(key)] for key in ("released", "not_private"))
     found: dict[str, Any] = {
         **{name: run.setting(name) for name in (*_SETTINGS, *_COUNTS)},
         "steps": run.last_step,
         "planned_steps": run.planned_steps,
         "ending": run.ending,
         "resumes": run.resumes,
-        "private": guarantee.is_private,
-        "epsilon": guarantee.epsilon,
+        "private": run.guarantee.is_private,
+        **dataclasses.asdict(run.guarantee),
         "epsilon_spent": run.epsilon_spent,
-        "delta": guarantee.delta,
-        "adjacency": guarantee.adjacency,
-        "sampling": guarantee.sampling,
-        "accountant": guarantee.accountant,
         "validation": _validation(run),
         "released": {name: number(released[-1].get(name)) for name in _RELEASED} if released else None,
         "seconds": run.seconds,
         "median_seconds_per_step": _median(run, "seconds"),
         "median_examples_per_second": _median(run, "examples_per_second"),
     }
-    private = [record["not_private"] for record in run.steps if isinstance(record.get("not_private"), dict)]
     if private:
         found["not_private"] = {
             "mark": Mark.DEBUG.value,
@@ -148,9 +120,7 @@ def page(runs: Sequence[RunHistory]) -> str:
     hashes) and nothing else, and lets it fetch nothing.
     """
     assets = files("dpoptim.app.report") / "assets"
-    template, style, script = (
-        (assets / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
+    template, style, script = (assets.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["breakable"] = _breakable
     numbers = [final_numbers(run) for run in runs]
@@ -162,8 +132,6 @@ def page(runs: Sequence[RunHistory]) -> str:
         "form-action 'none'",
         style=style,
         script=script,
-        width=WIDTH,
-        height=HEIGHT,
         timing=Mark.TIMING,
         version=__version__,
         several=several,
@@ -187,11 +155,14 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
         "guarantee": guarantee_sentence(run),
         "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
         "notes": notes,
-        "statement": _paragraphs(run.statement),
+        "statement": re.sub(r"\n {4,}", " ", run.statement).splitlines(),  # joins lines that continue a paragraph
         "finals": _finals(found),
         "variant": str(found["variant"] or "–"),
         "epsilon": format_epsilon(found["epsilon"]),
-        "recipe": _flat(run.recipe),
+        "recipe": {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in run.recipe.items()
+        },
         "recipe_text": run.recipe_text,
         "details": _details(run, found),
         "timed": bool(found["seconds"]),
@@ -209,14 +180,9 @@ def _hash(text: str) -> str:
 
 def _title(numbers: Sequence[dict[str, Any]]) -> str:
     """Task, model and variant, as far as all runs share them."""
-    shared = [{_short(one[name]) for one in numbers} for name in ("task", "model", "variant")]
-    return " · ".join(one.pop() for one in shared if len(one) == 1 and one != {"None"})
-
-
-def _short(name: Any) -> str:
-    """A Hugging Face name as it is, a path without its folders."""
-    text = str(name)
-    return text.rstrip("/").rpartition("/")[2] if text.startswith(("/", ".", "~")) else text
+    shared = [{str(one[name]) for one in numbers} for name in ("task", "model", "variant")]
+    names = [one.pop() for one in shared if len(one) == 1 and one != {"None"}]
+    return " · ".join(Path(name).name if name.startswith(("/", ".", "~")) else name for name in names)
 
 
 def guarantee_sentence(run: RunHistory) -> str:
@@ -237,25 +203,6 @@ def guarantee_sentence(run: RunHistory) -> str:
             f". The run {took} {taken:,} of {planned:,} steps, which cost ε = {format_epsilon(run.epsilon_spent)}"
         )
     return f"{sentence}."
-
-
-def _paragraphs(statement: str) -> list[tuple[str, str]]:
-    """The statement as (heading, text), with its lines joined so that they fit any width; list items have no heading.
-
-    >>> _paragraphs("Noise:      much\\n            more\\n  - it is\\n    secret")
-    [('Noise:', 'much more'), ('', '- it is secret')]
-    """
-    lines: list[str] = []
-    for line in statement.splitlines():
-        if line.startswith("  - ") or not line.startswith(" ") or not lines:
-            lines.append(line.strip())
-        else:
-            lines[-1] += " " + line.strip()
-    found = []
-    for line in filter(None, lines):
-        head, colon, rest = line.partition(":")
-        found.append(("", line) if line.startswith("- ") else (head + colon, rest.strip()))
-    return found
 
 
 def _finals(found: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -287,12 +234,11 @@ def _comparison(shown: Sequence[dict[str, Any]]) -> dict[str, Any]:
             remarks[head], row[head] = remark, text
         rows.append((run, row))
     heads = ["Variant", "ε planned", *(name for name in remarks if name != "Best validation loss")]
-    marked = {
-        mark.value: [name for name in heads if mark.value in remarks.get(name, "")]
-        for mark in (Mark.OUTSIDE, Mark.TIMING)
-    }
-    legend = "; ".join(f"{', '.join(names)}: {mark}" for mark, names in marked.items() if names)
-    return {"heads": heads, "rows": rows, "legend": legend}
+    legend = []
+    for mark in (Mark.OUTSIDE.value, Mark.TIMING.value):
+        if names := [name for name in heads if mark in remarks.get(name, "")]:
+            legend.append(f"{', '.join(names)}: {mark}")
+    return {"heads": heads, "rows": rows, "legend": "; ".join(legend)}
 
 
 def _differences(shown: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], str]]]:
@@ -302,29 +248,17 @@ def _differences(shown: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[s
     return {name: values for name, values in found.items() if len({value for _, value in values}) > 1}
 
 
-def _flat(values: dict[str, Any], before: str = "") -> dict[str, str]:
-    """Nested tables as dotted names, every value as text."""
-    found: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found.update(_flat(value, f"{before}{key}."))
-        else:
-            is_text = isinstance(value, str)
-            found[f"{before}{key}"] = value if is_text else json.dumps(value, default=str, ensure_ascii=False)
-    return found
-
-
 def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
-    start = run.starts[-1] if run.starts else {}
     resumed = [one["resumed_from"] for one in run.starts if one.get("resumed_from") is not None]
-    private = found.get("not_private")
+    nonfinite = "logged only with debug = true"
+    if "not_private" in found:
+        nonfinite = f"{found['not_private']['nonfinite']:,} ({Mark.DEBUG.value})"
     rows: dict[str, Any] = {
         "Started": run.starts[0].get("time") if run.starts else None,
         "Ended": run.ending,
         "Duration": _time(found["seconds"]),
         "Resumed": f"{run.resumes} time(s)" + "".join(f", from step {step}" for step in resumed),
         "Device": found["device"],
-        "Machine": start.get("machine"),
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),
         "Examples covered by the guarantee": f"{run.privacy_plan.num_examples:,}",
@@ -333,27 +267,16 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Noise": found["mechanism"],
         "Noise multiplier": _number(found["noise_multiplier"]),
         "Clip norm": _number(found["clip_norm"]),
-        "Median time per step": _seconds(found["median_seconds_per_step"]),
-        "Examples with a non-finite gradient": f"{private['nonfinite']:,} ({Mark.DEBUG.value})"
-        if private
-        else "logged only with debug = true",
+        "Median time per step": _number(found["median_seconds_per_step"], 4, "\N{NO-BREAK SPACE}s"),
+        "Examples with a non-finite gradient": nonfinite,
+        **{f"Version of {name}": text for name, text in (run.setting("versions") or {}).items()},
     }
-    versions = value_at(start, "versions")
-    rows |= {f"Version of {name}": text for name, text in (versions if isinstance(versions, dict) else {}).items()}
-    return {name: _text(value) for name, value in rows.items() if value not in (None, "–")}
+    return {name: str(value) for name, value in rows.items() if value not in (None, "–")}
 
 
-def _text(value: Any) -> str:
-    return ", ".join(f"{key} {text}" for key, text in _flat(value).items()) if isinstance(value, dict) else str(value)
-
-
-def _number(value: Any, digits: int = 6) -> str:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return format_number(float(value), digits) if is_number else "–"
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}\N{NO-BREAK SPACE}s"
+def _number(value: Any, digits: int = 6, unit: str = "") -> str:
+    found = number(value)
+    return "–" if found is None else format_number(found, digits) + unit
 
 
 def _time(seconds: float | None) -> str:

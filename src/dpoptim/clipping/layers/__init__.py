@@ -13,12 +13,12 @@ from dpoptim.clipping.layers.attention import attention
 from dpoptim.clipping.layers.convolution import convolution
 from dpoptim.clipping.layers.embedding import embedding, scaled_embedding
 from dpoptim.clipping.layers.generic import generic
-from dpoptim.clipping.layers.hugging_face.deberta import deberta_attention, deberta_encoder, deberta_prediction_head
+from dpoptim.clipping.layers.hugging_face.deberta import deberta_attention, deberta_encoder, deberta_lm_head
 from dpoptim.clipping.layers.hugging_face.opt import opt_decoder_layer, opt_positions
 from dpoptim.clipping.layers.hugging_face.relative_bias import mpnet_encoder, t5_attention
 from dpoptim.clipping.layers.hugging_face.vision import vit_embeddings
-from dpoptim.clipping.layers.linear import conv1d_of_transformers, linear
-from dpoptim.clipping.layers.norm_layers import batch_norm_in_eval, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.clipping.layers.linear import linear, transposed_linear
+from dpoptim.clipping.layers.norm_layers import frozen_batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from dpoptim.clipping.layers.recurrent import recurrent
 from dpoptim.clipping.layers.rule import Layer, RuleFunction, any_trainable
 
@@ -36,14 +36,16 @@ _RULES: dict[Any, RuleFunction] = {
     nn.GRU.forward: recurrent,
     nn.RNN.forward: recurrent,
     _InstanceNorm.forward: instance_norm,
-    _BatchNorm.forward: batch_norm_in_eval,
+    _BatchNorm.forward: frozen_batch_norm,
 }
 """The key is a forward function, so a subclass with a different forward never gets its parent's rule."""
 
 _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
-    ("pytorch_utils", "Conv1D"): conv1d_of_transformers,
+    ("pytorch_utils", "Conv1D"): transposed_linear,
     ("models.vit.modeling_vit", "ViTEmbeddings"): vit_embeddings,
     ("models.opt.modeling_opt", "OPTLearnedPositionalEmbedding"): opt_positions,
+}
+_REWRITTEN: dict[tuple[str, str], RuleFunction] = {
     ("models.opt.modeling_opt", "OPTDecoderLayer"): opt_decoder_layer,
     ("models.t5.modeling_t5", "T5Attention"): t5_attention,
     ("models.mt5.modeling_mt5", "MT5Attention"): t5_attention,
@@ -51,16 +53,11 @@ _OF_TRANSFORMERS: dict[tuple[str, str], RuleFunction] = {
     ("models.mpnet.modeling_mpnet", "MPNetEncoder"): mpnet_encoder,
     ("models.deberta_v2.modeling_deberta_v2", "DebertaV2Encoder"): deberta_encoder,
     ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
-    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_prediction_head,
+    ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_lm_head,
 }
-"""Looked up only if transformers has been imported."""
-
-_REWRITE = {
-    opt_decoder_layer, t5_attention, mpnet_encoder, deberta_encoder, deberta_attention, deberta_prediction_head,
-}  # fmt: skip
 """These change what the layers inside get, and run if anything inside is trained."""
 
-_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_prediction_head}
+_OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_lm_head}
 """These use parameters of other modules (tables of positions or words) and always run."""
 
 
@@ -69,29 +66,16 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
     forward = type(module).forward
     if forward in _RULES:
         return _RULES[forward]
-    for (home, kind), rule in _OF_TRANSFORMERS.items():
+    for (home, kind), rule in (_OF_TRANSFORMERS | _REWRITTEN).items():  # looked up only if transformers is imported
         found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
         if found is not None and forward is found.forward:
             return rule
-    if isinstance(module, nn.Embedding) and _is_scaled(forward):
-        return scaled_embedding
-    return None
-
-
-def _is_scaled(forward: Any) -> bool:
-    """Return whether this is one of the copies of transformers' embedding times `embed_scale`."""
-    return forward.__module__.startswith("transformers.") and forward.__qualname__.endswith(
-        "ScaledWordEmbedding.forward"
-    )
+    is_scaled = isinstance(module, nn.Embedding) and forward.__qualname__.endswith("ScaledWordEmbedding.forward")
+    return scaled_embedding if is_scaled and forward.__module__.startswith("transformers.") else None
 
 
 def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Return the layer of every module that must run through the engine.
-
-    A module that owns parameters and has no rule runs by the generic rule, with everything inside it, unless all its
-    parameters belong to a layer with a rule too (the decoder bias of a masked-LM head). If such a module uses the
-    parameter itself, the engine raises.
-    """
+    """Return the layer of every module that must run through the engine."""
     ruled = {
         id(parameter)
         for module in model.modules()
@@ -103,22 +87,18 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         rule = own_rule(module)
-        rewrites = rule in _REWRITE and (rule in _OF_DEBERTA or any_trainable(module))
+        rewrites = rule in _REWRITTEN.values() and (rule in _OF_DEBERTA or any_trainable(module))
         if module in inside_generic or not (own or rewrites):
             continue
-        if rule is None:
+        if rule is None:  # the generic rule runs everything inside the module
             if all(id(parameter) in ruled for parameter in own):
-                continue
+                continue  # its parameters belong to other layers too, as the decoder bias of a masked-LM head does
             rule = generic
             inside_generic.update(module.modules())
-        if _forward_was_replaced(module):
+        forward = module.__dict__.get("forward")
+        if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(
                 f"the forward of layer '{name}' was replaced on the instance. Create the private optimizer before that"
             )
         layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
     return layers
-
-
-def _forward_was_replaced(module: nn.Module) -> bool:
-    forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward

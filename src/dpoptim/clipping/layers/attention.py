@@ -26,19 +26,19 @@ def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     options = given.arguments
     query, key, value = (options[role] for role in ("query", "key", "value"))
     if query.ndim != 3:
-        raise ValueError(
-            f"layer '{name}' got a query of shape {tuple(query.shape)}; it needs three axes, the batch among them"
-        )
+        raise ValueError(f"layer '{name}' got a query of shape {tuple(query.shape)} without a batch axis; add it")
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     query, key, value = (sink.expand_to_batch(tensor, name) for tensor in (query, key, value))
     same = options["query"] is options["key"] is options["value"]
     projected = _project(sink, module, query, key, value, same)
-    queries, keys, values = (_split_heads(part, module.num_heads) for part in projected)
+    # [examples, heads, positions, width of a head]
+    queries, keys, values = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in projected)
     mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], queries, keys)
     dropout = module.dropout if module.training else 0.0
     if options["need_weights"]:
-        weights = _weights(queries, keys, mask)
+        scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
+        weights = (scores if mask is None else scores + mask).softmax(-1)
         attended = F.dropout(weights, dropout) @ values
         shown = weights.mean(1) if options["average_attn_weights"] else weights
     else:
@@ -59,10 +59,6 @@ def _project(sink: GradientSink, module: Any, query: Tensor, key: Tensor, value:
     ]
 
 
-def _split_heads(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.unflatten(-1, (heads, -1)).transpose(1, 2)  # [examples, heads, positions, width of a head]
-
-
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """An additive mask that broadcasts to [examples, heads, queries, keys]."""
     merged = None
@@ -79,8 +75,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return mask.to(dtype)
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    scores = query @ key.mT / math.sqrt(query.shape[-1])
-    return (scores if mask is None else scores + mask).softmax(-1)

@@ -1,6 +1,4 @@
-"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: a linear map of patches if that is fast, else one grouped convolution whose
-groups are the examples.
-"""
+"""`nn.Conv1d`, `nn.Conv2d`, `nn.Conv3d`: linear maps of patches where that is fast, else one grouped convolution."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import GradientFactors, Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import GradientSink, LayerCall, apply_fast, differentiated_once, only_input, trainable
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide
 
 Settings = tuple[list[int], list[int], list[int], int]
@@ -25,11 +23,9 @@ class _Convolution(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         settings: Settings,  # stride, padding, dilation, groups
-        sink: GradientSink,
-        call: LayerCall,
+        record: Recorder,
     ) -> Tensor:
-        ctx.sink, ctx.call, ctx.weight, ctx.bias, ctx.settings = sink, call, weight, bias, settings
-        ctx.dtype = inputs.dtype
+        ctx.record, ctx.weight, ctx.bias, ctx.settings = record, weight, bias, settings
         ctx.save_for_backward(inputs, weight)
         stride, padding, dilation, groups = settings
         return torch.convolution(
@@ -42,9 +38,9 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         if trainable(ctx.weight):
-            ctx.sink.record(ctx.weight, _weight_gradients(grad, inputs, weight, ctx.settings), ctx.call)
+            ctx.record(ctx.weight, _weight_gradients(grad, inputs, weight, ctx.settings))
         if trainable(ctx.bias):
-            ctx.sink.record(ctx.bias, Materialized(wide(grad).flatten(2).sum(2)), ctx.call)
+            ctx.record(ctx.bias, Materialized(wide(grad).flatten(2).sum(2)))
         to_inputs = None
         if ctx.needs_input_grad[0]:
             stride, padding, dilation, groups = ctx.settings
@@ -52,7 +48,7 @@ class _Convolution(torch.autograd.Function):
                 grad, inputs, weight.to(inputs.dtype), None,
                 stride, padding, dilation, False, [0] * len(stride), groups, (True, False, False),
             )  # fmt: skip
-        return to_inputs, None, None, None, None, None
+        return to_inputs, None, None, None, None
 
 
 _PATCH_ELEMENTS = 1 << 27  # of patches in memory at once
@@ -128,9 +124,7 @@ def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...
     """The rule of the three convolutions, every padding mode included."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
-        raise ValueError(
-            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
-        )
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     inputs = sink.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
@@ -142,4 +136,4 @@ def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...
     else:
         padding = list(module.padding)
     settings = (list(module.stride), padding, list(module.dilation), module.groups)
-    return apply_fast(_Convolution, inputs, module.weight, module.bias, settings, sink, sink.layer_call())
+    return apply_fast(_Convolution, inputs, module.weight, module.bias, settings, sink.recorder())

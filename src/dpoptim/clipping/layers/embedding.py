@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import RowUpdates
-from dpoptim.clipping.layers.rule import GradientSink, LayerCall, apply_fast, differentiated_once, only_input
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, sink: GradientSink, call: LayerCall
-    ) -> Tensor:
-        ctx.sink, ctx.call, ctx.weight, ctx.padding_idx = sink, call, weight, padding_idx
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, padding_idx: int | None, record: Recorder) -> Tensor:
+        ctx.record, ctx.weight, ctx.padding_idx = record, weight, padding_idx
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
@@ -29,19 +27,17 @@ class _Embedding(torch.autograd.Function):
         values = grad.reshape(*ids.shape, grad.shape[-1])
         if ctx.padding_idx is not None:  # the padding row has no gradient
             values = values.masked_fill((ids == ctx.padding_idx)[..., None], 0)
-        ctx.sink.record(ctx.weight, RowUpdates(ids, values), ctx.call)
-        return None, None, None, None, None
+        ctx.record(ctx.weight, RowUpdates(ids, values))
+        return None, None, None, None
 
 
 def embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
     ids = sink.expand_to_batch(only_input(args, kwargs), name)
-    return apply_fast(_Embedding, ids, module.weight, module.padding_idx, sink, sink.layer_call())
+    return apply_fast(_Embedding, ids, module.weight, module.padding_idx, sink.recorder())
 
 
-def scaled_embedding(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def scaled_embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of embeddings times a number, as in Gemma and BART."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):

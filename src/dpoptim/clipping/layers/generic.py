@@ -1,8 +1,7 @@
-"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with a copy of the
-parameters.
+"""The generic rule, exact but slow: `torch.func.vmap` runs a module on batches of one, each with its own parameters.
 
 The copies are views, and their gradients are the per-example gradients. The first call of each module is compared with
-its own forward, so a module that cannot run one example at a time is refused.
+its own forward.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Materialized
-from dpoptim.clipping.layers.rule import GradientSink, LayerCall, differentiated_once, plain
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
 from dpoptim.validation.layer_inputs import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -26,15 +25,15 @@ _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.W
 
 class PerExampleCopy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, examples: int, sink: GradientSink, call: LayerCall) -> Tensor:
-        ctx.sink, ctx.call, ctx.parameter = sink, call, parameter
+    def forward(ctx: Any, parameter: nn.Parameter, examples: int, record: Recorder) -> Tensor:
+        ctx.record, ctx.parameter = record, parameter
         return parameter.detach().expand(examples, *parameter.shape)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.sink.record(ctx.parameter, Materialized(grad), ctx.call)
-        return None, None, None, None
+        ctx.record(ctx.parameter, Materialized(grad))
+        return None, None, None
 
 
 def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,19 +45,16 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be found. Pass it the batch")
     examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
-        raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) cannot run on an empty batch. For an empty sample skip forward "
-            "and backward, and call optimizer.step()"
-        )
+        raise ValueError(f"layer '{name}' got an empty batch. For an empty sample skip forward and backward")
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
     leaves = [
         leaf.expand(examples, *leaf.shape[1:]) if axis == 0 and len(leaf) != examples else leaf
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
-    call = sink.layer_call()
+    record = sink.recorder()
     copies = {
-        key: PerExampleCopy.apply(parameter, examples, sink, call)
+        key: PerExampleCopy.apply(parameter, examples, record)
         for key, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -125,12 +121,7 @@ def _seen_axes(
 
 
 def _check(
-    run: Callable[[dict[str, Tensor]], Any],
-    module: nn.Module,
-    name: str,
-    examples: int,
-    args: Any,
-    kwargs: Any,
+    run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
 ) -> None:
     """Refuse a module whose result changes when its examples run one at a time."""
     modes = [(part, part.training) for part in module.modules()]
@@ -151,8 +142,7 @@ def _check(
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(
                 f"layer '{name}' ({type(module).__name__}) gives a different result when its examples run one at a "
-                "time, so it mixes examples or takes an argument whose first axis only looks like the batch. Freeze or "
-                "replace it"
+                "time: it mixes them, or the first axis of an argument is not the batch. Freeze or replace it"
             )
 
 

@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-from dpoptim.clipping.layers.rule import (
-    GradientSink,
-    LayerCall,
-    apply_fast,
-    by_position,
-    differentiated_once,
-    only_input,
-    trainable,
-)
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels.norms import wide_dtype
+
+
+def by_position(tensor: Tensor) -> Tensor:
+    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
+    return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -33,10 +30,9 @@ class _Linear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         inputs_first: bool,
-        sink: GradientSink,
-        call: LayerCall,
+        record: Recorder,
     ) -> Tensor:
-        ctx.sink, ctx.call, ctx.inputs_first = sink, call, inputs_first
+        ctx.record, ctx.inputs_first = record, inputs_first
         ctx.weight, ctx.bias, ctx.dtype = weight, bias, inputs.dtype
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
         return F.linear(inputs, weight.T if inputs_first else weight, bias)
@@ -49,39 +45,34 @@ class _Linear(torch.autograd.Function):
         if trainable(ctx.weight):
             entering = by_position(inputs).to(grad.dtype)
             factors = OuterProduct(entering, leaving) if ctx.inputs_first else OuterProduct(leaving, entering)
-            ctx.sink.record(ctx.weight, factors, ctx.call)
+            ctx.record(ctx.weight, factors)
         if trainable(ctx.bias):
-            ctx.sink.record(ctx.bias, Materialized(leaving.sum(1, dtype=wide_dtype(leaving.dtype))), ctx.call)
+            ctx.record(ctx.bias, Materialized(leaving.sum(1, dtype=wide_dtype(leaving.dtype))))
         to_inputs = None
         if ctx.needs_input_grad[0]:
             matrix = weight.T if ctx.inputs_first else weight
             flat = grad.reshape(-1, grad.shape[-1]) @ matrix.to(grad.dtype)
             to_inputs = flat.view(*grad.shape[:-1], flat.shape[-1]).to(ctx.dtype)
-        return to_inputs, None, None, None, None, None
+        return to_inputs, None, None, None, None
 
 
 def apply_linear(sink: GradientSink, inputs: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
     """inputs @ weight.T + bias, through the engine."""
-    return apply_fast(_Linear, inputs, weight, bias, False, sink, sink.layer_call())
+    return apply_fast(_Linear, inputs, weight, bias, False, sink.recorder())
 
 
 def linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule of `nn.Linear`."""
-    inputs = _with_batch(sink, name, only_input(args, kwargs))
-    return apply_linear(sink, inputs, module.weight, module.bias)
+    return apply_linear(sink, _with_batch(sink, name, only_input(args, kwargs)), module.weight, module.bias)
 
 
-def conv1d_of_transformers(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def transposed_linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
     inputs = _with_batch(sink, name, only_input(args, kwargs))
-    return apply_fast(_Linear, inputs, module.weight, module.bias, True, sink, sink.layer_call())
+    return apply_fast(_Linear, inputs, module.weight, module.bias, True, sink.recorder())
 
 
 def _with_batch(sink: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
-        raise ValueError(
-            f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it in front"
-        )
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     return sink.expand_to_batch(inputs, name)

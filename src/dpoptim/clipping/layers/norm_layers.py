@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpoptim.clipping.gradient_factors import Materialized
-from dpoptim.clipping.layers.rule import (
-    GradientSink,
-    LayerCall,
-    apply_fast,
-    by_position,
-    differentiated_once,
-    only_input,
-    trainable,
-)
+from dpoptim.clipping.layers.linear import by_position
+from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels import normalization
 from dpoptim.kernels.choose import on_gpu
 from dpoptim.kernels.norms import wide, wide_dtype
@@ -35,10 +28,9 @@ class _ScaleAndShift(torch.autograd.Function):
         weight: nn.Parameter | None,
         bias: nn.Parameter | None,
         first_axis: int,  # the parameter's axes begin here in `normalised`
-        sink: GradientSink,
-        call: LayerCall,
+        record: Recorder,
     ) -> Tensor:
-        ctx.sink, ctx.call, ctx.weight, ctx.bias, ctx.first_axis = sink, call, weight, bias, first_axis
+        ctx.record, ctx.weight, ctx.bias, ctx.first_axis = record, weight, bias, first_axis
         ctx.save_for_backward(normalised if trainable(weight) else None, weight)
         output = normalised.clone() if weight is None else normalised * _fit(weight, normalised, first_axis)
         return output if bias is None else output + _fit(bias, normalised, first_axis)
@@ -49,13 +41,13 @@ class _ScaleAndShift(torch.autograd.Function):
         normalised, weight = ctx.saved_tensors
         if trainable(ctx.weight):
             per_example = _sum_to(wide(grad) * wide(normalised), ctx.weight, ctx.first_axis)
-            ctx.sink.record(ctx.weight, Materialized(per_example), ctx.call)
+            ctx.record(ctx.weight, Materialized(per_example))
         if trainable(ctx.bias):
-            ctx.sink.record(ctx.bias, Materialized(_sum_to(wide(grad), ctx.bias, ctx.first_axis)), ctx.call)
+            ctx.record(ctx.bias, Materialized(_sum_to(wide(grad), ctx.bias, ctx.first_axis)))
         to_inputs = None
         if ctx.needs_input_grad[0]:
             to_inputs = grad if weight is None else grad * _fit(weight, grad, ctx.first_axis)
-        return to_inputs, None, None, None, None, None
+        return to_inputs, None, None, None, None
 
 
 def _fit(parameter: Tensor, like: Tensor, first_axis: int) -> Tensor:
@@ -82,10 +74,9 @@ class _WholeNorm(torch.autograd.Function):
         norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
         settings: tuple[Any, ...],  # further arguments of the norm
         gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
-        sink: GradientSink,
-        call: LayerCall,
+        record: Recorder,
     ) -> Tensor:
-        ctx.sink, ctx.call, ctx.weight, ctx.bias, ctx.gradient = sink, call, weight, bias, gradient
+        ctx.record, ctx.weight, ctx.bias, ctx.gradient = record, weight, bias, gradient
         output, mean, rstd = norm(inputs, weight, bias, *settings)
         ctx.save_for_backward(inputs, weight, mean, rstd)
         return output
@@ -95,37 +86,34 @@ class _WholeNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         to_inputs, by_weight, by_bias = ctx.gradient(grad, *ctx.saved_tensors)
         if trainable(ctx.weight):
-            ctx.sink.record(ctx.weight, Materialized(by_weight), ctx.call)
+            ctx.record(ctx.weight, Materialized(by_weight))
         if trainable(ctx.bias):
-            ctx.sink.record(ctx.bias, Materialized(by_bias), ctx.call)
-        return to_inputs, *[None] * 7
+            ctx.record(ctx.bias, Materialized(by_bias))
+        return to_inputs, *[None] * 6
 
 
 def layer_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     fits = tuple(module.normalized_shape) == inputs.shape[-1:]
-    if fits and _has_both(module, inputs) and (inputs.is_cuda or _is_wide(inputs)):
+    if fits and _has_both(module, inputs) and (inputs.is_cuda or inputs.dtype == wide_dtype(inputs.dtype)):
         settings = (normalization.layer_norm, (module.eps,), normalization.layer_norm_gradient)
-        output = apply_fast(
-            _WholeNorm, by_position(inputs), module.weight, module.bias, *settings, sink, sink.layer_call()
-        )
+        output = apply_fast(_WholeNorm, by_position(inputs), module.weight, module.bias, *settings, sink.recorder())
         return output if inputs.ndim == 3 else output.reshape(inputs.shape)
     normalised = F.layer_norm(inputs, module.normalized_shape, eps=module.eps)
-    first_axis = inputs.ndim - len(module.normalized_shape)
-    return _apply(normalised, module, first_axis, name, sink)
+    return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
 
 
 def group_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     # torch's own statistics have the inputs' dtype
-    exact = _is_wide(inputs) or on_gpu(inputs, module.weight, module.bias)
+    exact = inputs.dtype == wide_dtype(inputs.dtype) or on_gpu(inputs, module.weight, module.bias)
     fits = inputs.is_contiguous() and inputs.numel() > 0 and inputs.shape[1] == module.num_channels
     if exact and _has_both(module, inputs) and fits:
         settings = (normalization.group_norm, (module.num_groups, module.eps), normalization.group_norm_gradient)
         flat = inputs.view(*inputs.shape[:2], -1)
-        output = apply_fast(_WholeNorm, flat, module.weight, module.bias, *settings, sink, sink.layer_call())
+        output = apply_fast(_WholeNorm, flat, module.weight, module.bias, *settings, sink.recorder())
         return output.view(inputs.shape)
-    return _apply(F.group_norm(inputs, module.num_groups, eps=module.eps), module, 1, name, sink)
+    return _apply(sink, name, module, F.group_norm(inputs, module.num_groups, eps=module.eps))
 
 
 def _has_both(module: Any, inputs: Tensor) -> bool:
@@ -134,33 +122,26 @@ def _has_both(module: Any, inputs: Tensor) -> bool:
     return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
-def _is_wide(inputs: Tensor) -> bool:
-    return inputs.dtype == wide_dtype(inputs.dtype)
-
-
 def rms_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
-    first_axis = inputs.ndim - len(module.normalized_shape)
-    return _apply(normalised, module, first_axis, name, sink)
+    return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
 
 
 def instance_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
-    return _apply(F.instance_norm(inputs, eps=module.eps), module, 1, name, sink)
+    return _apply(sink, name, module, F.instance_norm(inputs, eps=module.eps))
 
 
-def batch_norm_in_eval(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def frozen_batch_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """BatchNorm with frozen statistics is an affine map; in training mode it is refused earlier."""
     inputs = sink.expand_to_batch(only_input(args, kwargs), name)
     normalised = F.batch_norm(inputs, module.running_mean, module.running_var, training=False, eps=module.eps)
-    return _apply(normalised, module, 1, name, sink)
+    return _apply(sink, name, module, normalised)
 
 
-def _apply(normalised: Tensor, module: Any, first_axis: int, name: str, sink: GradientSink) -> Tensor:
+def _apply(sink: GradientSink, name: str, module: Any, normalised: Tensor, first_axis: int = 1) -> Tensor:
     if first_axis < 1:
         raise ValueError(f"layer '{name}' normalises over the batch axis; add the batch in front of its input")
     bias = getattr(module, "bias", None)
-    return apply_fast(_ScaleAndShift, normalised, module.weight, bias, first_axis, sink, sink.layer_call())
+    return apply_fast(_ScaleAndShift, normalised, module.weight, bias, first_axis, sink.recorder())

@@ -17,13 +17,12 @@ State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size
 
 def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of recurrent layers, with several layers, both directions, projections and dropout."""
-    inputs, states = _bind(*args, **kwargs)
+    inputs = args[0] if args else kwargs["input"]
+    states = args[1] if len(args) > 1 else kwargs.get("hx")
     if isinstance(inputs, PackedSequence):
         raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples. Pass a padded tensor")
     if inputs.ndim != 3:
-        raise ValueError(
-            f"layer '{name}' got an input of shape {tuple(inputs.shape)}; it needs three axes, the batch among them"
-        )
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
     inputs = sink.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)
@@ -41,10 +40,6 @@ def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     output = inputs if module.batch_first else inputs.transpose(0, 1)
     stacked = tuple(torch.stack(parts) for parts in zip(*final, strict=True))
     return output, stacked if isinstance(module, nn.LSTM) else stacked[0]
-
-
-def _bind(input: Any, hx: Any = None) -> tuple[Any, Any]:
-    return input, hx
 
 
 def _initial_states(module: Any, inputs: Tensor, states: Any, directions: int) -> list[State]:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,8 @@ from torch.autograd import Function
 
 from dpoptim.clipping.gradient_factors import GradientFactors
 
-
-class LayerCall(NamedTuple):
-    """One call of a layer: the call of the model, and the backward in which an activation checkpoint recomputed it."""
-
-    model_call: int | None
-    recomputed_in: int | None
+Recorder = Callable[[nn.Parameter, GradientFactors], None]
+"""Records the gradient of one use of a parameter, in the backward of a layer call."""
 
 
 class GradientSink(Protocol):
@@ -37,8 +33,7 @@ class GradientSink(Protocol):
     def checking(self) -> bool: ...
     def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
     def axes_of(self, layer: str, leaves: list[Any]) -> tuple[int | None, ...] | None: ...
-    def layer_call(self) -> LayerCall: ...
-    def record(self, parameter: nn.Parameter, factors: GradientFactors, call: LayerCall) -> None: ...
+    def recorder(self) -> Recorder: ...
 
 
 RuleFunction = Callable[[GradientSink, str, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -54,10 +49,7 @@ class Layer:
 
 
 def apply_fast(function: type[Function], *args: Any) -> Any:
-    """Return function.apply(*args).
-
-    Outside torch.func's transforms, skip torch's search for them, which takes longer than a layer rule.
-    """
+    """Return function.apply(*args) without torch's search for function transforms, which is slower than a rule."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return _apply_of(function)(*args)
@@ -70,17 +62,14 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse gradients of gradients.
-
-    torch's own decorator is slower, and does not notice a gradient that is a constant, such as that of a sum.
-    """
+    """Refuse gradients of gradients; torch's own decorator is slower and misses constant gradients, as of a sum."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise ValueError(
-                "create_graph=True asks for gradients of gradients (a gradient penalty?), which no layer rule sees. "
-                "Remove the penalty, or compute it on public data inside `with dpoptim.public_data():`"
+                "create_graph=True asks for gradients of gradients (a penalty?), which no layer rule sees. Remove it, "
+                "or compute it on public data inside `with dpoptim.public_data():`"
             )
         return backward(ctx, *grads)
 
@@ -101,11 +90,6 @@ def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the only argument, given by position or by keyword."""
     (tensor,) = (*args, *kwargs.values())
     return tensor
-
-
-def by_position(tensor: Tensor) -> Tensor:
-    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
-    return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
 def trainable(parameter: nn.Parameter | None) -> bool:

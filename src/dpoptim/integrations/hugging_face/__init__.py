@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
-_TRANSFORMERS = ((5, 17), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
+_TRANSFORMERS = ((5, 3), (6,))  # PrivateTrainer replaces private methods of Trainer, which other versions may not have
 
 
 def __getattr__(name: str) -> Any:
@@ -23,13 +23,13 @@ def __getattr__(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install transformers accelerate"
+            f"PrivateTrainer needs transformers and accelerate ({error}). Run: pip install 'dpoptim[train]'"
         ) from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not _TRANSFORMERS[0] <= version < _TRANSFORMERS[1]:
         raise ImportError(
             f"PrivateTrainer does not support transformers {transformers.__version__}. Run: pip install "
-            "'transformers>=5.17,<6'"
+            "'transformers>=5.3,<6'"
         )
     from dpoptim.integrations.hugging_face.trainer import PrivateTrainer
 

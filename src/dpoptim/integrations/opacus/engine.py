@@ -196,8 +196,9 @@ def make_private_with_epsilon(
 ) -> PrivateTraining:
     """Do the same as `make_private`, with the least noise that keeps a run within (target_epsilon, target_delta).
 
+    The other arguments are the same as in `make_private`.
+
     Args:
-        module, optimizer, data_loader, max_grad_norm, **settings: As in `make_private`.
         target_epsilon: The ε of the whole run.
         target_delta: The δ of (ε, δ).
         epochs: The length of the run. A longer run is refused.

@@ -34,7 +34,7 @@ def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any,
     def copies() -> Tensor:  # [examples, R, width]
         table = module.rel_embeddings.weight
         if trainable(table):
-            return norm(PerExampleCopy.apply(table, len(hidden), sink, sink.layer_call()))
+            return norm(PerExampleCopy.apply(table, len(hidden), sink.recorder()))
         return norm(table.expand(len(hidden), -1, -1))
 
     with replaced(module, get_rel_embedding=copies):
@@ -65,20 +65,14 @@ def _position_scores(
         return own(query, key, relative_pos, rows, scale_factor)
     if relative_pos is None or relative_pos.shape.numel() != query.shape[1] * key.shape[1] or query.shape != key.shape:
         raise ValueError(
-            f"layer '{name}' got custom relative positions or queries, which its rule does not support. Leave them "
-            "to the model, or freeze the encoder"
+            f"layer '{name}' got custom positions or queries. Leave them to the model, or freeze the encoder"
         )
     if rows.ndim == 2:
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
     if sink.capturing and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
-        check_same(
-            sink,
-            name,
-            module,
-            lambda: _scores(module, *few, rows[:1], scale_factor),
-            lambda: own(*few, rows[0], scale_factor),
-        )
+        ours = partial(_scores, module, *few, rows[:1], scale_factor)
+        check_same(sink, name, module, ours, partial(own, *few, rows[0], scale_factor))
     return _scores(module, query, key, relative_pos, rows, scale_factor)
 
 
@@ -109,30 +103,18 @@ def _projections(module: Any) -> tuple[Any, Any]:
     return getattr(module, "pos_query_proj", nn.Identity()), getattr(module, "pos_key_proj", nn.Identity())
 
 
-def deberta_prediction_head(
-    sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def deberta_lm_head(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DebertaV2LMPredictionHead`, which multiplies by the word table of the embedding layer."""
-    hidden, words = _bind(*args, **kwargs)
+    hidden, words = (*args, *kwargs.values())
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
     if sink.capturing:
         hidden = sink.expand_to_batch(hidden, name)
-        one = hidden[:1]
-        check_same(
-            sink,
-            name,
-            module,
-            lambda: _predicted(sink, module, one, words),
-            lambda: type(module).forward(module, one, words),
-        )
+        ours = partial(_predicted, sink, module, hidden[:1], words)
+        check_same(sink, name, module, ours, partial(type(module).forward, module, hidden[:1], words))
     return _predicted(sink, module, hidden, words)
 
 
 def _predicted(sink: GradientSink, module: Any, hidden: Tensor, words: Any) -> Tensor:
     hidden = module.LayerNorm(module.transform_act_fn(module.dense(hidden)))
     return apply_linear(sink, hidden, words.weight, module.bias)
-
-
-def _bind(hidden_states: Tensor, word_embeddings: Any) -> tuple[Tensor, Any]:
-    return hidden_states, word_embeddings

@@ -23,7 +23,8 @@ def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[An
     hidden = args[0] if args else kwargs["hidden_states"]
     if sink.capturing:
         one = sink.expand_to_batch(hidden, name)[:1]
-        with replaced(module, self_attn=_no_attention):  # attention does not depend on the fold, and fills a cache
+        # Attention does not depend on the fold, and fills a cache.
+        with replaced(module, self_attn=lambda hidden_states, **options: (hidden_states, None)):
             check_same(sink, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
 
@@ -58,18 +59,9 @@ def _unfolded(
     return hidden_states
 
 
-def _no_attention(hidden_states: Tensor, **options: Any) -> tuple[Tensor, None]:
-    return hidden_states, None
-
-
 def opt_positions(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `OPTLearnedPositionalEmbedding` with given positions, as OPT calls it."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return generic(sink, name, module, args, kwargs)
-    if positions.ndim != 2:
-        raise ValueError(
-            f"layer '{name}' got position_ids of shape {tuple(positions.shape)}. Pass [examples, positions] or "
-            "[1, positions], since one axis alone does not show whether it holds the examples"
-        )
     return embedding(sink, name, module, (positions + module.offset,), {})

@@ -39,17 +39,19 @@ def _with_biases_for_each(
     own = partial(getattr(type(module), method), module)
 
     def biases(*given: Any, **options: Any) -> Tensor:
-        asked = _Asked(table)
-        with replaced(module, relative_attention_bias=asked):
+        asked: list[Tensor] = []
+
+        def look_up(ids: Tensor) -> Tensor:
+            asked.append(ids)
+            return table.weight.new_zeros(*ids.shape, table.weight.shape[1])
+
+        with replaced(table, forward=look_up):
             own(*given, **options)
-        if asked.ids is None or asked.ids.ndim != 2:
-            raise ValueError(
-                f"layer '{name}' got custom positions, which its rule does not support. Leave them to the model, or "
-                "freeze 'relative_attention_bias'"
-            )
+        if len(asked) != 1 or asked[0].ndim != 2:
+            raise ValueError(f"layer '{name}' got custom positions. Leave them to the model, or freeze their table")
 
         def of_each(examples: int) -> Tensor:  # [examples, heads, queries, keys]
-            looked_up: Tensor = table(asked.ids.expand(examples, -1, -1))
+            looked_up: Tensor = table(asked[0].expand(examples, -1, -1))
             return looked_up.permute(0, 3, 1, 2)
 
         if sink.capturing:
@@ -58,15 +60,3 @@ def _with_biases_for_each(
 
     with replaced(module, **{method: biases}):
         return forward()
-
-
-class _Asked:
-    """Stands in for a table and records the ids that are looked up."""
-
-    def __init__(self, table: Any) -> None:
-        self.weight: Tensor = table.weight
-        self.ids: Any = None
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        self.ids = ids
-        return self.weight.new_zeros(*ids.shape, self.weight.shape[1])

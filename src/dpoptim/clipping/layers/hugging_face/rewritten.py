@@ -1,8 +1,7 @@
 """Helpers for modules whose forward is rewritten so that every layer inside has the examples as first axis.
 
-Some modules of transformers fold examples and positions into one axis, or run rows that all examples share through the
-layers of the batch. They are recognized by their forward function and computed without the fold, and all other checks
-apply. The first call of each module is compared with the original, so a different version is refused.
+Some modules of transformers fold examples and positions into one axis, or run shared rows through the layers of the
+batch. The first call of each module is compared with the original, so a different version is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +21,8 @@ _TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-b
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Replace methods or parts of one module in this context.
-
-    >>> layer = nn.Sequential(nn.ReLU())
-    >>> with replaced(layer, extra_repr=lambda: "a stand-in"):
-    ...     layer.extra_repr()
-    'a stand-in'
-    >>> layer.extra_repr()
-    ''
-    """
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Replace methods or parts of one module in this context."""
     own = module.__dict__
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -59,8 +50,8 @@ def check_same(
             part.training = training
     if not _same(found, expected):
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than in "
-            "the one that its rule was written for. Freeze its parameters, or install transformers 5.22"
+            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than "
+            "its rule. Freeze its parameters, or install transformers 5.22"
         )
     if expected.numel():
         _compared.add(module)
