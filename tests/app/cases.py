@@ -30,8 +30,7 @@ def text_records(labelled: bool = False) -> Records:
 
 def masked_lm(head: str = "BERT", **options: Any) -> Prepared:
     model = tiny.masked_models(len(WORDS))[head]
-    options = {"bucket": 8, "mask_fraction": 0.3, **options}
-    return prepare(task=Task.MASKED_LM, model=model, tokenizer=WORDS, records=text_records(), **options)
+    return prepare(task=Task.MASKED_LM, model=model, tokenizer=WORDS, records=text_records(), bucket=8, **options)
 
 
 def causal_lm(kind: str = "GPT-2") -> Prepared:

@@ -37,7 +37,7 @@ def write_texts(path: Path, count: int = 60) -> str:
 
 
 def write_bert(folder: Path, *, dropout: float = 0.1) -> str:
-    """A BERT of two layers with dropout, so that a resumed run must also meet the same dropout."""
+    """A BERT of two layers with dropout, so that a resumed run must also repeat the dropout."""
     tokenizer = tiny.wordpiece()
     torch.manual_seed(0)
     config = tiny.bert_config(len(tokenizer), hidden_dropout_prob=dropout)
@@ -74,7 +74,7 @@ class CrashAfter(ProgressReporter):
 
     def step(self, *, step: int, epsilon: float, seconds: float) -> None:
         if step == self._at:
-            raise RuntimeError("the power went\nand more")
+            raise RuntimeError("the power failed\nand more")
 
 
 def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

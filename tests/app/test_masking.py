@@ -103,8 +103,9 @@ def test_masks_and_losses_are_those_of_the_cpu():
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_special_tokens_and_padding_are_never_masked():
-    prepared = masked_lm(mask_fraction=0.9)
+def test_special_tokens_and_padding_are_never_masked(monkeypatch):
+    monkeypatch.setattr("dpoptim.app.data.examples.MASK_FRACTION", 0.9)
+    prepared = masked_lm()
     batch = whole_batch(prepared)
     seen = prepared.at_step(batch, 0)
     special = torch.isin(batch["input_ids"], torch.tensor(WORDS.all_special_ids))

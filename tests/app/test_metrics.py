@@ -44,7 +44,7 @@ def measured(variant: str, *, steps: int = 6, noise_multiplier: float = 1.0, noi
     return found, seen[-1], torch.cat([m.reshape(-1) for m in moved]), scale, optimizer
 
 
-def test_norms_are_those_of_the_release():
+def test_norms_match_the_release():
     found, released, moved, _, _ = measured("post_processing")
     flat = torch.cat([value.reshape(-1) for value in released.gradient.values()])
     level = 0.5 * 1.0 / ROWS
@@ -69,7 +69,7 @@ def test_signal_estimate_removes_large_noise():
     assert wrong < 0.5 * abs(noisy["gradient_norm"] - exact["gradient_norm"])
 
 
-def test_scaled_noise():
+def test_noise_norm_includes_the_scale():
     found, released, _, scale, _ = measured("scale_then_privatize")
     assert scale is not None
     flat = torch.cat([value.reshape(-1) for value in scale.values()]).double()
@@ -102,7 +102,7 @@ def test_steps_are_measured_only_on_request():
     assert other._found == {}
 
 
-def test_epsilon_grows_to_that_of_the_plan():
+def test_epsilon_grows_up_to_the_plans():
     plan = dpoptim.PrivacyPlan(num_examples=1000, batch_size=50, steps=100, sampling=dpoptim.Poisson())
     plan = plan.calibrate(epsilon=3.0, delta=1e-5)
     spent = EpsilonSpent(plan)

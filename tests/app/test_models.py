@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import dpoptim
-from dpoptim.app import RecordKind, Records, add_lora, load_model, load_tokenizer, prepare
+from dpoptim.app import RecordKind, Records, load_model, load_tokenizer, prepare
 from dpoptim.app.models.loading import MLP, SmallCNN, load_pixel_scale, task_of_model
 from dpoptim.clipping import clipped_sum
 from dpoptim.integrations.losses import Task
@@ -63,13 +63,13 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_weights_of_a_folder(bert, gpt2):
+def test_weights_are_loaded_from_a_folder(bert, gpt2):
     masked = load_model(Task.MASKED_LM, bert)
     assert type(masked).__name__ == "BertForMaskedLM"
     assert same(masked, transformers.BertForMaskedLM.from_pretrained(bert))
-    causal = load_model(Task.CAUSAL_LM, Path(gpt2), dtype=torch.bfloat16)
+    causal = load_model(Task.CAUSAL_LM, Path(gpt2))
     assert type(causal).__name__ == "GPT2LMHeadModel"
-    assert {p.dtype for p in causal.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in causal.parameters()} == {torch.float32}
     assert load_tokenizer(bert)("the dog")["input_ids"] == WORDS("the dog")["input_ids"]
 
 
@@ -90,7 +90,7 @@ def test_new_weights_come_from_the_seed_alone(bert):
     assert same(scratch, load(seed=1, from_scratch=True))
 
 
-def test_a_head_for_other_labels(vit, bert):
+def test_head_is_replaced_for_different_labels(vit, bert):
     model: Any = load_model(Task.IMAGE_CLASSIFICATION, vit, num_labels=5, label_names=["a", "b", "c", "d", "e"])
     assert model.classifier.out_features == 5
     assert model.config.id2label[4] == "e"
@@ -140,7 +140,7 @@ def test_lora_trains_only_its_factors_and_the_head(task, bert, gpt2):
         torch.testing.assert_close(sums[name], expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_lora_of_an_image_model(vit):
+def test_lora_on_an_image_model(vit):
     model = load_model(Task.IMAGE_CLASSIFICATION, vit, num_labels=3, lora_rank=2)
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert any("classifier" in name for name in trainable)
@@ -148,13 +148,9 @@ def test_lora_of_an_image_model(vit):
     assert not any("classifier" in name and "lora" in name for name in trainable)
 
 
-def test_lora_settings(bert):
-    with pytest.raises(ValueError, match="lora_rank must be a whole number ≥ 1 or None, got 0"):
+def test_bad_lora_rank_is_refused(bert):
+    with pytest.raises(ValueError, match="lora_rank=0 cannot be used"):
         load_model(Task.MASKED_LM, bert, lora_rank=0)
-    with pytest.raises(ValueError, match=r"^targets=\['nothing'\] cannot be used"):
-        add_lora(load_model(Task.MASKED_LM, bert), Task.MASKED_LM, rank=2, targets=["nothing"])
-    chosen = add_lora(load_model(Task.MASKED_LM, bert), Task.MASKED_LM, rank=2, targets=["value"])
-    assert all("value" in name for name, p in chosen.named_parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("task", [Task.MASKED_LM, Task.CAUSAL_LM])
@@ -169,10 +165,10 @@ def test_prepare_from_a_folder(task, bert, gpt2):
     assert prepared.max_length == 64
 
 
-def test_colours_of_an_image_model(vit, tmp_path):
+def test_pixel_scale_comes_from_the_preprocessor(vit, tmp_path):
     assert load_pixel_scale(vit) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3], "image_std": [1.0, 2.0, 3.0]}')
-    assert load_pixel_scale(tmp_path) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    assert load_pixel_scale(str(tmp_path)) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
 
 
 # -- one line for each failure ----------------------------------------------------------------------------------------
@@ -184,40 +180,40 @@ def line(error: pytest.ExceptionInfo[ValueError]) -> str:
     return text
 
 
-def test_a_folder_without_its_files(tmp_path, bert):
-    with pytest.raises(ValueError, match=r"is a folder without config\.json") as error:
+def test_incomplete_folder_is_refused(tmp_path, bert):
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.* config\.json") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
     tiny.bert_config(len(WORDS)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no weights") as error:
+    with pytest.raises(ValueError, match=r"cannot be loaded \(.*no file named model\.safetensors") as error:
         load_model(Task.MASKED_LM, tmp_path)
-    assert "set from_scratch" in line(error)
+    line(error)
     assert type(load_model(Task.MASKED_LM, tmp_path, from_scratch=True)).__name__ == "BertForMaskedLM"
     with pytest.raises(ValueError, match="has no vocabulary; save the tokenizer in the model's folder") as error:
         load_tokenizer(tmp_path)
     line(error)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(ValueError, match="cannot be loaded: ") as error:
+    with pytest.raises(ValueError, match="cannot be loaded") as error:
         load_model(Task.MASKED_LM, tmp_path)
     line(error)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
-        with pytest.raises(ValueError, match="does not exist; give a folder made by save_pretrained, or a hub name"):
+        with pytest.raises(ValueError, match="does not exist"):
             load(tmp_path / "missing")
         with pytest.raises(ValueError, match="does not exist"):
             load("~/no such folder")
 
 
-def test_a_model_of_another_task(vit):
+def test_model_for_a_different_task_is_refused(vit):
     with pytest.raises(ValueError, match="is a 'vit', and transformers has no AutoModelForMaskedLM for it") as error:
         load_model(Task.MASKED_LM, vit)
     line(error)
 
 
 @pytest.mark.usefixtures("offline")
-def test_encoder_decoder_models_are_sent_to_the_trainer(tmp_path):
+def test_encoder_decoder_models_are_referred_to_the_trainer(tmp_path):
     for name, architecture in (("t5", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration")):
         config = {"model_type": name, "architectures": [architecture]}
         (tmp_path / name).mkdir()
@@ -231,18 +227,16 @@ def test_encoder_decoder_models_are_sent_to_the_trainer(tmp_path):
         task_of_model(str(tmp_path / "bart"))
 
 
-def test_name_missing_on_the_hub(monkeypatch):
+def test_unknown_hub_name_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise transformers retries for a minute
     for load in (lambda name: load_model(Task.MASKED_LM, name), load_tokenizer):
-        with pytest.raises(
-            ValueError, match="is not a folder here, and the Hugging Face hub did not provide it"
-        ) as error:
+        with pytest.raises(ValueError, match="the Hugging Face hub did not provide it") as error:
             load("nobody/no-such-model")
-        assert line(error).endswith("check the path")
+        line(error)
 
 
 @pytest.mark.parametrize("package", ["transformers", "peft"])
-def test_packages_that_are_not_installed(package, bert, monkeypatch):
+def test_missing_packages_are_named(package, bert, monkeypatch):
     model = load_model(Task.MASKED_LM, bert)
     monkeypatch.setitem(sys.modules, package, None)
     expected = rf"needs the package {package}; run: pip install 'dpoptim\[train\]'"

@@ -53,7 +53,7 @@ def test_a_run_that_crashed_repeats_its_steps(task, lora_rank, tmp_path):
         label_column="label" if task == "text-classification" else None,
     )  # fmt: skip
     run = tmp_path / "run"
-    with pytest.raises(RuntimeError, match="the power went"):
+    with pytest.raises(RuntimeError, match="the power failed"):
         train(recipe, run, progress=CrashAfter(6 if lora_rank else 5))
     assert resume(run)["reason"] == "finished"
     assert released_count(RunDirectory(run).steps_file) == 8

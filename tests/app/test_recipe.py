@@ -80,7 +80,7 @@ def test_bad_recipe_files_are_refused(tmp_path):
     broken.write_text("model = ")
     with pytest.raises(ValueError, match="is not a TOML file"):
         read_recipe(broken)
-    with pytest.raises(ValueError, match="is a folder; give a TOML file"):
+    with pytest.raises(ValueError, match="cannot be read"):
         read_recipe(tmp_path)
     broken.write_text("epsilon = 1.0")
     with pytest.raises(ValueError, match="model is missing"):
@@ -131,7 +131,7 @@ def test_defaults_are_idempotent():
     assert with_defaults(once, task=Task.MASKED_LM, num_examples=777, device=torch.device("cpu")) == once
 
 
-def test_delta_is_below_a_tenth_of_a_record():
+def test_default_delta_is_at_most_a_tenth_of_one_over_n():
     for count in (8, 9, 10, 11, 999, 1000, 1001, 123_456):
         delta = with_defaults(made(), task=Task.MASKED_LM, num_examples=count, device=torch.device("cpu")).delta
         assert delta is not None

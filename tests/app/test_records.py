@@ -59,7 +59,7 @@ def first_line(error: pytest.ExceptionInfo[ValueError]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet", "saved"])
-def test_tables_of_texts(kind, tmp_path):
+def test_tables_of_texts_keep_every_record(kind, tmp_path):
     path = write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "text": TEXTS, "label": LABELS})
     records = read_records(path)
     assert records.kind is RecordKind.TEXT
@@ -67,13 +67,12 @@ def test_tables_of_texts(kind, tmp_path):
     assert records.label_names == ("maybe", "no", "yes")
     assert records.labels is not None
     assert [records.label_names[i] for i in records.labels] == LABELS
-    assert records.empty == 2
     assert records.source == str(path)
     assert len(records) == 5
 
 
 @pytest.mark.parametrize("kind", ["csv", "saved"])
-def test_single_column_of_strings_is_the_text(kind, tmp_path):
+def test_only_string_column_becomes_the_text(kind, tmp_path):
     path = write(tmp_path, kind, {"number": [1, 2, 3, 4, 5], "words": TEXTS, "score": [0.5, 1.5, 2.0, 2.5, 3.0]})
     records = read_records(path)
     assert list(records.texts) == TEXTS
@@ -82,7 +81,7 @@ def test_single_column_of_strings_is_the_text(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "saved"])
-def test_columns_by_name(kind, tmp_path):
+def test_columns_can_be_named(kind, tmp_path):
     path = write(tmp_path, kind, {"text": LABELS, "body": TEXTS, "grade": [2, 10, 1, 2, 10]})
     records = read_records(path, text_column="body", label_column="grade")
     assert list(records.texts) == TEXTS
@@ -92,7 +91,7 @@ def test_columns_by_name(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "saved"])
-def test_missing_column(kind, tmp_path):
+def test_missing_column_is_refused(kind, tmp_path):
     path = write(tmp_path, kind, {"a": TEXTS, "b": LABELS})
     with pytest.raises(ValueError, match="text_column='body' is not a column; the columns are a, b") as error:
         read_records(path, text_column="body")
@@ -104,40 +103,38 @@ def test_missing_column(kind, tmp_path):
     assert list(read_records(path, label_column="b").texts) == TEXTS
 
 
-def test_lines_of_a_text_file(tmp_path):
+def test_each_line_of_a_text_file_is_a_record(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_text("one\n\n  two  \n\t\nthree", encoding="utf-8")
     assert read_records(path).texts == ["one", "two", "three"]
 
 
-def test_a_folder_of_text_files(tmp_path):
+def test_each_text_file_in_a_folder_is_a_record(tmp_path):
     (tmp_path / "b").mkdir()
     for name, text in {"z.txt": "last\nof all", "a.txt": "first", "b/m.txt": ""}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     records = read_records(tmp_path)
     assert records.texts == ["first", "", "last\nof all"]
-    assert records.empty == 1
 
 
 def test_null_texts_are_empty_records(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "one"}, {"text": None}, {"other": 1}])
     records = read_records(path)
     assert records.texts == ["one", "", ""]
-    assert records.empty == 2
 
 
 @pytest.mark.parametrize("kind", ["csv", "saved"])
 def test_missing_texts_are_refused(kind, tmp_path):
     records = read_records(write(tmp_path, kind, {"id": [3, 1, 4, 1, 5], "body": TEXTS}), text_column="body")
     where = "record 3" if kind == "saved" else rf"'data\.{kind}', record 3"
-    with pytest.raises(ValueError, match=rf"2 of 5 records .* have no 'body' \(first: {where}\); remove them") as error:
+    with pytest.raises(ValueError, match=rf"has 2 records without 'body' \(first: {where}\); remove") as error:
         records.refuse_empty()
     first_line(error)
     records.take([0, 1, 3]).refuse_empty()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
-def test_file_without_permission(name, tmp_path, monkeypatch):
+def test_unreadable_file_is_refused(name, tmp_path, monkeypatch):
     def refuse(*arguments: Any, **named: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -148,14 +145,12 @@ def test_file_without_permission(name, tmp_path, monkeypatch):
     first_line(error)
 
 
-def test_long_csv_field(tmp_path):
-    before = csv.field_size_limit()
+def test_long_csv_fields_are_read(tmp_path):
     path = write_csv(tmp_path / "data.csv", {"text": ["x" * 200_000, "y"]})
     assert len(read_records(path).texts[0]) == 200_000
-    assert csv.field_size_limit() == before
 
 
-def test_a_folder_of_tables_by_split(tmp_path):
+def test_folder_of_tables_is_read_by_split(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data", "parquet", {"text": ["a", "b"]}, "train-00000-of-00002")
     write(tmp_path / "data", "parquet", {"text": ["c"]}, "train-00001-of-00002")
@@ -174,7 +169,7 @@ def test_a_folder_of_tables_by_split(tmp_path):
         read_records(plain)
 
 
-def test_a_saved_dataset_by_split(tmp_path):
+def test_saved_dataset_is_read_by_split(tmp_path):
     parts = {"train": {"text": ["a", "b"], "label": [1, 0]}, "test": {"text": ["c"], "label": [-1]}}
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     datasets.DatasetDict(
@@ -193,7 +188,7 @@ def test_a_saved_dataset_by_split(tmp_path):
         read_records(tmp_path / "saved", split="dev")
 
 
-def test_declared_labels(tmp_path):
+def test_label_names_can_be_declared(tmp_path):
     path = write(tmp_path, "csv", {"text": TEXTS, "label": LABELS})
     records = read_records(path, label_names=["yes", "no", "maybe", "never"])
     assert records.label_names == ("yes", "no", "maybe", "never")
@@ -208,7 +203,7 @@ def test_declared_labels(tmp_path):
         read_records(path, label_names=["yes", "yes"])
 
 
-def test_label_column_without_labels(tmp_path):
+def test_invalid_labels_are_refused_if_they_were_asked_for(tmp_path):
     path = write(tmp_path, "csv", {"text": TEXTS, "label": ["a", "", "b", "a", "b"]})
     assert read_records(path).labels is None
     with pytest.raises(ValueError, match=r"has 1 records without a label \(first: '.*', record 2\); every record"):
@@ -225,7 +220,7 @@ def test_label_column_without_labels(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_tables_of_numbers(kind, tmp_path):
+def test_numeric_columns_become_features(kind, tmp_path):
     path = write(tmp_path, kind, {"age": [30, 50, 70], "kind": ["a", "b", "a"], "dose": [0.5, -1.0, 2.0]})
     records = read_records(path, label_column="kind")
     assert records.kind is RecordKind.TABULAR
@@ -237,7 +232,7 @@ def test_tables_of_numbers(kind, tmp_path):
     np.testing.assert_array_equal(taken.features, np.array([[70, 2], [30, 0.5]], np.float32))
 
 
-def test_bad_tables_of_numbers(tmp_path):
+def test_bad_numeric_tables_are_refused(tmp_path):
     path = write(tmp_path, "csv", {"age": ["30", "", "x"], "label": [0, 1, 0]})
     with pytest.raises(ValueError, match=r"'age' has 2 values that are not finite numbers \(first: '.*', record 2\); "):
         read_records(path, kind=RecordKind.TABULAR)
@@ -250,11 +245,11 @@ def test_bad_tables_of_numbers(tmp_path):
     path = write(tmp_path, "csv", {"label": [1, 2]})
     with pytest.raises(ValueError, match="has no column beside the label"):
         read_records(path, label_column="label")
-    with pytest.raises(ValueError, match="is a table; images are read from folders"):
+    with pytest.raises(ValueError, match="has 0 columns of images; one is needed"):
         read_records(path, kind=RecordKind.IMAGE)
 
 
-def test_a_folder_of_images(tmp_path):
+def test_folders_of_images_are_labels(tmp_path):
     for name, colour in {"dog/b.png": 10, "cat/a.jpg": 20, "dog/a.png": 30}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (5, 4), (colour, 0, 255)).save(tmp_path / name)
@@ -265,10 +260,10 @@ def test_a_folder_of_images(tmp_path):
     assert records.labels is not None
     assert records.labels.tolist() == [0, 1, 1]
     assert [path.name for path in records.take([2]).images] == ["b.png"]
-    with pytest.raises(ValueError, match=r"text_column='text' was given, but .* has no columns; leave it out"):
+    with pytest.raises(ValueError, match="text_column='text' is not a column; the columns are image, label"):
         read_records(tmp_path, text_column="text")
     (tmp_path / "note.txt").write_text("one")
-    with pytest.raises(ValueError, match=r"holds 1 \.txt files, 3 images in folders and 0 tables"):
+    with pytest.raises(ValueError, match=r"holds 0 tables, 1 \.txt files and 3 images in folders"):
         read_records(tmp_path)
     assert len(read_records(tmp_path, kind=RecordKind.IMAGE)) == 3
 
@@ -303,11 +298,9 @@ def test_images_of_a_saved_dataset_are_decoded_lazily(tmp_path):
         ("a.csv", "text,label\n", "has no records; there is nothing to train on"),
         ("a.csv", "", "has no records; there is nothing to train on"),
         ("a.txt", "\n \n", "has no records; there is nothing to train on"),
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
-        ("a.jsonl", '["x"]\n', "line 1 is a JSON list; each line must be an object"),
-        ("a.jsonl", '{"text": 5}\n', "holds int values (first: 'a.jsonl', record 1); choose"),
-        ("a.jsonl", '{"text": "x"}\n\n{"text": secret}\n', "line 3 is not JSON: Expecting value at column 10"),
-        ("a.jsonl", '{"text": "\\q"}\n', "line 1 is not JSON: Invalid \\escape at column 11"),
+        ("a.jsonl", '["x"]\n', "line 1 is not a JSON object"),
+        ("a.jsonl", '{"text": 5}\n', "has 1 values that are not strings (first: 'a.jsonl', record 1); choose"),
+        ("a.jsonl", '{"text": "x"}\n\n{"text": secret}\n', "line 3 is not a JSON object"),
         ("a.csv", 'text,label\n"x\ny",a\n\n"z\n', "record 2 has 1 fields and the header has 2"),
         ("a.csv", "text,label\nx,y\nz\n", "record 2 has 1 fields and the header has 2"),
         ("a.csv", "text,text\nx,y\n", "has the column 'text' more than once"),
@@ -315,7 +308,7 @@ def test_images_of_a_saved_dataset_are_decoded_lazily(tmp_path):
         ("a.docx", "x", "cannot be read; give .jsonl, .csv, .tsv, .parquet, .txt"),
     ],
 )
-def test_broken_files(name, content, line, tmp_path):
+def test_broken_files_are_refused_in_one_line(name, content, line, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         read_records(tmp_path / name)
@@ -324,22 +317,22 @@ def test_broken_files(name, content, line, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["/no/such.csv", "./here", "~/nothing", "missing.jsonl", "missing.txt"])
-def test_a_missing_source(source):
+def test_missing_source_is_refused(source):
     with pytest.raises(ValueError, match="does not exist; check the path"):
         read_records(source)
 
 
-def test_blank_source():
+def test_blank_source_is_refused():
     """An empty path would be the folder one happens to be in."""
     for source in ("", " "):
         with pytest.raises(ValueError, match="is blank"):
             read_records(source)
 
 
-def test_files_that_are_not_utf8(tmp_path):
+def test_files_that_are_not_utf8_are_refused(tmp_path):
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(b'text\n{"text": "\xff\xfe"}\n')
-        with pytest.raises(ValueError, match=r"is not UTF-8; convert the file first|line 1 is not JSON"):
+        with pytest.raises(ValueError, match=r"is not UTF-8; convert the file first"):
             read_records(tmp_path / name)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -348,13 +341,15 @@ def test_files_that_are_not_utf8(tmp_path):
         read_records(folder)
 
 
-def test_an_empty_folder(tmp_path):
-    with pytest.raises(ValueError, match="is a folder without tables") as error:
+def test_empty_folder_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"holds 0 tables, 0 \.txt files and 0 images in folders \(CLASS/\*\.png\); give a folder"
+    ) as error:
         read_records(tmp_path)
     first_line(error)
 
 
-def test_dataset_missing_on_the_hub(monkeypatch):
+def test_missing_hub_dataset_is_refused(monkeypatch):
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ConnectionError("cannot reach the hub\nwith much advice")
 
@@ -364,7 +359,7 @@ def test_dataset_missing_on_the_hub(monkeypatch):
     assert first_line(error).endswith("(cannot reach the hub)")
 
 
-def test_a_dataset_of_the_hub(monkeypatch):
+def test_hub_dataset_is_loaded_by_name_and_split(monkeypatch):
     asked: list[Any] = []
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -383,7 +378,7 @@ def test_a_dataset_of_the_hub(monkeypatch):
         ("datasets", "some/name", "needs the package datasets; run: pip install 'dpoptim[data]'"),
     ],
 )
-def test_packages_that_are_not_installed(missing, source, line, tmp_path, monkeypatch):
+def test_missing_packages_are_named(missing, source, line, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -419,7 +414,7 @@ def test_hidden_files_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     "names", [["train.csv", "train.jsonl"], ["train-0.csv", "train_backup/a.csv"], ["train/a.csv", "train_old/a.csv"]]
 )
-def test_folder_that_may_repeat_records(names, tmp_path):
+def test_folder_that_may_repeat_records_is_refused(names, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n' if name.endswith("jsonl") else "text\na\n")
@@ -427,8 +422,8 @@ def test_folder_that_may_repeat_records(names, tmp_path):
         read_records(tmp_path)
 
 
-def test_records_are_located_across_files(tmp_path):
+def test_errors_name_the_file_of_a_record(tmp_path):
     for name, texts in (("a.csv", ["x", "y"]), ("b.csv", ["z", ""])):
         write_csv(tmp_path / name, {"text": texts, "id": [1] * len(texts)})
-    with pytest.raises(ValueError, match=r"1 of 4 records of .* have no 'text' \(first: 'b\.csv', record 2\)"):
+    with pytest.raises(ValueError, match=r"has 1 records without 'text' \(first: 'b\.csv', record 2\)"):
         read_records(tmp_path).refuse_empty()

@@ -124,7 +124,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]
 
 
-def test_a_run_whose_first_checkpoint_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_first_checkpoint_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(state, path):
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 640 vs 534")
 
@@ -164,7 +164,7 @@ def test_missing_or_changed_files_are_named(tmp_path):
         resume(tmp_path / "run")
 
 
-def test_the_key_is_in_its_own_file_alone(trained_run):
+def test_key_is_only_in_its_own_file(trained_run):
     secret = RunDirectory(trained_run).key_file.read_bytes()
     others = [path for path in trained_run.rglob("*") if path.is_file()]
     assert len(others) >= 7
@@ -174,10 +174,10 @@ def test_the_key_is_in_its_own_file_alone(trained_run):
         assert secret.hex().encode() not in content
 
 
-def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path, monkeypatch):
-    """It comes while the loop makes up its mind about the checkpoint."""
+def test_ctrl_c_at_any_moment_saves_the_last_step(tmp_path, monkeypatch):
+    """The signal arrives while the loop decides whether to save."""
 
-    class Wish:
+    class Stop:
         asked = 0
 
         @property
@@ -185,14 +185,14 @@ def test_ctrl_c_at_any_moment_of_a_step_leaves_a_checkpoint_of_the_last(tmp_path
             self.asked += 1
             return signal.SIGINT if self.asked >= 4 else None
 
-    monkeypatch.setattr("dpoptim.app.runs.run.stopping_between_steps", lambda: contextlib.nullcontext(Wish()))
+    monkeypatch.setattr("dpoptim.app.runs.run.stopping_between_steps", lambda: contextlib.nullcontext(Stop()))
     summary = train(rows_recipe(tmp_path, checkpoint_every=100), tmp_path / "run")
     assert summary["reason"] == "interrupted"
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{summary['step']:06d}"
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_process(tmp_path):
+def test_ctrl_c_stops_a_process_with_a_checkpoint(tmp_path):
     """SIGINT to a running `dpoptim train`: exit 130, a checkpoint, and the command that resumes it."""
     recipe = rows_recipe(tmp_path, steps=100_000, epsilon=None, noise_multiplier=1.0, evaluate_every=100_000)
     file = tmp_path / "recipe.toml"

@@ -29,9 +29,9 @@ from tests.app.runs import (
 
 
 def crashed(folder: Path, *, at: int = 7, **changes: Any) -> Path:
-    """A run of 9 steps with checkpoints at 0 and 5 whose power went after step `at`."""
+    """A run of 9 steps with checkpoints at 0 and 5 that crashed after step `at`."""
     recipe = rows_recipe(folder, **{"steps": 9, "checkpoint_every": 5, "evaluate_every": 9, **changes})
-    with pytest.raises(RuntimeError, match="the power went"):
+    with pytest.raises(RuntimeError, match="the power failed"):
         train(recipe, folder / "run", progress=CrashAfter(at))
     return folder / "run"
 
@@ -112,7 +112,7 @@ def test_an_edited_plan_is_refused(run):
     file.write_text(before)
 
 
-def test_settings_that_change_no_release_may_change(tmp_path):
+def test_settings_that_affect_no_release_may_change(tmp_path):
     directory = crashed(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "rows.csv").rename(tmp_path / "elsewhere" / "same.csv")
@@ -146,7 +146,7 @@ def test_steps_with_different_gradients_are_not_repeated(tmp_path, monkeypatch):
     assert resume(directory)["reason"] == "finished", "unchanged, it resumes"
 
 
-def test_a_run_resumes_on_a_different_machine_where_no_step_is_repeated(tmp_path, monkeypatch):
+def test_run_resumes_on_a_different_machine_if_no_step_is_repeated(tmp_path, monkeypatch):
     directory = tmp_path / "run"
     train(rows_recipe(tmp_path, steps=9, checkpoint_every=99), directory, progress=StopAfter(5))
     assert released(directory) == 5
@@ -171,7 +171,7 @@ EDITS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("how", EDITS)
-def test_an_edited_checkpoint_releases_no_step_again(how, run, tmp_path, monkeypatch):
+def test_edited_checkpoint_cannot_repeat_a_step(how, run, tmp_path, monkeypatch):
     """Files are not authenticated: the ledger compares what a step would release."""
     change, error = EDITS[how]
     shutil.copytree(run.parent, tmp_path, dirs_exist_ok=True)
@@ -201,7 +201,7 @@ def test_an_older_checkpoint_repeats_the_same_run(tmp_path):
     assert released(tmp_path / "run") == 9
 
 
-def test_a_run_without_its_checkpoints_does_not_start_over(tmp_path):
+def test_run_without_checkpoints_does_not_start_over(tmp_path):
     """With a new run_id the steps would have new noise, on top of those that were released."""
     directory = crashed(tmp_path)
     shutil.rmtree(directory / "checkpoints")
@@ -211,7 +211,7 @@ def test_a_run_without_its_checkpoints_does_not_start_over(tmp_path):
     assert released(directory) == 7
 
 
-def test_the_disk_has_a_step_before_its_noise_is_made(tmp_path, monkeypatch):
+def test_step_is_on_disk_before_its_noise_is_drawn(tmp_path, monkeypatch):
     counts: list[tuple[int, int]] = []
     add_noise = PrivateMechanism._add_noise
 

@@ -64,7 +64,7 @@ def test_recipe_and_plan_agree(finished):
     assert recipe.label_names == ("no", "yes")
 
 
-def test_log_of_a_run(finished):
+def test_log_holds_steps_scores_and_times(finished):
     place, _ = finished
     entries = log_of(place.path)
     kinds = [entry["kind"] for entry in entries]
@@ -125,7 +125,7 @@ def test_language_model_with_default_settings(tmp_path):
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) > 50
 
 
-def test_lora_and_bf16(tmp_path):
+def test_lora_trains_in_bf16(tmp_path):
     recipe = Recipe(
         model=write_bert(tmp_path / "bert"), data=write_texts(tmp_path / "texts.jsonl"), noise_multiplier=0.5,
         lora_rank=2, dtype="bf16", steps=2, batch_size=8, validation_fraction=0.0, noise="independent",
@@ -181,7 +181,7 @@ def test_copies_of_the_training_data_are_refused(tmp_path):
         with pytest.raises(ValueError, match=why):
             prepare_run(rows_recipe(tmp_path, data=str(data), validation_data=str(validation)))
     found = prepare_run(rows_recipe(tmp_path, data=str(folder / "rows.csv"), validation_data=str(folder / "more.csv")))
-    assert (found.shared_records, [note for note in found.notes if "also training records" in note]) == (0, [])
+    assert found.notes == []
 
 
 def test_equal_rows_of_small_tables_are_allowed(tmp_path):
@@ -192,7 +192,7 @@ def test_equal_rows_of_small_tables_are_allowed(tmp_path):
     recipe = rows_recipe(tmp_path).replace(data=str(tmp_path / "rows.csv"))
     (tmp_path / "rows.csv").write_text("\n".join(["a,b,c,label", *rows[:100]]) + "\n")
     found = prepare_run(recipe.replace(validation_data=str(tmp_path / "other.csv")))
-    assert found.shared_records == 40
+    assert "40 of the 40 records of validation_data are also training records" in found.notes[0]
 
 
 def test_records_in_both_sources_are_counted(tmp_path):
@@ -201,10 +201,7 @@ def test_records_in_both_sources_are_counted(tmp_path):
     flipped = lines[7].replace("yes", "no") if lines[7].endswith("yes") else lines[7].replace("no", "yes")
     (tmp_path / "other.csv").write_text("\n".join([header, lines[3], flipped, "9,9,9,yes"]) + "\n")
     setup = prepare_run(rows_recipe(tmp_path, data=rows, validation_data=str(tmp_path / "other.csv")))
-    assert setup.shared_records == 2
-    assert any(
-        note.startswith("2 of the 3 records of validation_data are also training records") for note in setup.notes
-    )
+    assert setup.notes[0].startswith("2 of the 3 records of validation_data are also training records")
     train(setup.recipe.replace(steps=2), tmp_path / "run")
     written = "".join(path.read_text() for path in (tmp_path / "run").glob("*.json*"))
     assert "shared" not in written, "the number reveals single records: it is printed, not written"
@@ -221,14 +218,14 @@ def test_records_in_both_sources_are_counted(tmp_path):
         ("cuda:-1", 1, "auto, cpu"),
     ],
 )
-def test_missing_device(name, count, use, monkeypatch):
+def test_missing_device_is_refused(name, count, use, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     with pytest.raises(ValueError, match=f"^device='{name}' is not available here; use {use}"):
         chosen_device(name)
 
 
-def test_available_device(monkeypatch):
+def test_available_device_is_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("cuda", "cuda:0", "cuda:1", "cpu"):
@@ -332,7 +329,7 @@ def test_tensorboard_has_each_step_once(tmp_path, monkeypatch):
     resume(tmp_path / "run")
     entries = log_of(tmp_path / "run")
     assert [step for name, _, step in written if name == "run/epsilon"] == [1, 2, 3, 4, 5], "one version of each step"
-    assert not (tmp_path / "run" / "tensorboard").exists(), "what was written of the later steps is gone"
+    assert not (tmp_path / "run" / "tensorboard").exists(), "events of later steps are removed"
     last = [entry for entry in entries if entry["kind"] == "step"][-1]
     assert ("released/gradient_norm", last["released"]["gradient_norm"], 5) in written
     assert ("run/epsilon", last["epsilon"], 5) in written

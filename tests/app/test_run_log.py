@@ -13,10 +13,10 @@ from tests.app.report_runs import records, write_run
 @pytest.fixture
 def log(tmp_path):
     path = tmp_path / "log.jsonl"
-    with RunLog(path) as writer:
-        writer.write("start", model="größer\u2028\x85mehr")  # splitlines() would end lines here
-        for step in (1, 2, 3):
-            writer.write("step", step=step, seconds=0.5)
+    writer = RunLog(path)
+    writer.write("start", model="größer\u2028\x85mehr")  # splitlines() would end lines here
+    for step in (1, 2, 3):
+        writer.write("step", step=step, seconds=0.5)
     return path
 
 
@@ -24,11 +24,11 @@ def test_written_entries_are_read(log):
     entries = read_log(log)
     assert [entry["kind"] for entry in entries] == ["start", "step", "step", "step"]
     assert entries[0]["model"] == "größer\u2028\x85mehr"
-    assert [line.place for line in log_lines(log)] == [1, 2, 3, 4]
+    assert log_lines(log) == entries
 
 
 @pytest.mark.parametrize("rest", [b'{"kind": "st', '{"kind": "ä'.encode()[:-1], b"rubbish\n"])
-def test_last_line_that_was_cut_off_is_left_out(log, rest):
+def test_truncated_last_line_is_ignored(log, rest):
     complete = read_log(log)
     log.write_bytes(log.read_bytes() + rest)
     assert read_log(log) == complete
@@ -63,7 +63,7 @@ def test_history_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "plan.json", "statement.txt"])
-def test_incomplete_runs_are_refused_with_the_name_of_the_file(name, tmp_path):
+def test_missing_or_broken_file_of_a_run_is_named(name, tmp_path):
     file = write_run(tmp_path / "run", records()) / name
     if name != "statement.txt":
         file.write_text("{")

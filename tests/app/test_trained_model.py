@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[Path], str], Callable[[Path], str], dict[str, A
 @pytest.mark.parametrize(
     "case", [case if case == "lora-classification" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
+def test_loaded_model_reproduces_the_scores_of_the_run(tmp_path, case):
     write_model, write_data, settings = CASES[case]
     recipe = Recipe(
         model=write_model(tmp_path / "base"),
@@ -92,7 +92,7 @@ def test_the_loaded_model_has_the_scores_of_the_run(tmp_path, case):
         assert all(parameter.requires_grad for parameter in setup.model.parameters())
 
 
-def test_a_built_in_model_is_loaded_with_its_sizes(trained_run):
+def test_built_in_model_is_loaded_with_its_sizes(trained_run):
     model = load_trained(trained_run)
     assert model(torch.zeros(5, 3)).shape == (5, 2)
     saved = torch.load(trained_run / "model" / "model.pt", weights_only=True)
@@ -107,6 +107,6 @@ def test_missing_model_is_refused(tmp_path):
         load_trained(tmp_path)
 
 
-def test_lora_of_new_weights_is_refused():
+def test_lora_with_new_weights_is_refused():
     with pytest.raises(ValueError, match="from_scratch=true and lora_rank=2"):
         Recipe(model="m", data="d", epsilon=1.0, lora_rank=2, from_scratch=True)

@@ -98,7 +98,7 @@ def masked_models(vocabulary: int) -> dict[str, nn.Module]:
 
 
 def causal_models(vocabulary: int) -> dict[str, nn.Module]:
-    """Causal language models: tied, not tied, and one that does something to its logits."""
+    """Causal language models: tied, untied, and one that caps its logits."""
     torch.manual_seed(1)
     sizes = dict(
         vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

@@ -313,7 +313,7 @@ def test_mistakes_print_one_line(capsys, tmp_path, monkeypatch, change, words):
         ("-5", "is neither a number of parameters, such as 4.4M, nor"),
         ("mlp", "depends on the columns of the data; give a number"),
         ("./missing", "does not exist"),
-        ("empty", "'empty' is a folder without config.json"),
+        ("empty", "config.json"),
         ("broken", "'broken' cannot be loaded"),
         ("nobody/no-such-model", "is not a folder here, and the Hugging Face hub did not provide it"),
         ("9/no-such-model", "hub did not provide it"),

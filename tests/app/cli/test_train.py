@@ -147,7 +147,7 @@ def test_missing_settings_are_named(base, capsys):
     for arguments, words in (
         (["--data", "rows.csv", "--epsilon", "1"], "model is missing; add --model"),
         (["--model", "mlp", "--data", "rows.csv"], "epsilon is missing"),
-        ([".", "--epsilon", "1"], "is a folder; give a TOML file"),
+        ([".", "--epsilon", "1"], "Is a directory"),
         (["rows.csv", "--epsilon", "1"], "rows.csv"),
         (["recipe.toml"], "does not exist"),
         (["--resume", "."], "not a run directory"),

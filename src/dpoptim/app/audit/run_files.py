@@ -38,7 +38,7 @@ def audit_folder(folder: Path) -> tuple[PrivacyPlan, Recipe, list[Check]]:
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{run.plan_file} is not the plan of a run ({type(error).__name__}); restore it") from None
     key_answer, key = _key(run)
-    log = [line.entry for line in log_lines(run.log_file)] if run.log_file.is_file() else None
+    log = log_lines(run.log_file) if run.log_file.is_file() else None
     answers = {
         "a second accountant agrees": _second_opinion(plan),
         "the plan matches the recipe": _recipe(recipe, plan),

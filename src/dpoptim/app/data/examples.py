@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dpoptim.app.data.masking import record_hash, target_counts
+from dpoptim.app.data.records import Records
 from dpoptim.data import pad_to_bucket
 from dpoptim.integrations.optional import require
 from dpoptim.integrations.token_losses import IGNORED
 
+MASK_FRACTION = 0.15  # of the tokens of a text, as in BERT
 Batch = dict[str, Tensor]
 """What a model and its loss get: tensors with the examples on their first axis."""
 
@@ -39,26 +42,19 @@ class TensorExample(NamedTuple):
 class TokenDataset(Dataset[TextExample]):
     """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`.
 
-    A chunk holds the tokens of some texts in one array, and the number of tokens of each text.
-
-    >>> dataset = TokenDataset([(np.array([5, 6, 7]), np.array([2, 0, 1]))], None, filler=0)
+    >>> dataset = TokenDataset([[5, 6], [], [7]], None, filler=0)
     >>> [example.tokens.tolist() for example in dataset], dataset.lengths
     ([[5, 6], [0], [7]], array([2, 1, 1]))
     """
 
-    def __init__(
-        self,
-        chunks: Iterable[tuple[NDArray[Any], NDArray[np.int64]]],
-        labels: NDArray[np.int64] | None,
-        *,
-        filler: int,
-    ) -> None:
-        tokens, counts = zip(*chunks, strict=True)
-        own = np.concatenate(counts).astype(np.int64)
-        self._empty, self._labels = own == 0, labels
-        ends = np.cumsum(own)
-        self._tokens = np.insert(np.concatenate(tokens).astype(np.int32), ends[self._empty], filler)
-        self.lengths = np.maximum(own, 1)
+    def __init__(self, texts: Iterable[Sequence[int]], labels: NDArray[np.int64] | None, *, filler: int) -> None:
+        tokens, counts = array.array("i"), array.array("q")
+        for text in texts:
+            tokens.extend(text or [filler])
+            counts.append(len(text))
+        self._tokens, self._labels = np.frombuffer(tokens, np.int32), labels
+        self._empty = np.frombuffer(counts, np.int64) == 0
+        self.lengths = np.maximum(np.frombuffer(counts, np.int64), 1)
         self._ends = np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -75,8 +71,8 @@ class TokenDataset(Dataset[TextExample]):
 class RowDataset(Dataset[TensorExample]):
     """Rows of numbers, each with a label."""
 
-    def __init__(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
-        self._features, self._labels = torch.from_numpy(features), labels
+    def __init__(self, records: Records) -> None:
+        self._features, self._labels = torch.from_numpy(records.contents), np.asarray(records.labels)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -88,18 +84,10 @@ class RowDataset(Dataset[TensorExample]):
 class ImageDataset(Dataset[TensorExample]):
     """Images, opened when needed: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
 
-    def __init__(
-        self,
-        images: Sequence[Any],
-        labels: NDArray[np.int64],
-        *,
-        size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-    ) -> None:
+    def __init__(self, records: Records, *, size: int, mean: Sequence[float], std: Sequence[float]) -> None:
         require("PIL.Image", "reading images")
-        self._images, self._labels, self._size = images, labels, size
-        self._mean, self._std = torch.tensor(list(mean))[:, None, None], torch.tensor(list(std))[:, None, None]
+        self._images, self._labels, self._size = records.images, np.asarray(records.labels), size
+        self._mean, self._std = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -108,50 +96,43 @@ class ImageDataset(Dataset[TensorExample]):
         pillow = require("PIL.Image", "reading images")
         image = self._images[index]
         try:
-            if not isinstance(image, pillow.Image):
-                with pillow.open(image) as file:
-                    image = file.convert("RGB")
-            pixels = np.array(
-                image.convert("RGB").resize((self._size, self._size), pillow.Resampling.BILINEAR), dtype=np.float32
-            )
+            with image if isinstance(image, pillow.Image) else pillow.open(image) as opened:
+                resized = opened.convert("RGB").resize((self._size, self._size), pillow.Resampling.BILINEAR)
         except OSError as error:
             raise ValueError(f"{image} is not a readable image ({error}); fix or remove it before training") from error
-        values = torch.from_numpy(pixels).permute(2, 0, 1) / 255
+        values = torch.from_numpy(np.array(resized, dtype=np.float32)).permute(2, 0, 1) / 255
         return TensorExample((values - self._mean) / self._std, int(self._labels[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padding:
+class _PaddedCollate:
     """Pads texts on the right to a multiple of `bucket`, at most to `max_length`."""
 
     pad_id: int
     bucket: int
     max_length: int
 
-    def __call__(self, rows: Sequence[Any], value: int) -> Tensor:
+    def _pad(self, rows: Sequence[Any], value: int) -> Tensor:
         return pad_to_bucket(rows, value=value, bucket=self.bucket)[:, : self.max_length]
 
-    def tokens(self, examples: Sequence[TextExample]) -> Batch:
-        """input_ids and attention_mask."""
-        ids = self([example.tokens for example in examples], self.pad_id)
+    def _tokens(self, examples: Sequence[TextExample]) -> Batch:
+        ids = self._pad([example.tokens for example in examples], self.pad_id)
         lengths = torch.tensor([len(example.tokens) for example in examples])
         return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedCollate:
+class MaskedCollate(_PaddedCollate):
     """Makes input_ids (not masked yet), attention_mask, maskable, is_target [examples, most targets], record (hash)."""
 
-    padding: Padding
     special_ids: tuple[int, ...]
-    mask_fraction: float
 
     def __call__(self, examples: Sequence[TextExample]) -> Batch:
-        batch = self.padding.tokens(examples)
+        batch = self._tokens(examples)
         has_text = torch.tensor([not example.is_empty for example in examples])[:, None]
         special = torch.isin(batch["input_ids"], torch.tensor(self.special_ids))
         maskable = batch["attention_mask"].bool() & has_text & ~special
-        counts = target_counts(maskable.sum(1).numpy(), self.mask_fraction)
+        counts = target_counts(maskable.sum(1).numpy(), MASK_FRACTION)
         return {
             **batch,
             "maskable": maskable,
@@ -160,35 +141,22 @@ class MaskedCollate:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CausalCollate:
+class CausalCollate(_PaddedCollate):
     """Makes input_ids, attention_mask and labels: at each position the next token, IGNORED after the last."""
-
-    padding: Padding
 
     def __call__(self, examples: Sequence[TextExample]) -> Batch:
         following = [np.append(example.tokens[1:], np.int32(IGNORED)) for example in examples]
-        return {**self.padding.tokens(examples), "labels": self.padding(following, IGNORED)}
+        return {**self._tokens(examples), "labels": self._pad(following, IGNORED)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextCollate:
+class TextCollate(_PaddedCollate):
     """Makes input_ids, attention_mask and labels [examples]."""
 
-    padding: Padding
-
     def __call__(self, examples: Sequence[TextExample]) -> Batch:
-        return {**self.padding.tokens(examples), "labels": torch.tensor([example.label for example in examples])}
+        return {**self._tokens(examples), "labels": torch.tensor([example.label for example in examples])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorCollate:
-    """Makes the values under the model's name for them, and labels [examples]."""
-
-    name: str
-
-    def __call__(self, examples: Sequence[TensorExample]) -> Batch:
-        return {
-            self.name: torch.stack([example.values for example in examples]),
-            "labels": torch.tensor([example.label for example in examples]),
-        }
+def collate_tensors(examples: Sequence[TensorExample], *, name: str) -> Batch:
+    """Make the values under the model's name for them, and labels [examples]."""
+    values, labels = zip(*examples, strict=True)
+    return {name: torch.stack(values), "labels": torch.tensor(labels)}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import csv
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpoptim.integrations.optional import first_line, require
 
-Columns = dict[str, Sequence[Any]]
+Columns = Mapping[str, Sequence[Any]]
 Locate = Callable[[int], str]
-"""Where the record of an index is, for errors."""
+"""Describes the place of a record, by its index, for errors."""
 
 TABLE_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -26,7 +29,7 @@ def record_number(index: int) -> str:
 
 
 def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
-    """Read tables with the same columns, one after the other; return the columns, and what names a record by index."""
+    """Read tables with the same columns one after the other; also return a function that names a record's file."""
     tables = [_read_table(path) for path in files]
     for path, table in zip(files, tables, strict=True):
         if set(table) != set(tables[0]):
@@ -36,20 +39,18 @@ def read_tables(files: Sequence[Path]) -> tuple[Columns, Locate]:
             )
     columns: Columns = {name: [value for table in tables for value in table[name]] for name in tables[0]}
     counts = [len(next(iter(table.values()), ())) for table in tables]
+    ends = list(itertools.accumulate(counts))
 
     def locate(index: int) -> str:
-        for path, count in zip(files, counts, strict=True):
-            if index < count:
-                return f"{path.name!r}, {record_number(index)}"
-            index -= count
-        raise IndexError(index)
+        place = bisect.bisect_right(ends, index)
+        return f"{files[place].name!r}, {record_number(index - ends[place] + counts[place])}"
 
     return columns, locate
 
 
 def table_files(folder: Path, split: str) -> list[Path]:
     """The tables in and below a folder whose name, or that of a folder above, begins with `split`; all if none does."""
-    files = [path for path in _visible(folder) if path.suffix.lower() in TABLE_SUFFIXES]
+    files = files_below(folder, TABLE_SUFFIXES)
     parts = {path: [part.lower() for part in path.relative_to(folder).parts] for path in files}
     own = [path for path in files if any(part.startswith(split.lower()) for part in parts[path])]
     others = [path for path in files if any(part.startswith(_SPLITS) for part in parts[path])]
@@ -65,40 +66,31 @@ def table_files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank."""
-    with _readable(path), path.open(encoding="utf-8") as file:
-        return [text for line in file if (text := line.strip())]
-
-
-def text_files(folder: Path) -> list[Path]:
-    """The .txt files in a folder and below it, sorted by name."""
-    return [path for path in _visible(folder) if path.suffix == ".txt"]
-
-
-def read_text(path: Path) -> str:
-    """The whole file as one text."""
-    with _readable(path):
-        return path.read_text(encoding="utf-8")
-
-
-def image_files(folder: Path) -> list[tuple[Path, str]]:
+def image_files(folder: Path) -> dict[Path, str]:
     """Every image folder/CLASS/… with its class, sorted by class and name."""
-    return [
-        (path, kind.name)
-        for kind in sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
-        for path in _visible(kind)
-        if path.suffix.lower() in IMAGE_SUFFIXES
-    ]
+    found = files_below(folder, IMAGE_SUFFIXES)
+    return {path: path.relative_to(folder).parts[0] for path in found if path.parent != folder}
 
 
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of a `datasets.Dataset` or `DatasetDict` wrote this folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files below a folder, sorted; hidden files are copies that editors and systems keep, not records."""
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in suffixes]
+    return [path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts)]
 
 
-def load_saved_dataset(folder: Path, split: str) -> Any:
-    """Load the `datasets.Dataset` in a folder, or the part `split` of a `DatasetDict`."""
+def read_text(path: Path, newline: str | None = None) -> str:
+    """The whole file as one text."""
+    try:
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
+    except UnicodeDecodeError:  # its own message quotes the record
+        raise ValueError(f"data {str(path)!r} is not UTF-8; convert the file first") from None
+    except PermissionError as error:
+        raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error
+
+
+def load_saved_dataset(folder: Path, split: str) -> Columns:
+    """The columns of the `datasets.Dataset` in a folder, or of the part `split` of a `DatasetDict`."""
     datasets = require("datasets", f"reading the saved dataset {folder}")
     try:
         found = datasets.load_from_disk(str(folder))
@@ -107,19 +99,21 @@ def load_saved_dataset(folder: Path, split: str) -> Any:
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"split={split!r} is not in {str(folder)!r}, which has {', '.join(found)}")
-        return found[split]
-    return found
+        found = found[split]
+    return {name: HubColumn(found, name) for name in found.column_names}
 
 
-def load_hub_dataset(name: str, split: str) -> Any:
-    """Load the dataset `name` or `name:configuration` from the Hugging Face hub or its local cache."""
-    missing = f"data {name!r} is not a file or folder here"
-    datasets = require("datasets", f"{missing}, and reading it from the Hugging Face hub")
+def load_hub_dataset(name: str, split: str) -> Columns:
+    """The columns of the dataset `name` or `name:configuration` on the Hugging Face hub or in its local cache."""
+    datasets = require("datasets", f"reading data {name!r}, which is not a file or folder here,")
     path, _, configuration = name.partition(":")
     try:
-        return datasets.load_dataset(path, configuration or None, split=split)
+        found = datasets.load_dataset(path, configuration or None, split=split)
     except Exception as error:  # the hub, the network and the dataset's own files fail in many ways
-        raise ValueError(f"{missing}, and the Hugging Face hub did not provide it ({first_line(error)})") from error
+        raise ValueError(
+            f"data {name!r} is not a file or folder, and the Hugging Face hub did not provide it ({first_line(error)})"
+        ) from error
+    return {name: HubColumn(found, name) for name in found.column_names}
 
 
 class HubColumn(Sequence[Any]):
@@ -143,41 +137,27 @@ class HubColumn(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index][self._name]
 
-    def take(self, indices: Sequence[int]) -> HubColumn:
+    def take(self, indices: Iterable[int]) -> HubColumn:
         """The entries at these places."""
         return HubColumn(self._dataset.select(indices), self._name)
 
 
-def _visible(folder: Path) -> list[Path]:
-    """Everything below a folder, sorted; hidden files are copies that editors and systems keep, not records."""
-    return [path for path in sorted(folder.rglob("*")) if not any(p[0] == "." for p in path.relative_to(folder).parts)]
-
-
 def _read_table(path: Path) -> Columns:
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        return _read_parquet(path)
-    return _read_jsonl(path) if suffix == ".jsonl" else _read_csv(path)
+    readers = {".jsonl": _read_jsonl, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if path.suffix.lower() not in readers:
+        raise ValueError(f"data {str(path)!r} cannot be read; give {', '.join(readers)}, .txt or a folder")
+    return readers[path.suffix.lower()](path)
 
 
 def _read_jsonl(path: Path) -> Columns:
     rows: list[dict[str, Any]] = []
-    with _readable(path), path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            row = None
+            with contextlib.suppress(json.JSONDecodeError):  # its message may quote the record
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                reason = error.msg.partition(":")[0]  # the rest may quote the record
-                raise ValueError(
-                    f"data {str(path)!r}, line {number} is not JSON: {reason} at column {error.colno}"
-                ) from None
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"data {str(path)!r}, line {number} is a JSON {type(row).__name__}; each line must be an object "
-                    'such as {"text": "…"}'
-                )
+                raise ValueError(f'data {str(path)!r}, line {number} is not a JSON object such as {{"text": "…"}}')
             rows.append(row)
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
 
@@ -185,14 +165,14 @@ def _read_jsonl(path: Path) -> Columns:
 def _read_csv(path: Path) -> Columns:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 131,072 characters
-    with _readable(path), path.open(encoding="utf-8-sig", newline="") as file:
-        try:
-            header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
-        except csv.Error as error:
-            raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
-    repeated = sorted({name for name in header if header.count(name) > 1})
-    if repeated:
-        raise ValueError(f"data {str(path)!r} has the column {repeated[0]!r} more than once; rename one")
+    file = io.StringIO(read_text(path, newline=""), newline="")
+    try:
+        header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
+    except csv.Error as error:
+        raise ValueError(f"data {str(path)!r} is not a readable table: {first_line(error)}") from error
+    repeated = next((name for name in header if header.count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"data {str(path)!r} has the column {repeated!r} more than once; rename one")
     for index, row in enumerate(rows):
         if len(row) != len(header):
             raise ValueError(
@@ -208,13 +188,3 @@ def _read_parquet(path: Path) -> Columns:
         return dict(parquet.read_table(path).to_pydict())
     except Exception as error:
         raise ValueError(f"data {str(path)!r} is not a readable parquet file: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError:  # its own message quotes the record
-        raise ValueError(f"data {str(path)!r} is not UTF-8; convert the file first") from None
-    except PermissionError as error:
-        raise ValueError(f"data {str(path)!r} cannot be read by this user; change its mode, or give a copy") from error

@@ -1,15 +1,14 @@
 """Private records: texts, images or rows of numbers, with labels.
 
-A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record and is counted. A
-blank line is not a record, and hidden files are not read. Anything computed over all private records is not private, so
-features are not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to all.
+A record is the unit of privacy, so reading drops none and merges none: an empty text stays a record. A blank line is
+not a record, and hidden files are not read. Anything computed over all private records is not private, so features are
+not normalized. Label names are PUBLIC BY DECLARATION: those found in the data are treated as known to everyone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,9 @@ class RecordKind(enum.Enum):
     TABULAR = "tabular"
 
 
+_FIELDS = {RecordKind.TEXT: "texts", RecordKind.IMAGE: "images", RecordKind.TABULAR: "features"}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Records:
     """Records of one kind in the order of their source, each with a label if there are labels.
@@ -46,7 +48,7 @@ class Records:
     feature_names: tuple[str, ...] = ()
     labels: NDArray[np.int64] | None = None  # [records]
     label_names: tuple[str, ...] = ()
-    text_column: str | None = None  # the table's column that the texts were read from
+    text_column: str | None = None  # the column that the texts were read from, if there was a choice
     locate: Locate = readers.record_number
 
     def __post_init__(self) -> None:
@@ -56,26 +58,18 @@ class Records:
             raise ValueError(f"labels has {len(self.labels)} entries for {len(self)} records; give one per record")
 
     def __len__(self) -> int:
-        if self.kind is RecordKind.TEXT:
-            return len(self.texts)
-        if self.kind is RecordKind.IMAGE:
-            return len(self.images)
-        return 0 if self.features is None else len(self.features)
+        return len(self.contents)
 
-    @functools.cached_property
-    def empty(self) -> int:
-        """The number of blank texts."""
-        return sum(not text.strip() for text in self.texts)
+    @property
+    def contents(self) -> Any:
+        """The texts, the images or the features."""
+        return getattr(self, _FIELDS[self.kind])
 
     def refuse_empty(self) -> None:
         """Raise a ValueError if texts are missing: they would count as records and teach nothing."""
-        if self.empty:
-            first = next(index for index, text in enumerate(self.texts) if not text.strip())
-            what = "text" if self.text_column is None else repr(self.text_column)
-            raise ValueError(
-                f"{self.empty} of {len(self)} records of data {self.source!r} have no {what} (first: "
-                f"{self.locate(first)}); remove them"
-            )
+        wrong = [index for index, text in enumerate(self.texts) if not text.strip()]
+        what = "text" if self.text_column is None else repr(self.text_column)
+        _refuse(wrong, self.locate, f"data {self.source!r}", f"records without {what}", "remove them")
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Records:
         """The records at these places, in this order; use it to hold some out before training.
@@ -84,17 +78,14 @@ class Records:
         ['three', 'one']
         """
         chosen = np.asarray(indices, dtype=np.int64)
-        texts = [self.texts[i] for i in chosen] if self.kind is RecordKind.TEXT else []
-        images = self.images
-        if isinstance(images, HubColumn):
-            images = images.take(chosen.tolist())  # without decoding one
-        elif images:
-            images = [images[i] for i in chosen]
+        contents = self.contents
+        if isinstance(contents, np.ndarray):
+            contents = contents[chosen]
+        else:
+            contents = contents.take(chosen) if isinstance(contents, HubColumn) else [contents[i] for i in chosen]
         return dataclasses.replace(
             self,
-            texts=texts,
-            images=images,
-            features=None if self.features is None else self.features[chosen],
+            **{_FIELDS[self.kind]: contents},
             labels=None if self.labels is None else self.labels[chosen],
             locate=lambda index: self.locate(int(chosen[index])),
         )
@@ -131,7 +122,7 @@ def read_records(
         label_names: The labels in their order. Give those of the training records when reading evaluation records.
 
     Returns:
-        Every record of the source, once and in order. Blank and null texts are kept and counted in `.empty`.
+        Every record of the source, once and in order. Blank and null texts are kept as empty texts.
 
     Raises:
         ValueError: The source is missing, empty or broken, or a column, label or feature is missing.
@@ -143,150 +134,148 @@ def read_records(
     ...     _ = file.write("text,label\\nfine,good\\n,bad\\n")
     ...     file.flush()
     ...     found = read_records(file.name)
-    >>> found.texts, found.labels, found.label_names, found.empty
-    (['fine', ''], array([1, 0]), ('bad', 'good'), 1)
+    >>> found.texts, found.labels, found.label_names
+    (['fine', ''], array([1, 0]), ('bad', 'good'))
     """
     name = str(source)
     if not name.strip():
         raise ValueError(f"data {name!r} is blank; give a file, a folder or a dataset's name")
     path = Path(source).expanduser()
-    asked = _Asked(source=name, text=text_column, label=label_column, kind=kind, names=label_names)
-    if path.is_dir():
-        return _from_folder(path, split, asked)
-    if path.is_file():
-        if path.suffix.lower() == ".txt":
-            return _only_texts(readers.read_lines(path), asked)
-        if path.suffix.lower() in readers.TABLE_SUFFIXES:
-            return _from_columns(*readers.read_tables([path]), asked)
-        raise ValueError(f"data {name!r} cannot be read; give {', '.join(readers.TABLE_SUFFIXES)}, .txt or a folder")
-    if path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
+    locate: Locate = readers.record_number
+    if any((path / file).is_file() for file in ("dataset_dict.json", "state.json")):  # written by save_to_disk
+        columns = readers.load_saved_dataset(path, split)
+    elif path.is_dir():
+        columns, locate = _folder(path, split, kind)
+    elif path.is_file() and path.suffix.lower() == ".txt":
+        columns = {"text": [text for line in readers.read_text(path).split("\n") if (text := line.strip())]}
+    elif path.is_file():
+        columns, locate = readers.read_tables([path])
+    elif path.suffix in (*readers.TABLE_SUFFIXES, ".txt", ".json") or path.is_absolute() or name.startswith((".", "~")):
         raise ValueError(f"data {name!r} does not exist; check the path")
-    return _from_dataset(readers.load_hub_dataset(name, split), asked)
+    else:
+        columns = readers.load_hub_dataset(name, split)
+    if not columns or not len(next(iter(columns.values()))):
+        raise ValueError(f"data {name!r} has no records; there is nothing to train on")
+    return _Reader(name, columns, locate, text_column, label_column, kind, label_names).read()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the caller of `read_records` asked for."""
+def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:
+    texts = readers.files_below(folder, (".txt",)) if kind is not RecordKind.IMAGE else []
+    images = readers.image_files(folder) if kind is not RecordKind.TEXT else {}
+    tables = readers.table_files(folder, split) if kind is not RecordKind.IMAGE else []
+    if bool(texts) + bool(images) + bool(tables) != 1:
+        raise ValueError(
+            f"data {str(folder)!r} holds {len(tables)} tables, {len(texts)} .txt files and {len(images)} images in "
+            "folders (CLASS/*.png); give a folder with one kind"
+        )
+    if tables:
+        return readers.read_tables(tables)
+    files = texts or list(images)
+    if texts:
+        columns: Columns = {"text": [readers.read_text(path) for path in texts]}
+    else:
+        columns = {"image": files, "label": list(images.values())}
+    return columns, lambda index: str(files[index])
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Chooses among the columns of a source what the caller of `read_records` asked for."""
 
     source: str
+    columns: Columns
+    locate: Locate
     text: str | None
     label: str | None
     kind: RecordKind | None
-    names: Sequence[str] | None
+    label_names: Sequence[str] | None
 
-    def refuse_columns(self) -> None:
-        for name, value in (("text_column", self.text), ("label_column", self.label)):
-            if value is not None:
-                raise ValueError(f"{name}={value!r} was given, but data {self.source!r} has no columns; leave it out")
+    def read(self) -> Records:
+        label = self._label_column()
+        images = [name for name, values in self.columns.items() if _is_images(values)]
+        if self.kind is RecordKind.IMAGE or (self.kind is None and self.text is None and images):
+            if len(images) != 1:
+                raise ValueError(f"data {self.source!r} has {len(images)} columns of images; one is needed")
+            return self._records(RecordKind.IMAGE, label, images=self.columns[images[0]])
+        text = None if self.kind is RecordKind.TABULAR else self._text_column(label)
+        if text is not None:
+            values = list(self.columns[text])
+            wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
+            _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose another column")
+            column = None if list(self.columns) == ["text"] else text  # a .txt file has no columns
+            return self._records(RecordKind.TEXT, label, texts=[value or "" for value in values], text_column=column)
+        if label is None:
+            raise ValueError(
+                f"data {self.source!r} has no column 'label'; set label_column (--label-column) to one of "
+                f"{', '.join(self.columns)}"
+            )
+        names = tuple(name for name in self.columns if name not in (label, *images))
+        if not names:
+            raise ValueError(f"data {self.source!r} has no column beside the label, so there are no features")
+        features = np.stack([_numbers(name, self.columns[name], self.locate) for name in names], axis=1)
+        return self._records(RecordKind.TABULAR, label, features=features, feature_names=names)
 
+    def _records(self, kind: RecordKind, label: str | None, **contents: Any) -> Records:
+        labels, names = self._labels(label, needed=kind is RecordKind.TABULAR)
+        return Records(kind=kind, source=self.source, labels=labels, label_names=names, locate=self.locate, **contents)
 
-def _from_folder(folder: Path, split: str, asked: _Asked) -> Records:
-    if readers.is_saved_dataset(folder):
-        return _from_dataset(readers.load_saved_dataset(folder, split), asked)
-    texts = readers.text_files(folder) if asked.kind is not RecordKind.IMAGE else []
-    images = readers.image_files(folder) if asked.kind is not RecordKind.TEXT else []
-    tables = readers.table_files(folder, split) if asked.kind is not RecordKind.IMAGE else []
-    if bool(texts) + bool(images) + bool(tables) > 1:
-        raise ValueError(
-            f"data {asked.source!r} holds {len(texts)} .txt files, {len(images)} images in folders and {len(tables)} "
-            "tables; give a folder with one kind"
-        )
-    if tables:
-        return _from_columns(*readers.read_tables(tables), asked)
-    if texts:
-        return _only_texts([readers.read_text(path) for path in texts], asked, lambda index: str(texts[index]))
-    if images:
-        asked.refuse_columns()
-        labels, names = _label_places(
-            [name for _, name in images], asked.names, f"data {asked.source!r}", lambda index: str(images[index][0])
-        )
-        paths = [path for path, _ in images]
-        return Records(kind=RecordKind.IMAGE, source=asked.source, images=paths, labels=labels, label_names=names)
-    raise ValueError(f"data {asked.source!r} is a folder without tables, .txt files or images (CLASS/*.png)")
+    def _label_column(self) -> str | None:
+        if self.label is not None:
+            return self._existing(self.label, "label_column")
+        return next((name for name in ("label", "labels") if name in self.columns and name != self.text), None)
 
+    def _text_column(self, label: str | None) -> str | None:
+        """The column of texts; None for a table of numbers."""
+        if self.text is not None:
+            return self._existing(self.text, "text_column")
+        if "text" in self.columns and label != "text":
+            return "text"
+        strings = [name for name, values in self.columns.items() if name != label and _is_strings(values)]
+        if len(strings) == 1:
+            return strings[0]
+        if strings or self.kind is RecordKind.TEXT:
+            raise ValueError(
+                f"data {self.source!r} has no column 'text' and {len(strings) or 'no'} columns of strings; set "
+                f"text_column (--text-column) to one of {', '.join(self.columns)}"
+            )
+        return None
 
-def _from_dataset(dataset: Any, asked: _Asked) -> Records:
-    columns: Columns = {name: HubColumn(dataset, name) for name in dataset.column_names}
-    images = [name for name, values in columns.items() if isinstance(values, HubColumn) and values.is_image]
-    if asked.kind is RecordKind.IMAGE or (asked.kind is None and asked.text is None and images):
-        if len(images) != 1:
-            raise ValueError(f"data {asked.source!r} has {len(images)} columns of images; exactly one is needed")
-        labels, names = _labels(columns, _label_column(columns, asked), readers.record_number, asked)
-        return Records(
-            kind=RecordKind.IMAGE, source=asked.source, images=columns[images[0]], labels=labels, label_names=names
-        )
-    others = {name: values for name, values in columns.items() if name not in images}
-    return _from_columns(others, readers.record_number, asked)
+    def _existing(self, name: str, argument: str) -> str:
+        if name not in self.columns:
+            raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(self.columns)}")
+        return name
 
-
-def _from_columns(columns: Columns, locate: Locate, asked: _Asked) -> Records:
-    if asked.kind is RecordKind.IMAGE:
-        raise ValueError(f"data {asked.source!r} is a table; images are read from folders CLASS/*.png")
-    if not columns or not len(next(iter(columns.values()))):
-        raise ValueError(f"data {asked.source!r} has no records; there is nothing to train on")
-    label = _label_column(columns, asked)
-    text = None if asked.kind is RecordKind.TABULAR else _text_column(columns, label, asked)
-    labels, names = _labels(columns, label, locate, asked, needed=text is None)
-    common: dict[str, Any] = {"source": asked.source, "labels": labels, "label_names": names, "locate": locate}
-    if text is not None:
-        texts = _texts(columns, text, locate)
-        return Records(kind=RecordKind.TEXT, texts=texts, text_column=text, **common)
-    if label is None:
-        raise ValueError(
-            f"data {asked.source!r} has no column 'label'; set label_column (--label-column) to one of "
-            f"{', '.join(columns)}"
-        )
-    features = [name for name in columns if name != label]
-    return Records(
-        kind=RecordKind.TABULAR,
-        features=_features(columns, features, locate, asked),
-        feature_names=tuple(features),
-        **common,
-    )
-
-
-def _only_texts(texts: list[str], asked: _Asked, locate: Locate = readers.record_number) -> Records:
-    asked.refuse_columns()
-    if asked.kind not in (None, RecordKind.TEXT):
-        raise ValueError(f"data {asked.source!r} holds texts, but the task needs {asked.kind.value} records")
-    return Records(kind=RecordKind.TEXT, source=asked.source, texts=texts, locate=locate)
+    def _labels(self, label: str | None, *, needed: bool) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
+        """The labels; none if there is no such column, or if one that was not asked for holds something else."""
+        if label is None:
+            return None, ()
+        values = self.columns[label]
+        declared = values.class_names if isinstance(values, HubColumn) else None
+        if declared is not None:
+            values = [declared[value] if value is not None and value >= 0 else None for value in values]
+        try:
+            return _label_places(list(values), self.label_names or declared, f"label_column={label!r}", self.locate)
+        except ValueError:
+            if needed or self.label is not None or self.label_names is not None:
+                raise
+            return None, ()
 
 
-# -- columns ----------------------------------------------------------------------------------------------------------
+# -- values of columns ------------------------------------------------------------------------------------------------
 
 
-def _label_column(columns: Columns, asked: _Asked) -> str | None:
-    if asked.label is not None:
-        _require(asked.label, "label_column", columns)
-        return asked.label
-    return next((name for name in ("label", "labels") if name in columns and name != asked.text), None)
+def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
+    """Raise a ValueError if there are wrong records; it names the first and quotes none, because they are private."""
+    if wrong:
+        raise ValueError(f"{what} has {len(wrong)} {problem} (first: {locate(wrong[0])}); {advice}")
 
 
-def _text_column(columns: Columns, label: str | None, asked: _Asked) -> str | None:
-    """The column of texts; None for a table of numbers."""
-    if asked.text is not None:
-        _require(asked.text, "text_column", columns)
-        return asked.text
-    if "text" in columns and label != "text":
-        return "text"
-    strings = [name for name, values in columns.items() if name != label and _is_strings(values)]
-    if len(strings) == 1:
-        return strings[0]
-    if strings or asked.kind is RecordKind.TEXT:
-        raise ValueError(
-            f"data {asked.source!r} has no column 'text' and {len(strings) or 'no'} columns of strings; set "
-            f"text_column (--text-column) to one of {', '.join(columns)}"
-        )
-    return None
-
-
-def _require(name: str, argument: str, columns: Columns) -> None:
-    if name not in columns:
-        raise ValueError(f"{argument}={name!r} is not a column; the columns are {', '.join(columns)}")
+def _is_images(values: Sequence[Any]) -> bool:
+    return values.is_image if isinstance(values, HubColumn) else isinstance(values[0], Path)
 
 
 def _is_strings(values: Sequence[Any]) -> bool:
-    """Whether a column holds strings that are not all numbers, as a .csv file writes them."""
+    """Whether a column holds strings; numbers do not count, although a .csv file holds them as strings."""
     if isinstance(values, HubColumn):
         return values.is_string
     some = [value for value in values if value is not None and value != ""]
@@ -301,89 +290,34 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _texts(columns: Columns, column: str, locate: Locate) -> list[str]:
-    """The text of each record; null is an empty text."""
-    for index, value in enumerate(columns[column]):
-        if value is not None and not isinstance(value, str):
-            raise ValueError(
-                f"text_column={column!r} holds {type(value).__name__} values (first: {locate(index)}); choose a column "
-                "of strings"
-            )
-    return [value or "" for value in columns[column]]
-
-
-def _labels(
-    columns: Columns, label: str | None, locate: Locate, asked: _Asked, *, needed: bool = False
-) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    """The labels; none if there is no such column, or if one that was not asked for holds something else."""
-    if label is None:
-        return None, ()
-    values = columns[label]
-    declared = values.class_names if isinstance(values, HubColumn) else None
-    if declared is not None:
-        values = [declared[value] if value is not None and value >= 0 else None for value in values]
-    try:
-        return _label_places(list(values), asked.names or declared, f"label_column={label!r}", locate)
-    except ValueError:
-        if needed or asked.label is not None or asked.names is not None:
-            raise
-        return None, ()
+def _numbers(name: str, values: Sequence[Any], locate: Locate) -> NDArray[np.float32]:
+    """The values of a column, which must be finite numbers."""
+    with np.errstate(over="ignore"):
+        found = np.array([float(value) if _is_number(value) else np.nan for value in values]).astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(found)).tolist()
+    advice = "fill or encode them by a rule that does not look at other records"
+    _refuse(wrong, locate, f"column {name!r}", "values that are not finite numbers", advice)
+    return found
 
 
 def _label_places(
     values: Sequence[Any], declared: Sequence[str] | None, what: str, locate: Locate
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Labels as places in the declared names, or in the names that are found: numbers by size, then strings."""
-
-    def refuse(wrong: Sequence[int], text: str) -> None:
-        if wrong:
-            raise ValueError(f"{what} has {len(wrong)} {text.format(first=locate(wrong[0]))}")
-
-    places = range(len(values))
-    refuse(
-        [i for i in places if values[i] is None or values[i] == ""],
-        "records without a label (first: {first}); every record needs one",
-    )
-    refuse(
-        [i for i in places if not _may_be_label(values[i])],
-        "values that are neither class names nor whole numbers (first: {first}); choose another column",
-    )
+    wrong = [index for index, value in enumerate(values) if value is None or value == ""]
+    _refuse(wrong, locate, what, "records without a label", "every record needs one")
+    whole = [isinstance(value, str | int) or (isinstance(value, float) and value.is_integer()) for value in values]
+    wrong = [index for index, fits in enumerate(whole) if not fits]
+    _refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "choose another column")
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
-        names = tuple(sorted(set(found), key=lambda name: (0, int(name), "") if _is_whole(name) else (1, 0, name)))
+        is_number = {name: name.removeprefix("-").isdecimal() for name in found}
+        names = tuple(sorted(is_number, key=lambda name: (0, int(name), "") if is_number[name] else (1, 0, name)))
     else:
         names = tuple(str(name) for name in declared)
         if len(set(names)) < len(names):
             raise ValueError(f"label_names={list(names)} has a name twice; give each once")
-        refuse(  # without quoting a label, which is private
-            [i for i in places if found[i] not in names],
-            "labels that are not in label_names (first: {first}); add their names, or remove the records",
-        )
+        wrong = [index for index, name in enumerate(found) if name not in names]
+        _refuse(wrong, locate, what, "labels that are not in label_names", "add their names, or remove the records")
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in found], dtype=np.int64), names
-
-
-def _may_be_label(value: Any) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
-
-
-def _is_whole(name: str) -> bool:
-    return name.removeprefix("-").isdecimal()
-
-
-def _features(columns: Columns, names: list[str], locate: Locate, asked: _Asked) -> NDArray[np.float32]:
-    """The named columns, [records, columns]; every value must be a finite number."""
-    if not names:
-        raise ValueError(f"data {asked.source!r} has no column beside the label, so there are no features")
-    found = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
-    for place, name in enumerate(names):
-        values = np.array([float(value) if _is_number(value) else np.nan for value in columns[name]])
-        with np.errstate(over="ignore"):
-            found[:, place] = values
-        wrong = np.flatnonzero(~np.isfinite(found[:, place]))
-        if len(wrong):
-            raise ValueError(
-                f"column {name!r} has {len(wrong)} values that are not finite numbers (first: "
-                f"{locate(int(wrong[0]))}); fill or encode them by a rule that does not look at other records"
-            )
-    return found

@@ -26,7 +26,6 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
 }
 _BUILT_IN = {"mlp": Task.TABULAR_CLASSIFICATION, "small-cnn": Task.IMAGE_CLASSIFICATION}
-_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _ADAPTER = "adapter_config.json"
 _ADAPTER_TASKS = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.TEXT_CLASSIFICATION}
 _HEADS = ("classifier", "score", "classification_head")
@@ -36,9 +35,8 @@ class MLP(nn.Sequential):
     """Two hidden layers of 128 and 64 with ReLU, then the labels; takes [examples, columns]."""
 
     def __init__(self, *, columns: int, num_labels: int) -> None:
-        super().__init__(
-            nn.Linear(columns, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, num_labels)
-        )  # fmt: skip
+        hidden = nn.Linear(columns, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()
+        super().__init__(*hidden, nn.Linear(64, num_labels))
 
 
 class SmallCNN(nn.Module):
@@ -68,7 +66,6 @@ def load_model(
     columns: int | None = None,
     lora_rank: int | None = None,
     from_scratch: bool = False,
-    dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> nn.Module:
     """Load the model for a task.
@@ -77,12 +74,11 @@ def load_model(
         task: What is predicted.
         name_or_path: A folder, a name on the Hugging Face hub, "mlp" (tabular) or "small-cnn" (images). A folder of
             LoRA factors stands for its base model with the factors added.
-        num_labels: The number of labels, for classification.
+        num_labels: The number of labels, for classification without `label_names`.
         label_names: The names of the labels, saved in the model's configuration.
         columns: The number of features, for "mlp".
         lora_rank: Freeze the model and add LoRA factors of this rank; see `add_lora`.
         from_scratch: Read the configuration only, and draw all weights.
-        dtype: The dtype of the parameters.
         seed: The seed of new weights. The same arguments give the same weights.
 
     Raises:
@@ -92,15 +88,24 @@ def load_model(
     >>> load_model(Task.TABULAR_CLASSIFICATION, "mlp", columns=4, num_labels=3)[0]
     Linear(in_features=4, out_features=128, bias=True)
     """
-    if task.is_classification and (num_labels is None or num_labels < 2):
-        raise ValueError(f"num_labels={num_labels!r}: {task.value} needs at least two labels")
+    labels = label_names or [str(place) for place in range(num_labels or 0)]
+    if task.is_classification and len(labels) < 2:
+        raise ValueError(f"{task.value} needs at least two labels, got {len(labels)}")
     name = _expanded(name_or_path)
-    with _separate_randomness(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         if name in _BUILT_IN or task is Task.TABULAR_CLASSIFICATION:
+            if _BUILT_IN.get(name) is not task:
+                own = " and ".join(f"{known!r} does {its_task.value}" for known, its_task in _BUILT_IN.items())
+                raise ValueError(f"model={name!r} does not do {task.value}; {own}")
             if lora_rank is not None:
                 raise ValueError(f"lora_rank={lora_rank} is for pretrained models; {name!r} has random weights")
-            return _built_in(task, name, num_labels or 0, columns).to(dtype)
-        model = _from_transformers(task, name, num_labels, label_names, from_scratch, dtype)
+            if name == "small-cnn":
+                return SmallCNN(num_labels=len(labels))
+            if not columns:
+                raise ValueError(f"columns={columns}: the built-in mlp needs the number of features")
+            return MLP(columns=columns, num_labels=len(labels))
+        model = _from_transformers(task, name, labels, from_scratch)
         return model if lora_rank is None else add_lora(model, task, rank=lora_rank)
 
 
@@ -112,7 +117,6 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     """
     name = _expanded(name_or_path)
     transformers = require("transformers", f"the tokenizer of {name!r}")
-    _check_folder(name, "tokenizer")
     with _loading("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one if it finds no file
@@ -120,39 +124,38 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     return tokenizer
 
 
-def load_pixel_scale(name_or_path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def load_pixel_scale(name: str | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The mean and standard deviation of colours in a model's preprocessor_config.json, ½ by default."""
-    base = require("transformers.image_processing_base", f"the image settings of {str(name_or_path)!r}")
+    half = (0.5, 0.5, 0.5)
+    if name is None or name in _BUILT_IN:
+        return half, half
+    base = require("transformers.image_processing_base", f"the image settings of {name!r}")
     try:
-        found, _ = base.ImageProcessingMixin.get_image_processor_dict(_expanded(name_or_path))
+        found, _ = base.ImageProcessingMixin.get_image_processor_dict(_expanded(name))
     except Exception:  # a model need not have the file
         found = {}
-    half = (0.5, 0.5, 0.5)
     if not found.get("do_normalize", True):
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     return tuple(found.get("image_mean") or half), tuple(found.get("image_std") or half)
 
 
-def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str | None = None) -> nn.Module:
+def add_lora(model: Any, task: Task, *, rank: int) -> nn.Module:
     """Freeze a model and add trainable LoRA factors, scaled by 2; a classification head stays trainable.
+
+    The factors belong to the layers that peft names for the architecture, or else to all linear layers.
 
     Args:
         model: A model of transformers.
         task: What the model predicts.
         rank: The rank of the factors.
-        targets: Names of layers. Defaults to those that peft names for the architecture, then to all linear layers.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"lora_rank must be a whole number ≥ 1 or None, got {rank!r}")
     peft = require("peft", f"lora_rank={rank}")
     heads = [name for name in _HEADS if hasattr(model, name)] if task.is_classification else []
-    if targets is None:
-        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets = known.get(getattr(model.config, "model_type", ""), "all-linear")
+    known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=targets,
+        target_modules=known.get(model.config.model_type, "all-linear"),
         exclude_modules=heads or None,
         modules_to_save=heads or None,
         task_type={found: name for name, found in _ADAPTER_TASKS.items()}.get(task),
@@ -161,83 +164,53 @@ def add_lora(model: Any, task: Task, *, rank: int, targets: Sequence[str] | str 
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"targets={targets!r} cannot be used: {first_line(error)}") from error
+        raise ValueError(f"lora_rank={rank} cannot be used: {first_line(error)}") from error
 
 
 def task_of_model(name: str) -> Task:
-    """The task that a model's configuration names its class for."""
+    """The task of the class that a model's configuration names."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     transformers = require("transformers", f"model={name!r}")
     name = _expanded(name)
-    _check_folder(name, "model")
-    base = _base_of_adapter(name)
-    if base is not None:
-        kind = json.loads(Path(name, _ADAPTER).read_text(encoding="utf-8")).get("task_type")
-        return _ADAPTER_TASKS.get(kind) or task_of_model(base)
+    adapter = _adapter(name)
+    if adapter is not None:
+        return _ADAPTER_TASKS.get(str(adapter.get("task_type"))) or task_of_model(adapter["base_model_name_or_path"])
     with _loading("model", name):
-        config = transformers.AutoConfig.from_pretrained(name)
-    found = tasks_of_classes(config.architectures or ())
-    elsewhere = trained_elsewhere(config.architectures or ())
+        classes = transformers.AutoConfig.from_pretrained(name).architectures or ()
+    found, elsewhere = tasks_of_classes(classes), trained_elsewhere(classes)
     if elsewhere is not None:
         own = f"; or set task (--task) to {' or '.join(task.value for task in found)}" if found else ""
-        raise ValueError(f"model={name!r} ({', '.join(config.architectures)}) is {elsewhere}{own}")
+        raise ValueError(f"model={name!r} ({', '.join(classes)}) is {elsewhere}{own}")
     if len(found) == 1:
         return found[0]
     raise ValueError(
-        f"the configuration of model={name!r} does not name its task ({', '.join(config.architectures or ['no class'])}"
-        f"); set task (--task) to one of {', '.join(task.value for task in Task)}"
+        f"the configuration of model={name!r} does not name its task ({', '.join(classes) or 'no class'}); set task "
+        f"(--task) to one of {', '.join(task.value for task in Task)}"
     )
 
 
-def _base_of_adapter(name: str) -> str | None:
-    """The model that a folder of LoRA factors belongs to; None for any other folder or name."""
+def _adapter(name: str) -> dict[str, Any] | None:
+    """The configuration of a folder of LoRA factors, with their base model; None for any other folder or name."""
     file = Path(name) / _ADAPTER
     if not file.is_file():
         return None
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if not found.get("base_model_name_or_path"):
         raise ValueError(f"{file} does not name the base model of these LoRA factors; give a whole model")
-    return str(base)
+    return found
 
 
-def _built_in(task: Task, name: str, num_labels: int, columns: int | None) -> nn.Module:
-    if _BUILT_IN.get(name) is not task:
-        raise ValueError(
-            f"model={name!r} does not do {task.value}; 'mlp' does tabular-classification and 'small-cnn' "
-            "image-classification"
-        )
-    if name == "small-cnn":
-        return SmallCNN(num_labels=num_labels)
-    if columns is None:
-        raise ValueError("columns=None: the built-in mlp needs the number of features")
-    return MLP(columns=columns, num_labels=num_labels)
-
-
-def _from_transformers(
-    task: Task,
-    name: str,
-    num_labels: int | None,
-    label_names: Sequence[str] | None,
-    from_scratch: bool,
-    dtype: torch.dtype,
-) -> Any:
+def _from_transformers(task: Task, name: str, labels: Sequence[str], from_scratch: bool) -> Any:
     transformers = require("transformers", f"model={name!r}")
-    _check_folder(name, "model", weights=not from_scratch)
-    base = _base_of_adapter(name)
-    if base is not None:
+    adapter = _adapter(name)
+    if adapter is not None:
         peft = require("peft", f"model={name!r}, which holds LoRA factors,")
-        model = _from_transformers(task, base, num_labels, label_names, from_scratch, dtype)
+        model = _from_transformers(task, adapter["base_model_name_or_path"], labels, from_scratch)
         with _loading("model", name):
             return peft.PeftModel.from_pretrained(model, name).merge_and_unload().requires_grad_(True)
-    settings: dict[str, Any] = {}
-    if task.is_classification:
-        names = list(label_names) if label_names is not None else [str(i) for i in range(num_labels or 0)]
-        settings = {
-            "num_labels": num_labels,
-            "id2label": dict(enumerate(names)),
-            "label2id": {label: i for i, label in enumerate(names)},
-        }
+    places = {label: place for place, label in enumerate(labels)}
+    settings = {"id2label": dict(enumerate(labels)), "label2id": places} if task.is_classification else {}
     auto = getattr(transformers, _AUTO_CLASSES[task])
     with _loading("model", name):
         config = transformers.AutoConfig.from_pretrained(name, **settings)
@@ -249,29 +222,14 @@ def _from_transformers(
         )
     with _loading("model", name):
         if from_scratch:
-            return auto.from_config(config, dtype=dtype)
+            return auto.from_config(config, dtype=torch.float32)
         sizes = {"ignore_mismatched_sizes": True} if task.is_classification else {}  # a head for other labels
-        return auto.from_pretrained(name, config=config, dtype=dtype, **sizes)
+        return auto.from_pretrained(name, config=config, dtype=torch.float32, **sizes)
 
 
 def _expanded(name_or_path: str | Path) -> str:
     name = str(name_or_path)
     return str(Path(name).expanduser()) if name.startswith("~") else name
-
-
-def _check_folder(name: str, what: str, *, weights: bool = False) -> None:
-    folder = Path(name)
-    if not folder.is_dir():
-        if folder.is_absolute() or name.startswith("."):
-            raise ValueError(f"{what}={name!r} does not exist; give a folder made by save_pretrained, or a hub name")
-        return
-    if what == "model" and not any((folder / file).is_file() for file in ("config.json", _ADAPTER)):
-        raise ValueError(f"model={name!r} is a folder without config.json; give one made by save_pretrained")
-    if weights and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        raise ValueError(
-            f"model={name!r} has no weights (model.safetensors). Give a folder made by save_pretrained, or set "
-            "from_scratch (--from-scratch) to start from new weights."
-        )
 
 
 @contextlib.contextmanager
@@ -280,16 +238,6 @@ def _loading(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if Path(name).is_dir():
-            raise ValueError(f"{what}={name!r} cannot be loaded: {first_line(error)}") from error
-        raise ValueError(
-            f"{what}={name!r} is not a folder here, and the Hugging Face hub did not provide it ({first_line(error)}); "
-            "check the path"
-        ) from error
-
-
-@contextlib.contextmanager
-def _separate_randomness(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
+        missing = "does not exist: it is not a folder here, and the Hugging Face hub did not provide it"
+        problem = "cannot be loaded" if Path(name).is_dir() else missing
+        raise ValueError(f"{what}={name!r} {problem} ({first_line(error)})") from error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpoptim.app.recipes.recipe import Recipe
+from dpoptim.app.recipes.recipe import BUILT_IN, Recipe
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import (
     CLIP_NORM,
@@ -46,54 +46,43 @@ def with_defaults(recipe: Recipe, *, task: Task, num_examples: int, device: torc
         raise ValueError(f"data={recipe.data!r} has {num_examples} training records; at least {FEWEST} are needed")
     if recipe.delta is not None and recipe.noise_multiplier != 0:
         refuse_weak_delta(recipe.delta, num_examples)
-    batch_size = recipe.batch_size or default_batch_size(num_examples)
+    # Large batches reduce noise, and an epoch should have eight or more.
+    batch_size = recipe.batch_size or min(MOST_BATCH, 2 ** int(math.log2(num_examples / 8)))
     steps = recipe.steps or steps_of(recipe.epochs or EPOCHS, num_examples, batch_size)
     every = max(1, math.ceil(steps / 10))  # ten evaluations show a run's course
     on_gpu = device.type == "cuda"
-    tokens = recipe.micro_batch_tokens
-    if tokens is None and task.reads_text:
-        tokens = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
-    examples = recipe.micro_batch_size
-    if examples is None and not task.reads_text:
-        examples = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
-    return recipe.replace(
-        task=task.value,
-        num_examples=num_examples,
-        validation_fraction=validation_fraction(recipe),
-        delta=recipe.delta or default_delta(num_examples),
-        clip_norm=recipe.clip_norm or CLIP_NORM,
-        learning_rate=recipe.learning_rate if recipe.learning_rate is not None else default_learning_rate(recipe),
-        batch_size=batch_size,
-        steps=steps,
-        epochs=None,
-        micro_batch_size=examples,
-        micro_batch_tokens=tokens,
-        dtype=recipe.dtype or ("bf16" if on_gpu else "fp32"),  # bf16 is faster on a GPU and slower on a CPU
-        device=str(device),
-        evaluate_every=recipe.evaluate_every or every,
-        checkpoint_every=recipe.checkpoint_every or every,
-    )
+    defaults: dict[str, Any] = {
+        "validation_fraction": validation_fraction(recipe),
+        "delta": default_delta(num_examples),
+        "clip_norm": CLIP_NORM,
+        "learning_rate": default_learning_rate(recipe),
+        "batch_size": batch_size,
+        "steps": steps,
+        "dtype": "bf16" if on_gpu else "fp32",  # bf16 is faster on a GPU and slower on a CPU
+        "evaluate_every": every,
+        "checkpoint_every": every,
+    }
+    if task.reads_text:
+        defaults["micro_batch_tokens"] = 2**16 if on_gpu else 2**13  # keeps the device busy and fits in its memory
+    else:
+        defaults["micro_batch_size"] = 1024 if task is Task.TABULAR_CLASSIFICATION else 256 if on_gpu else 64
+    filled = {name: value for name, value in defaults.items() if getattr(recipe, name) is None}
+    return recipe.replace(**filled, task=task.value, num_examples=num_examples, epochs=None, device=str(device))
 
 
 def validation_fraction(recipe: Recipe) -> float:
     """The share of records to hold out: none with validation_data, or under add-remove, where places shift."""
     if recipe.validation_fraction is not None:
         return recipe.validation_fraction
-    if recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value:
-        return 0.0
-    return VALIDATION_FRACTION
-
-
-def default_batch_size(num_examples: int) -> int:
-    """The power of two at or below n/8, at most 2048: large batches reduce noise, and an epoch has eight or more."""
-    return min(MOST_BATCH, 2 ** max(0, int(math.log2(max(1, num_examples / 8)))))
+    is_none = recipe.validation_data is not None or recipe.adjacency == Adjacency.ADD_REMOVE.value
+    return 0.0 if is_none else VALIDATION_FRACTION
 
 
 def default_learning_rate(recipe: Recipe) -> float:
     """The default for the variant and the kind of model; 5e-4 worked best for private fine-tuning."""
     if recipe.variant == "dp_sgd":
         return 1.0  # its step is as long as the gradient
-    if recipe.model in ("mlp", "small-cnn"):
+    if recipe.model in BUILT_IN:
         return 1e-2
     return 1e-3 if recipe.from_scratch or recipe.lora_rank is not None else 5e-4
 
@@ -118,43 +107,17 @@ def plan_of(
     recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
 ) -> PrivacyPlan:
     """Build the calibrated plan of a complete recipe; `make_plan` explains "auto"."""
-    assert recipe.num_examples is not None  # filled in
-    assert recipe.batch_size is not None
-    assert recipe.steps is not None
-    assert recipe.delta is not None
-    return make_plan(
-        num_examples=recipe.num_examples,
-        batch_size=recipe.batch_size,
-        steps=recipe.steps,
-        clip_norm=recipe.clip_norm or CLIP_NORM,
-        sampling=recipe.sampling,
-        noise=recipe.noise,
-        adjacency=Adjacency(recipe.adjacency),
-        epsilon=recipe.epsilon,
-        noise_multiplier=recipe.noise_multiplier,
-        delta=recipe.delta,
-        parameters=parameters,
-        progress=progress,
-    )
+    values = recipe.part("num_examples", "batch_size", "steps", "sampling", "noise", "epsilon", "noise_multiplier")
+    values |= {"delta": recipe.delta, "clip_norm": recipe.clip_norm or CLIP_NORM}
+    return make_plan(**values, adjacency=Adjacency(recipe.adjacency), parameters=parameters, progress=progress)
 
 
 def optimizer_of(
     recipe: Recipe, model: nn.Module, plan: PrivacyPlan, *, key: NoiseKey | None = None, **options: Any
 ) -> PrivateOptimizer:
     """Create the optimizer of a complete recipe, attached to the model."""
-    assert recipe.learning_rate is not None
-    return make_optimizer(
-        recipe.variant,
-        model,
-        plan,
-        learning_rate=recipe.learning_rate,
-        betas=recipe.betas,
-        eps=recipe.eps,
-        eps_scale=recipe.eps_scale,
-        weight_decay=recipe.weight_decay,
-        key=key,
-        **options,
-    )
+    values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
+    return make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:

@@ -30,28 +30,33 @@ ADJACENCIES = ("zero-out", "add-remove", "replace")
 BUILT_IN = ("mlp", "small-cnn")
 """Models that need no files."""
 
-# -- checks: (name, value) -> the value as the recipe stores it
+# -- kinds of settings: the check, (name, value) -> the value as the recipe stores it, and how a flag reads and shows it
 
-Check = Callable[[str, Any], Any]
+Kind = dict[str, Any]
 
 
-def _text(name: str, value: Any) -> str:
+def _kind(check: Callable[[str, Any], Any], type: type, metavar: Any = None, **more: Any) -> Kind:
+    return {"check": check, "type": type, "metavar": metavar, "choices": None, **more}
+
+
+def _name(name: str, value: Any) -> str:
     if not isinstance(value, str | Path) or not str(value).strip():
         raise ValueError(f"{name}={value!r} must be a name or a path")
     return str(value)
 
 
-def _one_of(*allowed: str) -> Check:
+def _one_of(*allowed: str) -> Kind:
     def check(name: str, value: Any) -> str:
         if value not in allowed:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
         return str(value)
 
-    return check
+    return _kind(check, str, "NAME", choices=allowed)
 
 
 def _adjacency(name: str, value: Any) -> str:
-    return _one_of(*ADJACENCIES)(name, str(value).replace("_", "-")).replace("-", "_")
+    check = _one_of(*ADJACENCIES)["check"]
+    return str(check(name, str(value).replace("_", "-"))).replace("-", "_")
 
 
 def yes_or_no(name: str, value: Any) -> bool:
@@ -61,16 +66,16 @@ def yes_or_no(name: str, value: Any) -> bool:
     return value
 
 
-def _whole(low: int) -> Check:
+def _whole(low: int) -> Kind:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
             raise ValueError(f"{name}={value!r} must be a whole number, {low} or more")
         return value
 
-    return check
+    return _kind(check, int, "N")
 
 
-def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> Check:
+def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> Kind:
     """low ≤ value < high, or low < value < high."""
 
     def check(name: str, value: Any) -> float:
@@ -81,17 +86,14 @@ def _number(low: float, high: float = math.inf, *, low_allowed: bool = True) -> 
             raise ValueError(f"{name}={value!r} must be a finite number {least}{most}")
         return float(value)
 
-    return check
-
-
-_above_0 = _number(0, low_allowed=False)
+    return _kind(check, float, "X")
 
 
 def _betas(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{name}={value!r} must be two numbers such as [0.9, 0.999]")
-    beta = _number(0, 1)
-    return beta(f"{name}[0]", value[0]), beta(f"{name}[1]", value[1])
+    check = _number(0, 1)["check"]
+    return check(f"{name}[0]", value[0]), check(f"{name}[1]", value[1])
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -100,27 +102,20 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+_ABOVE_0 = _number(0, low_allowed=False)
+_TEXT = _kind(_name, str, "NAME")
+_SWITCH = _kind(yes_or_no, bool)
+
 # -- the recipe --------------------------------------------------------------------------------------------------------
 
 DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
 
 
-def _setting(
-    default: Any,
-    check: Check,
-    group: str,
-    help: str,
-    *,
-    type: type = str,
-    metavar: str | tuple[str, ...] | None = None,
-    choices: tuple[str, ...] | None = None,
-    **more: Any,
-) -> Any:
+def _setting(default: Any, kind: Kind, group: str, help: str, **more: Any) -> Any:
     """A field with what the command line needs; `flag` defaults to the field's name, and None leaves it without one."""
-    metadata = {
-        "check": check, "group": group, "help": help, "type": type, "metavar": metavar, "choices": choices, **more
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
+    if kind["choices"] is not None:
+        help = f"{', '.join(kind['choices'])} ({help})"
+    return dataclasses.field(default=default, metadata={**kind, "group": group, "help": help, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,79 +134,62 @@ class Recipe:
     """
 
     # fmt: off
-    model: str = _setting(dataclasses.MISSING, _text, DATA, 'a folder, a Hugging Face name, "mlp" or "small-cnn"',
-        metavar="M")
-    data: str = _setting(dataclasses.MISSING, _text, DATA,
-        ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name", metavar="D")
-    task: str | None = _setting(None, _one_of(*TASKS), DATA,
-        f"{', '.join(TASKS)} (default: the task in the model's configuration)", metavar="NAME", choices=TASKS)
-    validation_data: str | None = _setting(None, _text, DATA, "other records to score the model on", metavar="D")
+    model: str = _setting(dataclasses.MISSING, _TEXT, DATA, 'a folder, a Hugging Face name, "mlp" or "small-cnn"')
+    data: str = _setting(dataclasses.MISSING, _TEXT, DATA,
+        ".jsonl, .csv, .parquet, .txt, a folder, or a dataset's name")
+    task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
+    validation_data: str | None = _setting(None, _TEXT, DATA, "other records to score the model on")
     validation_fraction: float | None = _setting(None, _number(0, 1), DATA,
-        "share of the records to hold out, by place (default: 0.05)", type=float, metavar="F")
-    split: str = _setting("train", _text, DATA, "split of the data (default: train)", metavar="NAME")
-    text_column: str | None = _setting(None, _text, DATA, "column of the texts (default: text)", metavar="NAME")
-    label_column: str | None = _setting(None, _text, DATA, "column of the labels (default: label)", metavar="NAME")
-    label_names: tuple[str, ...] | None = _setting(None, _names, DATA, "the labels in their order", flag=None)
-    max_length: int | None = _setting(None, _whole(2), DATA, "tokens that texts are cut to", type=int, metavar="N")
-    image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels", type=int, metavar="N")
-    from_scratch: bool = _setting(False, yes_or_no, DATA, "start from new weights of M's configuration", type=bool)
-    lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank", type=int,
-        metavar="R")
+        "share of the records to hold out, by place (default: 0.05)")
+    split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
+    text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
+    label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
+    label_names: tuple[str, ...] | None = _setting(None, _kind(_names, str), DATA, "the labels in order", flag=None)
+    max_length: int | None = _setting(None, _whole(2), DATA, "tokens that texts are cut to")
+    image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
+    from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights of the model's configuration")
+    lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
 
-    epsilon: float | None = _setting(None, _above_0, PRIVACY, "of the whole run: 1 is strong, 8 usual, 20 weak",
-        type=float, metavar="E")
+    epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 usual, 20 weak")
     delta: float | None = _setting(None, _number(0, 1, low_allowed=False), PRIVACY,
-        "below 1/records (default: a power of ten, at most 1/(10 records))", type=float, metavar="D")
-    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "instead of --epsilon", type=float,
-        metavar="S")
-    adjacency: str = _setting("zero_out", _adjacency, PRIVACY, f"{', '.join(ADJACENCIES)} (default: zero-out)",
-        metavar="NAME", choices=ADJACENCIES)
-    num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove",
-        type=int, metavar="N")
-    sampling: str = _setting("auto", _text, PRIVACY,
-        "auto (default: secret if proved for the noise), poisson, shuffled, cyclic, cyclic:GROUPS", metavar="S")
-    noise: str = _setting("auto", _text, PRIVACY,
+        "below 1/records (default: a power of ten, at most 1/(10 records))")
+    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "instead of --epsilon")
+    adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
+    num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
+    sampling: str = _setting("auto", _TEXT, PRIVACY,
+        "auto (default: secret if proved for the noise), poisson, shuffled, cyclic, cyclic:GROUPS")
+    noise: str = _setting("auto", _TEXT, PRIVACY,
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
-        "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32", metavar="N")
-    clip_norm: float | None = _setting(None, _above_0, PRIVACY, "of one example's gradient (default: 0.1)", type=float,
-        metavar="C")
+        "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
+    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "of one example's gradient (default: 0.1)")
 
-    variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER,
-        f"{', '.join(VARIANTS)} (default: {VARIANTS[0]})", metavar="NAME", choices=VARIANTS)
+    variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(0), OPTIMIZER,
-        "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd", type=float, metavar="LR")
-    eps: float | None = _setting(None, _number(0), OPTIMIZER, "Adam's eps; a floor in bias_correction", type=float,
-        metavar="E", flag="--adam-eps")
-    eps_scale: float | None = _setting(None, _above_0, OPTIMIZER, "of scale_then_privatize", type=float, metavar="E")
-    betas: tuple[float, float] = _setting((0.9, 0.999), _betas, OPTIMIZER, "default: 0.9 0.999", type=float,
-        metavar=("B1", "B2"), nargs=2)
-    weight_decay: float = _setting(0.0, _number(0), OPTIMIZER, "decoupled (default: 0)", type=float, metavar="W")
-    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0", choices=SCHEDULES)
-    warmup: float = _setting(0.05, _number(0, 1), OPTIMIZER, "share of the steps (default: 0.05)", type=float,
-        metavar="F")
+        "default: 5e-4; 1e-3 for LoRA or new weights; 1e-2 for built-in models; 1 for dp_sgd")
+    eps: float | None = _setting(None, _number(0), OPTIMIZER, "Adam's eps; a floor in bias_correction",
+        flag="--adam-eps")
+    eps_scale: float | None = _setting(None, _ABOVE_0, OPTIMIZER, "of scale_then_privatize")
+    betas: tuple[float, float] = _setting((0.9, 0.999), _kind(_betas, float, ("B1", "B2"), nargs=2), OPTIMIZER,
+        "default: 0.9 0.999")
+    weight_decay: float = _setting(0.0, _number(0), OPTIMIZER, "decoupled (default: 0)")
+    schedule: str = _setting("linear", _one_of(*SCHEDULES), OPTIMIZER, "default: linear, down to 0")
+    warmup: float = _setting(0.05, _number(0, 1), OPTIMIZER, "share of the steps (default: 0.05)")
     batch_size: int | None = _setting(None, _whole(1), OPTIMIZER,
-        "expected size (default: up to 2048, by the size of the data)", type=int, metavar="N")
-    steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer", type=int, metavar="N")
-    epochs: float | None = _setting(None, _above_0, OPTIMIZER,
-        "instead of --steps, rounded up to whole steps (default: 10)", type=float, metavar="N")
-    micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once", type=int,
-        metavar="N")
-    micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once", type=int,
-        metavar="N")
+        "expected size (default: up to 2048, by the size of the data)")
+    steps: int | None = _setting(None, _whole(1), OPTIMIZER, "steps of the optimizer")
+    epochs: float | None = _setting(None, _ABOVE_0, OPTIMIZER,
+        "instead of --steps, rounded up to whole steps (default: 10)")
+    micro_batch_size: int | None = _setting(None, _whole(1), OPTIMIZER, "examples computed at once")
+    micro_batch_tokens: int | None = _setting(None, _whole(1), OPTIMIZER, "tokens computed at once")
 
-    dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32",
-        choices=("fp32", "bf16"))
-    device: str = _setting("auto", _text, RUN, "auto (default), cpu, cuda, cuda:1", metavar="D")
-    seed: int = _setting(0, _whole(0), RUN, "of new weights and masks, never of noise (default: 0)", type=int,
-        metavar="N")
-    evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)", type=int,
-        metavar="N")
-    checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)", type=int,
-        metavar="N")
-    log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)", type=int, metavar="N")
-    report_to: str | None = _setting(None, _one_of("tensorboard"), RUN, "also write the log for TensorBoard",
-        choices=("tensorboard",))
-    debug: bool = _setting(False, yes_or_no, RUN, "also log training losses and clipping: NOT private", type=bool)
+    dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32")
+    device: str = _setting("auto", _TEXT, RUN, "auto (default), cpu, cuda, cuda:1")
+    seed: int = _setting(0, _whole(0), RUN, "of new weights and masks, never of noise (default: 0)")
+    evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
+    checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
+    log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)")
+    report_to: str | None = _setting(None, _one_of("tensorboard"), RUN, "also write the log for TensorBoard")
+    debug: bool = _setting(False, _SWITCH, RUN, "also log training losses and clipping: NOT private")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -252,20 +230,21 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings that are not None, as plain values."""
-        found = {part.name: getattr(self, part.name) for part in dataclasses.fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in found.items()
-            if value is not None
-        }
+        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def part(self, *names: str) -> dict[str, Any]:
+        """Some settings by name."""
+        return {name: getattr(self, name) for name in names}
 
     def to_toml(self) -> str:
         """The recipe as a TOML document; settings that are None are left out."""
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
+        written = {name: json.dumps(value, ensure_ascii=False) for name, value in self.to_dict().items()}
+        return "".join(f"{name} = {value}\n" for name, value in written.items()).replace("\x7f", "\\u007f")
 
     def with_whole_paths(self) -> Recipe:
         """Make local paths absolute, so that a run can be resumed from any folder."""
-        paths = {name: getattr(self, name) for name in ("model", "data", "validation_data")}
+        paths = self.part("model", "data", "validation_data")
         return self.replace(**{name: whole_path(path) for name, path in paths.items() if path is not None})
 
     def replace(self, **changes: Any) -> Recipe:
@@ -297,22 +276,17 @@ def read_recipe(path: str | Path | None, **over: Any) -> Recipe:
     values = {} if path is None else read_toml(path)
     values.pop("compare", None)  # a table of `dpoptim compare`
     given = {name: value for name, value in over.items() if value is not None}
-    for one, other in _PAIRS:
-        for name, rival in ((one, other), (other, one)):
-            if name in given and rival not in given:
-                values.pop(rival, None)
-    return Recipe.from_dict({**values, **given})
+    replaced = {name for pair in _PAIRS if given.keys() & set(pair) for name in pair}
+    return Recipe.from_dict({**{name: value for name, value in values.items() if name not in replaced}, **given})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read the values of a recipe's file."""
     try:
         return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"recipe {str(path)!r} does not exist; check the path") from None
-    except IsADirectoryError:
-        raise ValueError(f"recipe {str(path)!r} is a folder; give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"recipe {str(path)!r} does not exist or cannot be read ({error.strerror})") from None
+    except ValueError as error:
         raise ValueError(f"recipe {str(path)!r} is not a TOML file: {error}") from None
 
 
@@ -320,13 +294,3 @@ def whole_path(name: str) -> str:
     """Make a local path absolute; other names stay unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUILT_IN and path.exists() else name
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(_toml(part) for part in value)}]"
-    return repr(value)

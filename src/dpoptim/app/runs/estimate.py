@@ -15,8 +15,6 @@ from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
 
-_MOST_PARTS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -40,34 +38,32 @@ def estimate(setup: RunSetup) -> Estimate:
 
     seconds per step = micro-batches · seconds per micro-batch + seconds per update
     """
-    recipe, prepared, plan = setup.recipe, setup.prepared, setup.plan
+    prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
-    optimizer = optimizer_of(recipe, setup.model, plan, external_batches=True)
+    optimizer = optimizer_of(setup.recipe, setup.model, plan, external_batches=True)
     parts = _parts(setup)
-    before = _peak(setup.device)
+    before = _peak(device)
     seconds: list[float] = []
-    update = 0.0
     for warm in (True, False):
-        for part in parts[: 1 if warm else _MOST_PARTS]:
-            began = _now(setup.device)
+        for part in parts[: 1 if warm else 3]:
+            began = _now(device)
             with setup.precision():
                 loss = prepared.loss_per_example(setup.model, random_batch(prepared, part))
             loss.sum().backward()
             if not warm:
-                seconds.append(_now(setup.device) - began)
-        began = _now(setup.device)
+                seconds.append(_now(device) - began)
+        began = _now(device)
         if plan.steps > 1 or not warm:  # a plan of one step has one update
             optimizer.step()
-        update = _now(setup.device) - began
-    working = max(0, _peak(setup.device) - before)
-    kept = sum(value.numel() * value.element_size() for state in optimizer.state.values() for value in state.values())
-    scale = optimizer.mechanism.scale
-    kept += sum(value.numel() * value.element_size() for value in scale.values()) if scale else 0
+        update = _now(device) - began
+    working = max(0, _peak(device) - before)
     optimizer.detach()
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    kept += (optimizer.mechanism.scale or {}).values()
     step_seconds = len(parts) * float(np.mean(seconds)) + update
     return Estimate(
-        parameter_bytes=sum(p.numel() * p.element_size() for p in setup.model.parameters()),
-        optimizer_bytes=kept,
+        parameter_bytes=sum(value.nbytes for value in setup.model.parameters()),
+        optimizer_bytes=sum(value.nbytes for value in kept),
         noise_bytes=optimizer.mechanism.noise_memory_bytes,
         working_bytes=working,
         step_seconds=step_seconds,

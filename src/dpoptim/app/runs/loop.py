@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,8 @@ class Loop:
             pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
         self._diagnostics = Diagnostics(self._optimizer)
-        self._spent = EpsilonSpent(self.plan)
+        self.spent = EpsilonSpent(self.plan)
         self._times = StepTimes(over=recipe.log_every)
-        self._counted = (0, 0, 0)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -57,11 +57,6 @@ class Loop:
     def step(self) -> int:
         """The number of steps taken."""
         return self._loader.next_step
-
-    @property
-    def epsilon_is_whole(self) -> bool:
-        """Whether the ε of the steps so far is reported as the whole run's."""
-        return self._spent.note is not None
 
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
         """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
@@ -97,9 +92,15 @@ class Loop:
         opens = True
         for batch in self._setup.prepared.batches(loader):
             if opens:
-                began, number = time.perf_counter(), optimizer.mechanism.step
-                rate = self._begin(number)
-                losses = []
+                began, number, losses = time.perf_counter(), optimizer.mechanism.step, []
+                is_logged = number == 0 or (number + 1) % recipe.log_every == 0 or number + 1 == self.plan.steps
+                rate = learning_rate_at(recipe, number)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                seed_for_step(optimizer)  # the model's own randomness, such as dropout
+                if is_logged:
+                    self._diagnostics.before()
+                counted = copy.copy(optimizer.mechanism.counts_not_private) if is_logged and recipe.debug else None
             with self._setup.precision():
                 loss = self._setup.prepared.loss_per_example(self._setup.model, batch)
             loss.sum().backward()
@@ -109,43 +110,24 @@ class Loop:
             opens = loader.step_ends
             if opens:
                 seed_generators(recipe.seed)  # drop the secret state
-                spent = self._spent.at(number + 1)
+                spent = self.spent.at(number + 1)
                 entry: dict[str, Any] = {"step": number + 1, "learning_rate": rate, "epsilon": spent}
-                if self._spent.note is not None:
-                    entry["epsilon_note"] = self._spent.note
-                if self._is_logged(number):
+                if self.spent.note is not None:
+                    entry["epsilon_note"] = self.spent.note
+                if is_logged:
                     entry["released"] = self._diagnostics.after()
-                    if recipe.debug:
-                        entry["not_private"] = self._not_private(losses)
+                if counted is not None:
+                    entry["not_private"] = self._not_private(losses, counted)
                 seconds = self._times.add(time.perf_counter() - began)
                 entry["seconds"] = seconds
                 entry["examples_per_second"] = two_digits(self.plan.batch_size / seconds) if seconds else None
                 yield entry
 
-    def _begin(self, number: int) -> float:
-        """Set the learning rate and the model's own randomness (dropout) for this step."""
-        recipe = self._setup.recipe
-        rate = learning_rate_at(recipe, number)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        seed_for_step(self._optimizer)
-        if self._is_logged(number):
-            self._diagnostics.before()
-            self._counted = self._counts() if recipe.debug else (0, 0, 0)
-        return rate
-
-    def _counts(self) -> tuple[int, int, int]:
-        counts = self._optimizer.mechanism.counts_not_private
-        return counts.examples, counts.clipped, counts.nonfinite
-
-    def _is_logged(self, number: int) -> bool:
-        return number == 0 or (number + 1) % self._setup.recipe.log_every == 0 or number + 1 == self.plan.steps
-
-    def _not_private(self, losses: list[Tensor]) -> dict[str, Any]:
-        """Values of the step's own examples."""
-        examples, clipped, nonfinite = (now - then for now, then in zip(self._counts(), self._counted, strict=True))
+    def _not_private(self, losses: list[Tensor], before: Any) -> dict[str, Any]:
+        """Values of the step's own examples; `before` are the counts before the step."""
+        now = self._optimizer.mechanism.counts_not_private
         return {
             "loss": float(torch.cat(losses).mean()),
-            "clipped_fraction": clipped / max(1, examples),
-            "nonfinite": nonfinite,
+            "clipped_fraction": (now.clipped - before.clipped) / max(1, now.examples - before.examples),
+            "nonfinite": now.nonfinite - before.nonfinite,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -47,11 +48,7 @@ class Scores:
 
 
 def evaluate(
-    prepared: Prepared,
-    model: nn.Module | None = None,
-    *,
-    batch_size: int = 64,
-    batch_tokens: int = 2**16,
+    prepared: Prepared, model: nn.Module | None = None, *, batch_size: int = 64, batch_tokens: int = 2**16
 ) -> Scores:
     """Score a model on the prepared records, in eval mode and without gradients.
 
@@ -64,14 +61,12 @@ def evaluate(
         batch_size: The most examples to run at once.
         batch_tokens: About the most tokens to run at once.
     """
-    model = prepared.model if model is None else model
-    device = next(model.parameters()).device
+    prepared = prepared if model is None else dataclasses.replace(prepared, model=model)
     losses = total = right = 0.0
     targets = with_targets = 0
-    with in_eval_mode(model):
+    with in_eval_mode(prepared.model):
         for part in _parts(prepared, batch_size, batch_tokens):
-            batch = prepared.collate([prepared.dataset[int(i)] for i in part])
-            found = prepared.evaluate(model, {name: values.to(device) for name, values in batch.items()})
+            found = prepared.evaluate(prepared.model, prepared.collated([prepared.dataset[int(i)] for i in part]))
             losses += float(found.losses.double().sum())
             total += float(found.total.double().sum())
             targets += int(found.targets.sum())
@@ -88,19 +83,16 @@ def evaluate(
 
 
 def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[np.ndarray]:
-    lengths = prepared.lengths
-    if lengths is None:
-        places = np.arange(len(prepared.records))
-        yield from (places[start : start + batch_size] for start in range(0, len(places), batch_size))
-        return
-    order = np.argsort(lengths, kind="stable")
-    block = 64 * batch_size  # finding the best cut takes time quadratic in the number of examples
+    lengths, limits = prepared.lengths, {"max_tokens": batch_tokens, "max_examples": batch_size}
+    order = np.arange(len(prepared.records)) if lengths is None else np.argsort(lengths, kind="stable")
+    block = batch_size if lengths is None else 64 * batch_size  # the best cut takes time quadratic in the block
     for start in range(0, len(order), block):
         own = order[start : start + block]
-        cuts = cut_by_length(
-            lengths[own], max_tokens=batch_tokens, max_examples=batch_size, bucket=prepared.bucket, price=1024
-        )
-        yield from (own[cut] for cut in cuts)
+        if lengths is None:
+            yield own
+        else:
+            cuts = cut_by_length(lengths[own], **limits, bucket=prepared.bucket, price=1024)
+            yield from (own[cut] for cut in cuts)
 
 
 class Diagnostics:
@@ -121,7 +113,6 @@ class Diagnostics:
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
         self._optimizer = optimizer
-        self._wanted = False
         self._found: dict[str, Any] = {}
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._old: list[Tensor] = []
@@ -129,7 +120,6 @@ class Diagnostics:
 
     def before(self) -> None:
         """Measure the next step."""
-        self._wanted = True
         self._old = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
@@ -137,12 +127,12 @@ class Diagnostics:
         """The values of that step."""
         moved = [parameter.detach() - old for parameter, old in zip(self._parameters, self._old, strict=True)]
         found = {**self._found, "negative_fraction": self._negative_fraction(), "update_norm": float(norm_of(moved))}
-        self._wanted, self._old, self._found = False, [], {}
+        self._old, self._found = [], {}
         return found
 
     @torch.no_grad()
     def _observe(self, released: Released) -> None:
-        if not self._wanted:
+        if not self._old:
             return
         scale = self._optimizer.mechanism.scale
         gradient, noise = map(float, released_norms(released, scale))

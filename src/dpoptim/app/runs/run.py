@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import platform
 import shutil
@@ -13,13 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dpoptim.app.files import make_folder
+from dpoptim.app.files import make_folder, write_text
+from dpoptim.app.format import plain
 from dpoptim.app.models.loading import load_model
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
@@ -27,16 +29,7 @@ from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints, load_checkpoint, save_checkpoint, step_of
-from dpoptim.app.runs.run_log import (
-    Diverged,
-    RunLog,
-    cut_log,
-    ending_by,
-    is_finished,
-    read_log,
-    tensorboard_writer,
-    write_scalars,
-)
+from dpoptim.app.runs.run_log import Diverged, RunLog, cut_log, ending_by, is_finished, read_log
 from dpoptim.app.runs.setup import RunSetup, prepare_run, training_digest
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
@@ -83,7 +76,8 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
         except OSError as error:
             if checkpoints(place.checkpoints) or released_count(place.steps_file):
                 raise
-            place.remove()
+            for folder in (place.path, place.secret_folder):
+                shutil.rmtree(folder, ignore_errors=True)
             raise OSError(f"{error}; nothing was released, and {place.path} is removed") from error
 
 
@@ -127,13 +121,13 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
         with contextlib.closing(loop.open_ledger(place.steps_file, step=step)):  # locks the run
             if step is not None:
                 cut_log(place.log_file, step)
-            with RunLog(place.log_file) as log, stopping_between_steps() as stop:
+            tensorboard = place.path / "tensorboard" if setup.recipe.report_to == "tensorboard" else None
+            log = RunLog(place.log_file, tensorboard=tensorboard)
+            with stopping_between_steps() as stop:
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
                 except torch.OutOfMemoryError as error:
-                    raise ValueError(
-                        "the device ran out of memory; set a smaller micro_batch_size or micro_batch_tokens"
-                    ) from error
+                    raise ValueError("out of memory; set a smaller micro_batch_size or micro_batch_tokens") from error
                 except OSError as error:
                     found = checkpoints(place.checkpoints)
                     command = f"continue with: dpoptim train --resume {place.path}"
@@ -141,110 +135,100 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
                     raise OSError(f"training stopped: {first_line(error)}{saved}") from error
 
 
+@dataclass
 class _Run:
     """The loop with its log, evaluations and checkpoints."""
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        place: RunDirectory,
-        progress: ProgressReporter,
-        log: RunLog,
-        loop: Loop,
-        stop: StopRequest,
-    ) -> None:
-        self._setup, self._place, self._progress = setup, place, progress
-        self._log, self._loop, self._stop = log, loop, stop
-        self._writer = None
-        if setup.recipe.report_to == "tensorboard":
-            self._writer = tensorboard_writer(place.path / "tensorboard", read_log(place.log_file))
-        self._began = time.perf_counter()
-        self._finite_at = loop.step
+    setup: RunSetup
+    place: RunDirectory
+    progress: ProgressReporter
+    log: RunLog
+    loop: Loop
+    stop: SimpleNamespace  # `signal` is the signal that asked for a stop, or None
 
     def train(self, *, resumed_from: int | None) -> dict[str, Any]:
-        recipe, loop, steps = self._setup.recipe, self._loop, self._loop.plan.steps
+        recipe, loop, plan = self.setup.recipe, self.loop, self.loop.plan
         assert recipe.evaluate_every is not None  # filled in
         assert recipe.checkpoint_every is not None
-        self._log.write("start", **self._description(resumed_from))
-        self._progress.begin(
-            step=loop.step, steps=steps, batch_size=loop.plan.batch_size, whole_run=loop.epsilon_is_whole
-        )
+        began, finite_at = time.perf_counter(), loop.step
+        self.log.write("start", **self._description(), resumed_from=resumed_from)
+        whole_run = loop.spent.note is not None
+        self.progress.begin(step=loop.step, steps=plan.steps, batch_size=plan.batch_size, whole_run=whole_run)
+        reason = "finished"
         try:
             if resumed_from is None:
                 self._checkpoint()  # repeated first steps must get the same noise
                 self._evaluate()
             for entry in loop:
-                if "released" in entry:
-                    self._write("step", entry)
-                    if "not_private" in entry:
-                        self._progress.not_private(entry["not_private"]["loss"])
-                self._progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
-                last = loop.step == steps
+                is_logged, last = "released" in entry, loop.step == plan.steps
+                if is_logged:
+                    self.log.write("step", **entry)
+                if "not_private" in entry:
+                    self.progress.not_private(entry["not_private"]["loss"])
+                self.progress.step(step=loop.step, epsilon=entry["epsilon"], seconds=entry["seconds"] or 0.0)
                 evaluates = last or loop.step % recipe.evaluate_every == 0
-                stops = not last and self._stop.signal is not None  # read once: it may change at any moment
+                stops = not last and self.stop.signal is not None  # read once: it may change at any moment
                 saves = last or stops or loop.step % recipe.checkpoint_every == 0
-                if "released" in entry or evaluates or saves:
-                    self._check_finite()
+                if is_logged or evaluates or saves:
+                    self._check_finite(finite_at)
+                    finite_at = loop.step
                 if evaluates:
                     self._evaluate()
                 if saves:
                     self._checkpoint()
                 if stops:
-                    return self._end("interrupted")
-            self._save_model()
-            return self._end("finished")
+                    reason = "interrupted"
+                    break
+            else:
+                self._save_model()
         except BaseException as error:
             with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
-                self._log_end(ending_by(error))
+                self._log_end(ending_by(error), began)
             raise
+        self._log_end(reason, began)
+        summary = _summary(self.place, plan)
+        if self.stop.signal is not None:
+            summary["signal"] = int(self.stop.signal)
+        write_text(self.place.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
+        return summary
 
-    def _write(self, kind: str, entry: dict[str, Any]) -> None:
-        self._log.write(kind, **entry)
-        if self._writer is not None:
-            write_scalars(self._writer, {"kind": kind, **entry})
-
-    def _description(self, resumed_from: int | None) -> dict[str, Any]:
-        setup, plan = self._setup, self._loop.plan
+    def _description(self) -> dict[str, Any]:
+        setup, plan = self.setup, self.loop.plan
+        packages = {name: sys.modules[name].__version__ for name in ("transformers", "peft") if name in sys.modules}
+        own = {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__}
         return {
-            "versions": _versions(),
+            "versions": {**own, **packages},
             "device": torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "cpu",
             "parameters": sum(p.numel() for p in setup.model.parameters()),
             "trained_parameters": setup.trained_parameters,
             "examples": plan.num_examples,
             "validation_examples": 0 if setup.validation is None else len(setup.validation.records),
-            "steps": plan.steps,
-            "batch_size": plan.batch_size,
             "epsilon": plan.epsilon(),
-            "delta": plan.delta,
-            "noise_multiplier": plan.noise_multiplier,
-            "clip_norm": plan.clip_norm,
+            **{name: getattr(plan, name) for name in ("steps", "batch_size", "delta", "noise_multiplier", "clip_norm")},
             "variant": setup.recipe.variant,
             "mechanism": name_of_noise(plan.noise),
             "sampling": setup.recipe.sampling,
-            "resumed_from": resumed_from,
         }
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, finite_at: int) -> None:
         """Stop before parameters that are not finite are saved; they are released, so looking costs no privacy."""
-        found = not_finite(self._setup.model)
-        if not found:
-            self._finite_at = self._loop.step
-            return
-        saved = step_of(checkpoints(self._place.checkpoints)[-1])
-        raise Diverged(
-            f"training diverged between steps {self._finite_at} and {self._loop.step}: {len(found)} parameters (first: "
-            f"{found[0]!r}) are not finite; the last checkpoint is of step {saved}. Train in a new directory with a "
-            f"learning_rate below {self._setup.recipe.learning_rate:g} (its privacy loss adds to this one's)"
-        )
+        found = not_finite(self.setup.model)
+        if found:
+            saved = step_of(checkpoints(self.place.checkpoints)[-1])
+            raise Diverged(
+                f"training diverged between steps {finite_at} and {self.loop.step}: {len(found)} parameters (first: "
+                f"{found[0]!r}) are not finite; the last checkpoint is of step {saved}. Train in a new directory with "
+                f"a learning_rate below {self.setup.recipe.learning_rate:g} (its privacy loss adds to this one's)"
+            )
 
     def _evaluate(self) -> None:
-        setup = self._setup
+        setup = self.setup
         if setup.validation is None:
             return
         with setup.precision():
             scores = evaluate(setup.validation, setup.model, batch_tokens=setup.recipe.micro_batch_tokens or 2**16)
         entry = {
-            "step": self._loop.step,
+            "step": self.loop.step,
             "split": "validation",
             "loss": scores.loss,
             "accuracy": scores.accuracy,
@@ -252,56 +236,47 @@ class _Run:
             "examples": scores.examples,
             "outside_guarantee": True,
         }
-        self._write("evaluation", entry)
-        self._progress.evaluation(entry)
+        self.log.write("evaluation", **entry)
+        self.progress.evaluation(entry)
 
     def _checkpoint(self) -> None:
-        path = save_checkpoint(self._place.checkpoints, self._loop.step, self._loop.state_dict())
-        self._log.write("checkpoint", step=self._loop.step, path=str(path.relative_to(self._place.path)))
+        path = save_checkpoint(self.place.checkpoints, self.loop.step, self.loop.state_dict())
+        self.log.write("checkpoint", step=self.loop.step, path=str(path.relative_to(self.place.path)))
 
     def _save_model(self) -> None:
         """Save with `save_pretrained` and the tokenizer; a plain module as model.pt."""
-        model: Any = self._setup.model
-        tokenizer = self._setup.prepared.tokenizer
-        self._loop.close()
+        model: Any = self.setup.model
+        self.loop.close()
 
         def fill(folder: Path) -> None:
             if hasattr(model, "save_pretrained"):
                 model.save_pretrained(folder)
             else:
                 torch.save(model.state_dict(), folder / "model.pt")
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            if self.setup.prepared.tokenizer is not None:
+                self.setup.prepared.tokenizer.save_pretrained(folder)
 
-        shutil.rmtree(self._place.model, ignore_errors=True)
-        make_folder(self._place.model, fill, secret=False)
+        shutil.rmtree(self.place.model, ignore_errors=True)
+        make_folder(self.place.model, fill, secret=False)
 
-    def _log_end(self, reason: str) -> None:
-        seconds = two_digits(time.perf_counter() - self._began)
-        self._log.write("end", step=self._loop.step, reason=reason, seconds=seconds)
-
-    def _end(self, reason: str) -> dict[str, Any]:
-        self._log_end(reason)
-        summary = _summary(self._place, self._loop.plan)
-        if self._stop.signal is not None:
-            summary["signal"] = int(self._stop.signal)
-        self._place.write_summary(summary)
-        return summary
+    def _log_end(self, reason: str, began: float) -> None:
+        self.log.write("end", step=self.loop.step, reason=reason, seconds=two_digits(time.perf_counter() - began))
 
 
 def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
     """Summarize a run from its log."""
     entries = read_log(place.log_file)
-    start = next(entry for entry in reversed(entries) if entry["kind"] == "start")
-    end = next(entry for entry in reversed(entries) if entry["kind"] == "end")
-    scores = [entry for entry in entries if entry["kind"] == "evaluation"]
+    starts, ends, scores = (
+        [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "end", "evaluation")
+    )
+    start, end = starts[-1], ends[-1]
     kept = ("epsilon", "delta", "noise_multiplier", "variant", "mechanism", "sampling", "examples", "batch_size")
     return {
         "run": str(place.path),
         "reason": end["reason"],
         "step": end["step"],
         "steps": plan.steps,
-        "seconds": sum(entry["seconds"] for entry in entries if entry["kind"] == "end"),
+        "seconds": sum(entry["seconds"] for entry in ends),
         **{name: start[name] for name in kept},
         "epsilon_spent": EpsilonSpent(plan).at(end["step"]),
         "validation": {"first": scores[0], "last": scores[-1]} if scores else None,
@@ -310,36 +285,19 @@ def _summary(place: RunDirectory, plan: PrivacyPlan) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    names = ["transformers", "peft"]
-    loaded = {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
-    return {"dpoptim": __version__, "python": platform.python_version(), "torch": torch.__version__, **loaded}
-
-
-# -- stopping between steps --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class StopRequest:
-    """The signal that asked for a stop, or None."""
-
-    signal: int | None = None
-
-
 @contextlib.contextmanager
-def stopping_between_steps() -> Iterator[StopRequest]:
-    """Record the first Ctrl-C or SIGTERM, and let a second one interrupt at once; only in the main thread."""
-    stop = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
+def stopping_between_steps() -> Iterator[SimpleNamespace]:
+    """Record the first Ctrl-C or SIGTERM as `signal`; a second one interrupts at once. Only in the main thread."""
+    stop = SimpleNamespace(signal=None)
 
     def note(number: int, frame: FrameType | None) -> None:
         if stop.signal is not None:
             raise KeyboardInterrupt
         stop.signal = number
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if in_main else ()
+    before = {number: signal.signal(number, note) for number in signals}
     try:
         yield stop
     finally:
@@ -363,12 +321,10 @@ def load_trained(directory: str | Path) -> nn.Module:
     if not place.model.is_dir():
         raise ValueError(f"{place.path} has no model yet; finish the run with: dpoptim train --resume {place.path}")
     recipe = read_recipe(place.recipe_file)
-    names = recipe.label_names
-    if recipe.model in BUILT_IN:
-        state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
-        columns = next(iter(state.values())).shape[1]
-        model = load_model(Task(recipe.task), recipe.model, num_labels=len(names or ()), columns=columns)
-        model.load_state_dict(state)
-        return model.eval()
-    labels = None if names is None else len(names)
-    return load_model(Task(recipe.task), place.model, num_labels=labels, label_names=names).eval()
+    task, names = Task(recipe.task), recipe.label_names
+    if recipe.model not in BUILT_IN:
+        return load_model(task, place.model, label_names=names).eval()
+    state: dict[str, Any] = torch.load(place.model / "model.pt", map_location="cpu", weights_only=True)
+    model = load_model(task, recipe.model, label_names=names, columns=next(iter(state.values())).shape[1])
+    model.load_state_dict(state)
+    return model.eval()

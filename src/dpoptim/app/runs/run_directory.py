@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpoptim.app.files import make_folder, remove_unfinished, write_text
+from dpoptim.app.files import make_folder, remove_unfinished
 from dpoptim.app.format import plain
 from dpoptim.app.recipes.recipe import Recipe, read_recipe
+from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import PrivacyPlan
-
-KEPT = 2
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 class RunDirectory:
@@ -33,13 +30,10 @@ class RunDirectory:
     | checkpoints/step-000100/ | where the run can resume; the last two |
     | model/ | the trained model, at the end |
     | summary.json | how the run ended |
+    | ../RUN.secret/noise.key | mode 0600: whoever has it can remove the noise |
+    | ../RUN.secret/noise.steps | the step ledger: a digest of each released step |
 
-    People share run directories, so the secrets lie outside, in RUN.secret (mode 0700).
-
-    | name | what it holds |
-    |---|---|
-    | noise.key | mode 0600: whoever has it can remove the noise |
-    | noise.steps | the step ledger: a digest of each released step |
+    People share run directories, so the secrets lie outside, in a folder of mode 0700.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,9 +56,7 @@ class RunDirectory:
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
             raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
         if self.secret_folder.exists():
-            raise ValueError(
-                f"{self.secret_folder} holds the key of an earlier run. Choose another name, or remove the folder."
-            )
+            raise ValueError(f"{self.secret_folder} holds the key of an earlier run; remove it, or choose another name")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")
@@ -88,11 +80,6 @@ class RunDirectory:
             shutil.rmtree(self.secret_folder, ignore_errors=True)
             raise
 
-    def remove(self) -> None:
-        """Remove a run that released nothing."""
-        for folder in (self.path, self.secret_folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
     def read(self) -> tuple[Recipe, PrivacyPlan, NoiseKey]:
         """What a run needs to resume."""
         self.check_is_run()
@@ -110,10 +97,6 @@ class RunDirectory:
     def read_plan(self) -> PrivacyPlan:
         """The run's plan."""
         return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json."""
-        write_text(self.summary_file, json.dumps(plain(summary), indent=2, ensure_ascii=False) + "\n")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -133,28 +116,24 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
     remove_unfinished(folder)
     make_folder(path, fill)
-    for old in checkpoints(folder)[:-KEPT]:
+    for old in checkpoints(folder)[:-2]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and (path / "state.pt").is_file()]
-    return sorted(found, key=step_of)
+    return sorted((file.parent for file in folder.glob("step-*/state.pt")), key=step_of)
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, from its name."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.removeprefix("step-"))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint: plain values and tensors only, so loading it cannot run code."""
     try:
-        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        return dict(torch.load(path / "state.pt", map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}). Remove it.") from error
-    return state
+        raise ValueError(f"checkpoint {path} cannot be read ({first_line(error)}). Remove it.") from error

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
@@ -25,20 +25,29 @@ from dpoptim.privacy.composition import EpsilonSpent
 Series = list[tuple[int, float]]
 """(step, value), steps ascending, values finite."""
 
-_Value = TypeVar("_Value")
 _LOG = "log.jsonl"
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 class RunLog:
-    """Appends entries to a log: one JSON object per line, flushed at once.
+    """Appends entries to a log: one JSON object per line.
 
-    Only start and end have the time of day, because the times of steps reveal the sizes of their batches.
+    Only start and end have the time of day, because the times of steps reveal the sizes of their batches. If
+    `tensorboard` names a folder, it is rebuilt from the log and then gets the numbers of every entry.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+        self._path = path
+        self._writer: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
+            shutil.rmtree(tensorboard, ignore_errors=True)
+            self._writer = SummaryWriter(str(tensorboard))
+            for entry in read_log(path):
+                self._mirror(entry)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append an entry."""
@@ -46,14 +55,25 @@ class RunLog:
         if kind in ("start", "end"):
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
-        self._file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(entry), ensure_ascii=False, allow_nan=False) + "\n")
+        if self._writer is not None:
+            self._mirror(entry)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+    def _mirror(self, entry: dict[str, Any]) -> None:
+        """Write the numbers of a step or evaluation to TensorBoard; the names of those that are not private say so."""
+        parts: dict[str, dict[str, Any]] = {}
+        if entry["kind"] == "evaluation":
+            parts["held-out"] = {name: entry[name] for name in ("loss", "accuracy", "perplexity")}
+        elif entry["kind"] == "step":
+            parts["run"] = {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")}
+            parts["released"] = entry["released"]
+            parts["not private, for debugging"] = entry.get("not_private", {})
+        for group, values in parts.items():
+            for name, value in values.items():
+                if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
+                    self._writer.add_scalar(f"{group}/{name}", value, entry["step"], walltime=0.0)
+        self._writer.flush()
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -62,51 +82,12 @@ def cut_log(path: Path, step: int) -> None:
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
 
 
-def tensorboard_writer(folder: Path, entries: list[dict[str, Any]]) -> Any:
-    """A TensorBoard writer into `folder`, which is rebuilt from the log's entries."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    # Two versions of a repeated step, from devices that sum in a different order, would differ by no noise.
-    shutil.rmtree(folder, ignore_errors=True)
-    writer = SummaryWriter(str(folder))
-    for entry in entries:
-        if entry["kind"] in ("step", "evaluation"):
-            write_scalars(writer, entry)
-    return writer
-
-
-def write_scalars(writer: Any, entry: dict[str, Any]) -> None:
-    """Write every number of a step or evaluation to TensorBoard; the names of values that are not private say so."""
-    step = entry["step"]
-    if entry["kind"] == "evaluation":
-        parts = {"held-out": {name: entry[name] for name in ("loss", "accuracy", "perplexity")}}
-    else:
-        parts = {
-            "run": {name: entry[name] for name in ("epsilon", "learning_rate", "seconds")},
-            "released": entry["released"],
-            "not private, for debugging": entry.get("not_private", {}),
-        }
-    for group, values in parts.items():
-        for name, value in values.items():
-            if isinstance(value, int | float):  # without the time of day, which reveals the size of the batch
-                writer.add_scalar(f"{group}/{name}", value, step, walltime=0.0)
-    writer.flush()
-
-
 # -- reading the log ---------------------------------------------------------------------------------------------------
 
 
-class LogLine(NamedTuple):
-    """One line of a log; `entry` is None if the line is not a JSON object."""
-
-    place: int  # from 1
-    entry: dict[str, Any] | None
-
-
-def log_lines(path: Path) -> list[LogLine]:
-    """The lines of a log that are not blank, in order, readable or not."""
-    lines = path.read_bytes().split(b"\n")
-    return [LogLine(place, _entry(line)) for place, line in enumerate(lines, 1) if line.strip()]
+def log_lines(path: Path) -> list[dict[str, Any] | None]:
+    """The entries of a log, in order; None for a line that is not a JSON object."""
+    return [_entry(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -124,10 +105,15 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         ValueError: Any other line is not JSON.
     """
     lines = log_lines(path)
-    for line in lines[:-1]:
-        if line.entry is None:
-            raise ValueError(f"{path}, line {line.place} is not JSON; the file was changed")
-    return [line.entry for line in lines if line.entry is not None]
+    if None in lines[:-1]:
+        raise ValueError(f"{path}, line {lines.index(None) + 1} is not JSON; the file was changed")
+    return [line for line in lines if line is not None]
+
+
+def _last_reason(entries: list[dict[str, Any]]) -> str | None:
+    """How the last session ended; None if it did not log its end."""
+    sessions = [entry for entry in entries if entry["kind"] in ("start", "end")]
+    return sessions[-1].get("reason") if sessions else None
 
 
 # -- reading a run -----------------------------------------------------------------------------------------------------
@@ -149,30 +135,32 @@ class Guarantee:
         return math.isfinite(self.epsilon)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
-    name: str
-    folder: Path
-    recipe: dict[str, Any]
-    recipe_text: str
-    plan: dict[str, Any]  # the plan's fields, with the accountant's ε and δ
-    privacy_plan: PrivacyPlan
-    statement: str
-    starts: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    ends: list[dict[str, Any]]
-    is_ended: bool  # the last session of the run logged its end
-    notes: list[str]
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        log = folder / _LOG
+        if not log.is_file():
+            raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
+        entries = read_log(log)
+        if not entries:
+            raise ValueError(f"{log} is empty; nothing was logged yet")
+        self.starts, self.steps, self.evaluations, self.ends = (
+            [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
+        )
+        self.is_ended = _last_reason(entries) is not None  # the last session of the run logged its end
+        cut_off = log_lines(log)[-1] is None
+        self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
+        self.recipe_text: str = _parsed(folder / "recipe.toml", str)
+        self.recipe: dict[str, Any] = _parsed(folder / "recipe.toml", tomllib.loads)
+        self.statement: str = _parsed(folder / "statement.txt", str).strip()
+        self.privacy_plan: PrivacyPlan
+        self.privacy_plan, self._epsilon = _parsed(folder / "plan.json", _plan)
 
     def setting(self, name: str) -> Any:
-        """A value of the last start, the recipe or the plan; None if there is none."""
-        for place in (self.starts[-1] if self.starts else {}, self.recipe, self.plan):
-            if place.get(name) is not None:
-                return place[name]
-        return None
+        """A value of the last start or the recipe; None if there is none."""
+        return {**self.recipe, **(self.starts[-1] if self.starts else {})}.get(name)
 
     @property
     def last_step(self) -> int:
@@ -186,7 +174,7 @@ class RunHistory:
 
     @property
     def ending(self) -> str:
-        """How the run ended, as the log has it."""
+        """How the run ended, in the words of the log."""
         return str(self.ends[-1]["reason"]) if self.is_ended else "still running, or killed"
 
     @property
@@ -196,7 +184,7 @@ class RunHistory:
 
     @property
     def seconds(self) -> float | None:
-        """How long its sessions worked; if one ended unlogged, its steps at their mean time."""
+        """The seconds of all sessions; if one did not log its end, all steps at their mean time."""
         if self.ends and len(self.ends) >= len(self.starts):
             return math.fsum(end["seconds"] for end in self.ends)
         steps = series(self.steps, "seconds")
@@ -204,14 +192,14 @@ class RunHistory:
 
     @functools.cached_property
     def guarantee(self) -> Guarantee:
-        """The guarantee of the whole run, from plan.json."""
+        """The guarantee of the whole run."""
         plan = self.privacy_plan
-        sampling = self.plan["sampling"]
+        assert plan.delta is not None  # a run has one
         return Guarantee(
-            epsilon=float(self.plan["epsilon"]) if plan.is_private else math.inf,
-            delta=float(self.plan["delta"]),
+            epsilon=self._epsilon,
+            delta=plan.delta,
             adjacency=plan.adjacency.value,
-            sampling=str(sampling["kind"] if isinstance(sampling, dict) else sampling),
+            sampling=type(plan.sampling).__name__,
             accountant=describe_accountant(plan.run),
         )
 
@@ -247,43 +235,16 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
     """Read one run directory."""
-    folder = Path(folder)
-    log = folder / _LOG
-    if not log.is_file():
-        raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
-    entries = read_log(log)
-    if not entries:
-        raise ValueError(f"{log} is empty; nothing was logged yet")
-    wanted = ("start", "step", "evaluation", "end")
-    kinds = {kind: [entry for entry in entries if entry["kind"] == kind] for kind in wanted}
-    recipe_text = _parsed(folder / "recipe.toml", str)
-    plan, privacy_plan = _parsed(folder / "plan.json", _plan)
-    sessions = [entry["kind"] for entry in entries if entry["kind"] in ("start", "end")]
-    cut_off = log_lines(log)[-1].entry is None
-    return RunHistory(
-        name=name or folder.resolve().name,
-        folder=folder,
-        recipe=_parsed(folder / "recipe.toml", tomllib.loads),
-        recipe_text=recipe_text,
-        plan=plan,
-        privacy_plan=privacy_plan,
-        statement=_parsed(folder / "statement.txt", str).strip(),
-        starts=kinds["start"],
-        steps=kinds["step"],
-        evaluations=kinds["evaluation"],
-        ends=kinds["end"],
-        is_ended=sessions[-1:] == ["end"],
-        notes=[f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else [],
-    )
+    return RunHistory(Path(folder), name or Path(folder).resolve().name)
 
 
-def _plan(text: str) -> tuple[dict[str, Any], PrivacyPlan]:
+def _plan(text: str) -> tuple[PrivacyPlan, float]:
     found = json.loads(text)
-    values = {**found["plan"], "epsilon": found["epsilon"], "delta": found["delta"]}
-    return values, PrivacyPlan.from_dict(found["plan"])
+    plan = PrivacyPlan.from_dict(found["plan"])
+    return plan, float(found["epsilon"]) if plan.is_private else math.inf
 
 
-def _parsed(file: Path, parse: Callable[[str], _Value]) -> _Value:
+def _parsed(file: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -325,7 +286,7 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run; `first` and `last` are held-out scores before and after training, None if not finite."""
+    """A finished run; `first` and `last` are held-out scores before and after training."""
 
     path: Path
     recipe: Recipe
@@ -355,12 +316,12 @@ def read_result(directory: Path) -> RunResult:
 
 def is_finished(directory: Path) -> bool:
     """Whether the folder is a run that took all its steps."""
-    return _last_end(directory) == "finished"
+    return _ended_by(directory, "finished")
 
 
 def has_diverged(directory: Path) -> bool:
     """Whether the folder is a run that stopped with `Diverged`, and would again."""
-    return _last_end(directory) == ending_by(Diverged())
+    return _ended_by(directory, ending_by(Diverged()))
 
 
 def ending_by(error: BaseException) -> str:
@@ -368,7 +329,6 @@ def ending_by(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
 
 
-def _last_end(directory: Path) -> str | None:
+def _ended_by(directory: Path, reason: str) -> bool:
     log = directory / _LOG
-    sessions = [entry for entry in read_log(log) if entry["kind"] in ("start", "end")] if log.is_file() else []
-    return sessions[-1].get("reason") if sessions else None
+    return log.is_file() and _last_reason(read_log(log)) == reason

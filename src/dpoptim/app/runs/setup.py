@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +14,16 @@ from torch import nn
 
 from dpoptim.app.data.records import RecordKind, Records, read_records
 from dpoptim.app.models.loading import task_of_model
-from dpoptim.app.models.prepared import Prepared, prepare, random_batch
-from dpoptim.app.recipes.defaults import (
-    chosen_device,
-    optimizer_of,
-    plan_of,
-    validation_fraction,
-    with_defaults,
-)
+from dpoptim.app.models.prepared import Prepared, prepare, random_batch, record_kind
+from dpoptim.app.recipes.defaults import chosen_device, optimizer_of, plan_of, validation_fraction, with_defaults
 from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.clipping import check_example_independence
-from dpoptim.data import RecordFingerprint, fingerprint_records
+from dpoptim.data import fingerprint_records
 from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.integrations.optional import first_line, require
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, PrivacyPlan
-
-_KINDS = {Task.IMAGE_CLASSIFICATION: RecordKind.IMAGE, Task.TABULAR_CLASSIFICATION: RecordKind.TABULAR}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +37,7 @@ class RunSetup:
     prepared: Prepared
     validation: Prepared | None
     plan: PrivacyPlan
-    shared_records: int = 0  # held-out records that equal a training record
+    notes: list[str]  # what a person should know before the run starts; often nothing
 
     @property
     def model(self) -> nn.Module:
@@ -60,35 +50,21 @@ class RunSetup:
         return next(self.model.parameters()).device
 
     @property
-    def notes(self) -> list[str]:
-        """What a person should know before the run starts; often nothing."""
-        if self.validation is None:
-            return ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
-        if self.shared_records:
-            return [
-                f"{self.shared_records} of the {len(self.validation.records)} records of validation_data are also "
-                "training records; the guarantee does not cover scores on them"
-            ]
-        return []
-
-    @property
     def messages(self) -> list[str]:
         """What to print before a run: the column of the texts, where they are cut, and the notes."""
         column, cut = self.prepared.records.text_column, self.prepared.max_length
-        read = [f"texts from column {column!r}"] if column is not None else []
-        read += [f"cut at {cut:,} tokens"] if cut is not None else []
-        return [*([", ".join(read)] if read else []), *(f"note: {note}" for note in self.notes)]
+        source = "" if column is None else f" from column {column!r}"
+        texts = [] if cut is None else [f"texts{source}, cut at {cut:,} tokens"]
+        return [*texts, *(f"note: {note}" for note in self.notes)]
 
     @property
     def trained_parameters(self) -> int:
         """The number of parameters that training changes."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-    def precision(self) -> AbstractContextManager[object]:
+    def precision(self) -> torch.autocast:
         """Autocast for the model if the recipe has bf16; parameters, norms and noise stay fp32."""
-        if self.recipe.dtype == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bf16")
 
 
 def prepare_run(
@@ -112,69 +88,49 @@ def prepare_run(
     stage("reading the records")
     task = Task(recipe.task) if recipe.task is not None else task_of_model(recipe.model)
     training, held_out = records_of(recipe, task)
-    shared = 0
-    if recipe.validation_data is not None and held_out is not None:
+    notes = []
+    if held_out is None:
+        notes = ["no records are held out, so there will be no scores; give validation_data (--validation-data)"]
+    elif recipe.validation_data is not None:
         stage("comparing training and held-out records")
-        shared = check_held_out_is_other(training, held_out, validation_data=recipe.validation_data)
-    public = recipe.adjacency != Adjacency.ADD_REMOVE.value
-    if public and recipe.num_examples not in (None, len(training)):
-        raise ValueError(
-            f"num_examples={recipe.num_examples}, but there are {len(training)} training records; leave it out"
-        )
+        notes = _notes_on_shared(training, held_out)
+    count = recipe.num_examples or len(training)
+    if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != len(training):
+        raise ValueError(f"num_examples={count}, but there are {len(training)} training records; leave it out")
     stage(f"loading {recipe.model}")
-    prepared = prepare(
-        task=task,
-        model=recipe.model,
-        records=training,
-        max_length=recipe.max_length,
-        lora_rank=recipe.lora_rank,
-        from_scratch=recipe.from_scratch,
-        image_size=recipe.image_size,
-        seed=recipe.seed,
-    )
+    settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
+    prepared = prepare(task=task, model=recipe.model, records=training, **settings)
     prepared.model.to(device)
-    recipe = with_defaults(recipe, task=task, num_examples=recipe.num_examples or len(training), device=device)
-    recipe = recipe.replace(
-        max_length=prepared.max_length, label_names=training.label_names or None if task.is_classification else None
-    )
+    recipe = with_defaults(recipe, task=task, num_examples=count, device=device)
+    names = training.label_names if task.is_classification else None
+    recipe = recipe.replace(max_length=prepared.max_length, label_names=names)
     validation = None if held_out is None else prepared.on(held_out)
     if plan is None:
         stage("making the privacy plan")
         plan = plan_of(recipe, parameters=prepared.model, progress=lambda name: stage(f"optimizing {name}"))
         recipe = recipe.replace(noise=name_of_noise(plan.noise), sampling=name_of_sampling(plan.sampling))
-    setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan)
+    setup = RunSetup(recipe=recipe, prepared=prepared, validation=validation, plan=plan, notes=notes)
     stage("trying the model on random examples")
-    return dataclasses.replace(setup, plan=_tried(setup), shared_records=shared)
+    return dataclasses.replace(setup, plan=_tried(setup))
 
 
 def held_out_places(count: int, fraction: float) -> np.ndarray:
     """Every k-th place from k − 1 on, k = round(1/fraction): a rule that does not look at the records."""
-    if not fraction:
-        return np.zeros(0, dtype=np.int64)
-    every = max(2, round(1 / fraction))
+    every = max(2, round(1 / fraction)) if fraction else count + 1
     return np.arange(every - 1, count, every, dtype=np.int64)
 
 
 def records_of(recipe: Recipe, task: Task) -> tuple[Records, Records | None]:
     """Read the training records and the held-out ones."""
-    kind = _KINDS.get(task, RecordKind.TEXT)
-    label_column = recipe.label_column if task.is_classification else None
-    text_column = recipe.text_column if kind is RecordKind.TEXT else None
-    for name, used in (("label_column", label_column), ("text_column", text_column)):
+    for name, is_used in (("label_column", task.is_classification), ("text_column", task.reads_text)):
         given = getattr(recipe, name)
-        if given != used:
-            hint = ", or set task (--task) to text-classification" if name == "label_column" else ""
-            raise ValueError(f"{name}={given!r} is not used by {task.value}; leave it out{hint}")
+        if given is not None and not is_used:
+            raise ValueError(f"{name}={given!r} is not used by {task.value}; drop it, or choose text-classification")
 
     def read(source: str, label_names: Sequence[str] | None) -> Records:
-        found = read_records(
-            source,
-            text_column=text_column,
-            label_column=label_column,
-            split=recipe.split,
-            kind=kind,
-            label_names=label_names if task.is_classification else None,
-        )
+        names = label_names if task.is_classification else None
+        columns = recipe.part("text_column", "label_column", "split")
+        found = read_records(source, **columns, kind=record_kind(task), label_names=names)
         found.refuse_empty()
         return found
 
@@ -210,11 +166,10 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
 def training_digest(prepared: Prepared, key: NoiseKey) -> str:
     """A keyed digest of the training examples as the model sees them: tokens, numbers, or the bytes of image files."""
     records = prepared.records
-    if records.kind is not RecordKind.IMAGE:
-        return fingerprint_records(prepared.dataset, key, name="data").digest
-    labels = [] if records.labels is None else records.labels.tolist()
-    parts = [fingerprint_records(part, key, name="data").digest for part in (records.images, labels)]
-    return " ".join(parts)
+    parts: list[Any] = [prepared.dataset]
+    if records.kind is RecordKind.IMAGE:
+        parts = [records.images, np.asarray(records.labels).tolist()]
+    return " ".join(fingerprint_records(part, key, name="data").digest for part in parts)
 
 
 def same_source(one: str, other: str) -> bool:
@@ -226,26 +181,19 @@ def same_source(one: str, other: str) -> bool:
 def shared_count(records: Records, *others: Records) -> int:
     """How many of the records occur in any of the others, ignoring labels."""
     key = NoiseKey.generate()
-    found = np.concatenate([_fingerprint(other, key).each for other in others])
-    return _fingerprint(records, key).shared_with(RecordFingerprint("", found))
+    each = [fingerprint_records(part.contents, key, name=part.source).each for part in (records, *others)]
+    return int(np.isin(each[0], np.concatenate(each[1:])).sum())
 
 
-def check_held_out_is_other(training: Records, held_out: Records, *, validation_data: str) -> int:
-    """Return how many held-out records are also training records; refuse the held-out data if all are."""
-    key = NoiseKey.generate()
-    one, other = _fingerprint(training, key), _fingerprint(held_out, key)
-    shared = other.shared_with(one)
+def _notes_on_shared(training: Records, held_out: Records) -> list[str]:
+    """Report held-out records that are also training records; refuse the held-out data if all are."""
+    shared = shared_count(held_out, training)
     # A table with few distinct rows is allowed: different people may have equal rows.
-    if shared == len(held_out) and (training.kind is not RecordKind.TABULAR or one.mostly_distinct):
+    few = training.features is not None and 2 * len(np.unique(training.features, axis=0)) < len(training)
+    if shared == len(held_out) and not few:
         raise ValueError(
-            f"all {shared} records of validation_data={validation_data!r} are training records. Use different records, "
+            f"all {shared} records of validation_data={held_out.source!r} are training records. Use different records, "
             "or validation_fraction."
         )
-    return shared
-
-
-def _fingerprint(records: Records, key: NoiseKey) -> RecordFingerprint:
-    contents: dict[RecordKind, Any] = {
-        RecordKind.TEXT: records.texts, RecordKind.IMAGE: records.images, RecordKind.TABULAR: records.features
-    }  # fmt: skip
-    return fingerprint_records(contents[records.kind], key, name=records.source)
+    found = f"{shared} of the {len(held_out)} records of validation_data are also training records"
+    return [f"{found}; the guarantee does not cover scores on them"] if shared else []
