@@ -45,3 +45,13 @@ def test_steps_of_adam(dtype, decoupled):
     torch.testing.assert_close(second.double(), nu, rtol=1e-5, atol=1e-6)
     if dtype != torch.float32:
         assert float(rounding.abs().max()) > 0
+
+
+def test_inverse_roots():
+    from dpoptim.kernels.inverse_root import inverse_root
+
+    moment = made(2001).to(DEVICE)
+    moment[:2] = torch.tensor([0.0, torch.nan])
+    found = inverse_root(moment, exponent=0.5, factor=2.5, floor=1e-3)
+    expected = 1 / (2.5 * moment.double().clamp(min=0).sqrt() + 1e-3)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0, equal_nan=True)

@@ -1,4 +1,7 @@
-"""Triton kernels of the optimizer; `optim.fused` decides when they run, and the slots compute the same."""
+"""Triton kernels of the optimizer: one pass over memory each.
+
+`optim.fused` decides when Adam runs, and the slots compute the same; `inverse_root` has its plain function.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.tables_triton import DTYPES, addresses_of, parts_of
+from dpoptim.kernels.tables_triton import DTYPES, addresses_of, cdiv, parts_of
 
 _BLOCK = 1024
 
@@ -69,3 +72,19 @@ def adam_step_(
             1 - betas[1] ** step, eps, lr, added_decay, kept,
             DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["factor", "floor"])
+def _inverse_root(moment, out, numel, factor, floor, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(moment + at, mask=at < numel, other=0.0)
+    root = tl.sqrt_rn(tl.where(value < 0, 0.0, value))
+    tl.store(out + at, tl.div_rn(1.0, factor * root + floor), mask=at < numel)
+
+
+def inverse_root(moment: Tensor, factor: float, floor: float) -> Tensor:
+    moment = moment.contiguous()
+    out = torch.empty_like(moment)
+    if moment.numel():
+        _inverse_root[(cdiv(moment.numel(), _BLOCK),)](moment, out, moment.numel(), factor, floor, BLOCK=_BLOCK)
+    return out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.arguments import check_number, check_whole, set_whole
+from dpoptim.kernels.inverse_root import inverse_root
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import CachedPublicGradients
@@ -76,10 +77,8 @@ class InverseRoot(Geometry):
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        # top / ((share·total)^exponent + eps_scale) in few passes: on a GPU each one over a large model counts.
-        root = (total + start if start else total).clamp(min=0).pow_(self.exponent)
-        floor = torch.tensor(self.eps_scale / top, dtype=root.dtype, device="cpu")
-        return torch.add(floor, root, alpha=share**self.exponent / top).reciprocal_()
+        moment, factor = total + start if start else total, share**self.exponent / top
+        return inverse_root(moment, exponent=self.exponent, factor=factor, floor=self.eps_scale / top)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,9 @@ def strategy_state(strategy: Strategy) -> dict[str, Any]:
     for part in fields(strategy):  # type: ignore[arg-type]
         if part.init:
             value = getattr(strategy, part.name)
-            state[part.name] = value if isinstance(value, int) else torch.tensor(value, dtype=torch.float64)
+            state[part.name] = (
+                value if isinstance(value, int) else torch.tensor(value, dtype=torch.float64, device="cpu")
+            )
     return state
 
 
