@@ -103,6 +103,17 @@ def test_secret_sampling_and_verbose(capsys):
     assert "--verbose" not in whole
 
 
+def test_all_mechanisms_for_a_different_workload(capsys):
+    once = [*SMALL, "--num-examples", "6000", "--all", "--json"]
+    found = json.loads(printed(capsys, [*once, "--workload", "momentum:0.9"]))
+    assert found["workload"] == "PrefixSums(momentum=0.9)"
+    errors = {row["name"]: row["rmse_mean"] for row in found["mechanisms"]}
+    assert min(errors, key=errors.__getitem__) == "Dense()"
+    assert "Banded(bands=60)" in errors
+    prefix = {row["name"]: row["rmse_mean"] for row in json.loads(printed(capsys, once))["mechanisms"]}
+    assert prefix["Independent()"] < errors["Independent()"]
+
+
 def test_plot_names_the_mechanisms(capsys, tmp_path):
     target = tmp_path / "plan.svg"
     printed(capsys, [*SMALL, "--plot", str(target)])
@@ -140,6 +151,8 @@ def test_mistakes_print_one_line(capsys, tmp_path, monkeypatch, change, words):
         ["--steps", "many"],
         ["--steps", "2.5"],
         ["--parameters", "-4"],
+        ["--workload", "moments:2"],
+        ["--workload", "sums"],
     ],
 )
 def test_values_that_cannot_be_parsed_are_quoted(capsys, change):

@@ -1,7 +1,7 @@
 """Compare mechanisms that could add a run's noise, all at the same (epsilon, delta), and recommend one.
 
-RMSE is the root mean square error that the noise causes on prefix sums of averaged gradients for clip norm 1. It
-includes the noise multiplier and the sensitivity, and is divided by the batch size.
+RMSE is the root mean square error that the noise causes on prefix sums of averaged gradients (or on a different
+workload) for clip norm 1. It includes the noise multiplier and the sensitivity, and is divided by the batch size.
 
 examples:
   dpoptim plan --steps 2000 --batch-size 2048 --num-examples 1700000 --epsilon 10 --delta 1e-7
@@ -22,12 +22,13 @@ from rich.console import Console
 from dpoptim.app.cli import options as shared
 from dpoptim.app.progress import ProgressReporter
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
-from dpoptim.noise import NoiseMemory
+from dpoptim.noise import Banded, DecayedSums, Dense, NoiseMemory, PrefixSums, StrategySpec, Workload
 from dpoptim.privacy import Adjacency, PrivacyPlan, Shuffled
 from dpoptim.theory import Candidate, Choice, choose_noise, format_bytes
 
+_DENSE_STEPS = 2_000  # searched in a minute if each example participates once
 LEGEND = """\
-RMSE: the error that noise leaves on prefix sums of averaged gradients at clip norm 1; lower is better.
+RMSE: the error that noise leaves on prefix sums (or --workload) of averaged gradients at clip norm 1; lower is better.
 normals per step: rows of random numbers, which decide how long the noise takes."""
 
 
@@ -44,6 +45,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="trained parameters, which determine the memory (default: 4.4M, BERT-Tiny)",
     )
     shared.add_noise_memory(noise)
+    noise.add_argument(
+        "--workload",
+        type=_workload,
+        default=PrefixSums(),
+        metavar="W",
+        help="what the error is measured on: prefix (default), momentum:BETA, or moments:BETA2 for Adam's averages",
+    )
+    noise.add_argument(
+        "--all",
+        action="store_true",
+        help=f"also compare Banded and, if examples participate once in up to {_DENSE_STEPS:,} steps, Dense; they take "
+        "longer to optimize, and need shuffled sampling",
+    )
     shared.add_output(parser, verbose="show every mechanism")
 
 
@@ -59,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
             parameters=options.parameters,
             memory_budget=options.memory_budget,
             memory=NoiseMemory(bits=options.noise_bits),
+            workload=options.workload,
+            more=_slow_mechanisms(plan, options.workload) if options.all else (),
             progress=lambda name: progress.stage(f"optimizing and calibrating {name}"),
         )
     if options.json:
@@ -70,11 +86,34 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _workload(text: str) -> Workload:
+    kind, _, value = text.partition(":")
+    try:
+        if kind == "momentum":
+            return PrefixSums(momentum=float(value))
+        if kind == "moments":
+            return DecayedSums(beta=float(value))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if text != "prefix":
+        raise argparse.ArgumentTypeError(f"{text!r} is not prefix, momentum:BETA or moments:BETA2")
+    return PrefixSums()
+
+
+def _slow_mechanisms(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
+    if not isinstance(plan.sampling, Shuffled):
+        return []
+    banded = Banded(bands=min(128, plan.min_separation, plan.steps), workload=workload)
+    is_quick = plan.max_participations == 1 and plan.steps <= _DENSE_STEPS
+    return [banded, Dense(workload=workload)] if is_quick else [banded]
+
+
 def as_json(choice: Choice, options: argparse.Namespace) -> dict[str, Any]:
     """The comparison as plain values; see `mechanism_values` for the numbers of each mechanism."""
     return {
         **shared.fields(options, "epsilon", "delta", "steps", "batch_size", "num_examples"),
         "adjacency": choice.plan.adjacency.value,
+        "workload": repr(choice.chosen.workload),
         "parameters": choice.chosen.parameters,
         "chosen": choice.chosen.name,
         "reason": choice.reason,
@@ -146,10 +185,10 @@ def headline(plan: PrivacyPlan, options: argparse.Namespace) -> str:
     """The guarantee and the training in two lines."""
     sampling = "Secret Poisson sampling, in cycles if the noise is correlated."
     if isinstance(plan.sampling, Shuffled):
-        sampling = (
-            f"Shuffled batches, without amplification: {plan.max_participations} participations at least "
-            f"{plan.min_separation:,} steps apart."
-        )
+        repeats = "each example participates once"
+        if plan.max_participations > 1:
+            repeats = f"{plan.max_participations} participations at least {plan.min_separation:,} steps apart"
+        sampling = f"Shuffled batches, without amplification: {repeats}."
     adjacency = plan.adjacency.value.replace("_", "-")
     return (
         f"epsilon = {options.epsilon:g} at delta = {options.delta:g}, {adjacency} adjacency; "

@@ -187,7 +187,7 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
         if product < least:
             best, least = strategy, product
         bound = max(bound, overlap.bound(matrix))
-        gap = least / bound - 1
+        gap = least / bound - 1 if bound > 0 else np.inf
         if gap < _GOOD_GAP_OF_SEVERAL:
             break
     if not gap < _GAP_OF_SEVERAL:
