@@ -108,8 +108,7 @@ def test_all_mechanisms_for_a_different_workload(capsys):
     found = json.loads(printed(capsys, [*once, "--workload", "momentum:0.9"]))
     assert found["workload"] == "PrefixSums(momentum=0.9)"
     errors = {row["name"]: row["rmse_mean"] for row in found["mechanisms"]}
-    assert min(errors, key=errors.__getitem__) == "Dense()"
-    assert "Banded(bands=60)" in errors
+    assert errors["Dense()"] == pytest.approx(errors["Banded(bands=60)"], rel=1e-3) == min(errors.values())
     prefix = {row["name"]: row["rmse_mean"] for row in json.loads(printed(capsys, once))["mechanisms"]}
     assert prefix["Independent()"] < errors["Independent()"]
 
