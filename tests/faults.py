@@ -216,7 +216,7 @@ buffers-may-change: A buffer that stores private data is not refused.
     + self._refused = None and next(iter(
 
 batch-norm-allowed: Batch norm in training mode is not refused.
-    in validation/model_checks.py, found by clipping/test_engine.py -k batch_norm
+    in validation/refused_layers.py, found by clipping/test_engine.py -k batch_norm
     - if module.training or (module.running_mean
     + if False or (module.running_mean
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dpoptim
 from dpoptim.clipping import check_example_independence, clipped_sum
 from dpoptim.clipping.clipped_sums import ClippedSums
-from dpoptim.validation.layer_inputs import BatchAxisError
+from dpoptim.validation.model_check import BatchAxisError
 from tests.clipping.one_at_a_time import assert_exact
 
 B = 6

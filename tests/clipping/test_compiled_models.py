@@ -64,7 +64,7 @@ def compiled(model: Any, way: str, backend: str | Callable[..., Any] = "eager") 
 def test_the_engine_is_not_compiled(way, monkeypatch):
     """The engine runs outside the compiler, and the sums equal those of the uncompiled model."""
     asked: list[bool] = []
-    for name in ("expand_to_batch", "recorder", "record", "flush", "capturing"):
+    for name in ("expand_to_batch", "recorder", "record", "flush", "recording"):
         own = vars(Engine)[name]
         function = own.fget if isinstance(own, property) else own
 

@@ -10,7 +10,7 @@ import dpoptim
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.explanation import explain
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct
-from dpoptim.clipping.norms import NormMethod, ParameterGradients
+from dpoptim.clipping.parameter_gradients import NormMethod, ParameterGradients
 from tests.clipping.models import CASES, Case, case, squares
 from tests.clipping.one_at_a_time import random_scale
 

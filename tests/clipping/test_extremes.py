@@ -11,7 +11,7 @@ from torch import nn
 from dpoptim.clipping.clipped_sums import ClippedSums, _measured
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.gradient_factors import Materialized, OuterProduct, RowUpdates
-from dpoptim.clipping.norms import ParameterGradients
+from dpoptim.clipping.parameter_gradients import ParameterGradients
 
 
 class Parameters(nn.Module):

@@ -110,7 +110,7 @@ def test_parts_of_a_step_are_its_examples_with_the_right_tickets(sampling, worke
     parts: dict[int, list[list[int]]] = {step: [] for step in range(9)}
     fresh = True
     for batch in loader:
-        ticket = take(plan)
+        ticket = take(plan, None)
         assert ticket is not None
         assert ticket.opens_batch == fresh
         assert not ticket.is_placeholder
@@ -132,7 +132,7 @@ def test_empty_samples_are_still_placeholders():
     plan = tokens_plan(Poisson(), batch_size=1, steps=40)
     empty = 0
     for batch in private_loader(DATA, plan, **RUN, lengths=LENGTHS, micro_batch_tokens=64):
-        ticket = take(plan)
+        ticket = take(plan, None)
         assert ticket is not None
         assert ticket.is_placeholder == (not drawn(plan, ticket.step))
         if ticket.is_placeholder:
@@ -149,7 +149,7 @@ def test_resuming_gives_the_same_parts():
         loader = private_loader(DATA, plan, **RUN, lengths=LENGTHS, micro_batch_tokens=128, bucket=8, **changes)
         found = []
         for batch in loader:
-            ticket = take(plan)
+            ticket = take(plan, None)
             assert ticket is not None
             found.append((ticket.step, batch.tolist()))
         return found

@@ -50,9 +50,9 @@ def test_yields_the_planned_examples_with_a_ticket_each(sampling, workers):
     loader = private_loader(Numbers(20), plan, **RUN, num_workers=workers)
     assert len(loader) == loader.steps == 8
     for step, batch in enumerate(loader):
-        ticket = take(plan)
+        ticket = take(plan, None)
         assert ticket is not None
-        assert take(plan) is None
+        assert take(plan, None) is None
         assert (ticket.step, ticket.opens_batch, ticket.closes_batch) == (step, True, True)
         expected = drawn(plan, step)
         assert ticket.is_placeholder == (not expected)
@@ -75,7 +75,7 @@ def test_empty_samples_yield_a_marked_placeholder():
     plan = make_plan(count=50, size=1, steps=60, sampling=Poisson())
     empty = 0
     for step, batch in enumerate(private_loader(Numbers(50), plan, **RUN)):
-        ticket = take(plan)
+        ticket = take(plan, None)
         assert ticket is not None
         assert ticket.is_placeholder == (not drawn(plan, step))
         if ticket.is_placeholder:
@@ -93,7 +93,7 @@ def test_micro_batches_make_up_the_logical_batch(sampling, workers):
     parts: dict[int, list[int]] = {}
     closed, fresh = [], True
     for batch in loader:
-        ticket = take(plan)
+        ticket = take(plan, None)
         assert ticket is not None
         assert ticket.opens_batch == fresh
         fresh = ticket.closes_batch
@@ -119,11 +119,11 @@ def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
     loader = private_loader(Numbers(20), plan, **RUN)
     iterator = iter(loader)
     next(iterator)
-    assert take(twin) is None
+    assert take(twin, None) is None
     next(iterator)
     optimizer = Numbers(1)
     bind(plan, optimizer)
-    assert take(plan) is None
+    assert take(plan, None) is None
     next(iterator)
     identity = id(plan)
     assert identity in tickets._channels
@@ -139,17 +139,17 @@ def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():
     next(iterator)
     del iterator, loader
     gc.collect()
-    assert take(plan) is None
+    assert take(plan, None) is None
 
     loader = private_loader(Numbers(20), plan, **RUN, micro_batch_size=2)
     old = iter(loader)
     next(old)  # the first third of step 0, then given up
     batch = next(iter(loader))
-    ticket = take(plan)
+    ticket = take(plan, None)
     assert ticket is not None
     assert (ticket.step, ticket.opens_batch) == (0, True)
     assert batch.tolist() == drawn(plan, 0)[:2]
-    assert take(plan) is None
+    assert take(plan, None) is None
     with pytest.raises(RuntimeError, match="abandoned"):
         next(old)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpoptim.clipping.gradient_factors import OuterProduct, RowUpdates
-from dpoptim.clipping.norms import ParameterGradients
+from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms, norms_c
 
 pytestmark = pytest.mark.skipif(norms_c._loops() is None, reason="needs a compiler")

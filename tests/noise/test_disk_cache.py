@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from dpoptim.disk_cache import Array, cache_dir, cached_on_disk, load, store
 from dpoptim.noise import BandedToeplitz, PrefixSums
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
-from dpoptim.noise.search.disk_cache import Array, cache_dir, cached_on_disk, load, store
 from dpoptim.noise.search.objective import SearchObjective
 
 

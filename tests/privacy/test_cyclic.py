@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from scipy.stats import chisquare, norm
 
 import dpoptim
+from dpoptim import disk_cache
 from dpoptim.data import private_loader
 from dpoptim.noise import (
     Banded,
@@ -25,7 +26,6 @@ from dpoptim.noise import (
     NoiseKey,
     SquareRoot,
 )
-from dpoptim.noise.search import disk_cache
 from dpoptim.privacy import (
     Adjacency,
     CyclicPoisson,

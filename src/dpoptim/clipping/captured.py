@@ -75,7 +75,7 @@ class Captured:
         """
         if not self._engine.attached:
             raise ValueError("the optimizer was detached or replaced; call optimizer.captured again")
-        if not self._engine.capturing:
+        if not self._engine.recording:
             raise ValueError("inside no_grad() or public_data() call the model, not a captured function")
         self._follow_stream()
         self._engine.flush()  # adds the last replay before it is overwritten
@@ -186,7 +186,7 @@ class Captured:
 
     def _check_context(self) -> None:
         with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
-            is_private = self._engine.attached and self._engine.capturing
+            is_private = self._engine.attached and self._engine.recording
         if not is_private or torch._C._current_graph_task_id() != -1:
             raise ValueError("a captured batch is still open inside public_data() or another batch's backward")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpoptim.arguments import check_number
 from dpoptim.clipping.engine import Engine, PhysicalBatch
 from dpoptim.clipping.explanation import Explanation, explain
-from dpoptim.clipping.norms import ParameterGradients
+from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
@@ -192,12 +192,15 @@ class ClippedSums:
             rows = rows_to_recompute()
             if not rows:
                 return
-            counted, norms, outcomes = (self.examples, self._explanation), len(self.norms), len(self._outcomes)
+            # They were counted with their batch; that they were recomputed must not be observable.
+            counted, norms, outcomes = self.examples, len(self.norms), len(self._outcomes)
             try:
                 again(rows)
-            finally:  # they were counted with their batch; that they were recomputed must not be observable
-                self.examples, self._explanation = counted
-            del self.norms[norms:], self._outcomes[outcomes:]
+            finally:
+                self.examples = counted
+                self._explanation = explanation
+            del self.norms[norms:]
+            del self._outcomes[outcomes:]
 
         self._unsettled = settle
 

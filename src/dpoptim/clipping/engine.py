@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from dpoptim.clipping.gradient_factors import GradientFactors, choose_factors
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.rule import Layer, Recorder
-from dpoptim.clipping.norms import ParameterGradients
+from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
-from dpoptim.validation.layer_inputs import BatchAxisError, LayerAxes, ModelCheck
-from dpoptim.validation.model_checks import refuse_mixing
+from dpoptim.validation.model_check import BatchAxisError, LayerAxes, ModelCheck
+from dpoptim.validation.refused_layers import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
 _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on every small module would cost time
@@ -132,7 +132,7 @@ class Engine:
         self._checked: dict[nn.Module, list[Any]] = {}  # signatures of calls that passed the check
         self._seen = LayerAxes()
         self._loss_is_checked = False
-        self.inside_generic = False
+        self.runs_plain = False
         self.buffers = StateChangeGuard(model)
         self._handles: list[RemovableHandle] = []
         self.layers: dict[nn.Module, Layer] = {}
@@ -213,8 +213,8 @@ class Engine:
     # -- the forward -----------------------------------------------------------------------------------------------
 
     @property
-    def capturing(self) -> bool:
-        return torch.is_grad_enabled() and not self.inside_generic and not _public.get()
+    def recording(self) -> bool:
+        return torch.is_grad_enabled() and not self.runs_plain and not _public.get()
 
     @property
     def checking(self) -> bool:
@@ -224,7 +224,7 @@ class Engine:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
         nested = self._called not in (None, module) and not is_whole  # an interrupted call begins again
-        if nested or not self.capturing or self.checking:
+        if nested or not self.recording or self.checking:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
             return  # an activation checkpoint recomputes a part
@@ -250,7 +250,7 @@ class Engine:
         self.examples = arguments.examples
 
     def end_call(self, module: nn.Module, output: Any) -> None:
-        if module is not self._called or self.inside_generic or self.checking:
+        if module is not self._called or self.runs_plain or self.checking:
             return
         self._called = self.call = None
         self.buffers.look()
@@ -261,7 +261,8 @@ class Engine:
         if (arguments.examples or 0) < 2:
             return
         modes = [part.training for part in self._modules]
-        signature, checked = (modes, arguments.structure, arguments.signature()), self._checked.setdefault(module, [])
+        signature = (modes, arguments.structure, arguments.signature())
+        checked = self._checked.setdefault(module, [])
         if signature in checked:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -322,7 +323,8 @@ class Engine:
             self.flush()
         self.buffers.begin(restart=False)  # a loop may call single layers
         is_bare = self.call is None and not is_recomputed
-        if is_bare and self.examples != 1 and not (has_labels and tensor.requires_grad and self.examples is not None):
+        may_follow_call = has_labels and tensor.requires_grad and self.examples is not None
+        if is_bare and self.examples != 1 and not may_follow_call:
             self._need_checked_loss(f"layer '{layer}' ran outside a call of {type(self.model).__name__}")
         if self.examples is None:
             self.examples = tensor.shape[0]
@@ -488,9 +490,9 @@ class _PrivateForward:
         self.engine, self.module, self.layer = engine, module, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if ModelCheck.running is not None and not self.engine.inside_generic:
+        if ModelCheck.running is not None and not self.engine.runs_plain:
             ModelCheck.running.see(self.engine, self.layer.name, self.module, (args, kwargs))
-        if self.engine.capturing or (self.layer.rewrites and self._is_first_run_of_checkpoint()):
+        if self.engine.recording or (self.layer.rewrites and self._is_first_run_of_checkpoint()):
             return self.layer.rule(self.engine, self.layer.name, self.module, args, kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
@@ -505,7 +507,7 @@ class _PrivateForward:
 def sink_of(module: nn.Module, inputs: Tensor) -> tuple[Engine | None, str]:
     """Return the engine that a module's gradients go to, and the module's name there; None if they are ordinary."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, _PrivateForward) or not forward.engine.capturing:
+    if not isinstance(forward, _PrivateForward) or not forward.engine.recording:
         return None, ""
     if ModelCheck.running is not None:
         ModelCheck.running.see(forward.engine, forward.layer.name, module, (inputs,))

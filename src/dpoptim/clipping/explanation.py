@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dpoptim.clipping.norms import NormMethod, ParameterGradients
+from dpoptim.clipping.parameter_gradients import NormMethod, ParameterGradients
 
 
 class ParameterNormMethod(NamedTuple):

@@ -107,7 +107,12 @@ def choose_factors(factors: GradientFactors, shape: torch.Size, extra_memory: in
     """Return g_j itself if memory allows, else its factors, and how many of the extra bytes it takes."""
     if isinstance(factors, RowUpdates) and factors.is_small_formed(shape[0]):
         return factors.formed(shape[0]), 0
-    if isinstance(factors, OuterProduct) and factors.can_be_formed and (extra := factors.extra_bytes) <= extra_memory:
-        formed = factors.formed()
-        return formed if formed.grads.shape[1:] == shape else Materialized(formed.grads.view(-1, *shape)), max(0, extra)
-    return factors, 0
+    if not isinstance(factors, OuterProduct) or not factors.can_be_formed:
+        return factors, 0
+    extra = factors.extra_bytes
+    if extra > extra_memory:
+        return factors, 0
+    formed = factors.formed()
+    if formed.grads.shape[1:] != shape:
+        formed = Materialized(formed.grads.view(-1, *shape))
+    return formed, max(0, extra)

@@ -90,14 +90,19 @@ class PrivateMechanism:
             allow_mixing=self.plan.allow_mixing is not None,
         )
         self._sums.engine.attach()
-        self._at_last_ticket = self._at_last_release = 0  # examples counted up to then
         self.before_step: Callable[[int, bytes], None] | None = None
         """Called before noise is added, with the step and the `_content` of the release."""
-        self._nonfinite_reported = self._batch_is_open = False
-        self._own_batches = external_batches
+        # Batches and their tickets from a private_loader:
+        self._external_batches = external_batches
         self.needs_loader = False  # refuse batches that no private_loader drew
         self.loader_key_fingerprint: str | None = None
-        self._has_loader = self._warned = False
+        self._has_loader = False
+        self._batch_is_open = False
+        self._at_last_ticket = 0  # examples counted up to then
+        self._at_last_release = 0
+        # Warnings that are given once:
+        self._warned = False
+        self._nonfinite_reported = False
         self._begin_run(os.urandom(16).hex() if run_id is None else run_id)
         batch_handshake.bind(plan, self)
 
@@ -195,10 +200,10 @@ class PrivateMechanism:
     def close_physical_batch(self) -> bool:
         """Close the physical batch; return whether it completes a logical batch."""
         self._check_ready()
-        ticket = None if self._own_batches else batch_handshake.take(self._drawn_for, self)
+        ticket = None if self._external_batches else batch_handshake.take(self._drawn_for, self)
         if ticket is not None:
             self._begin_ticket(ticket)
-        elif not self._own_batches:
+        elif not self._external_batches:
             self._check_without_ticket()
         self._sums.engine.flush()
         examples = self._sums.examples
@@ -281,8 +286,8 @@ class PrivateMechanism:
         finally:  # sums that could not be taken are dropped
             self._at_last_release = self._sums.examples
         self._report_nonfinite()
-        squares_sums = isinstance(self.plan.release, IndependentMoments) and square_sums is None
-        bound = self._bounding_factor(sums) if squares_sums else None
+        squares_the_average = isinstance(self.plan.release, IndependentMoments) and square_sums is None
+        bound = self._bounding_factor(sums) if squares_the_average else None
         if self.before_step is not None:
             self.before_step(self.step, self._content(sums, square_sums, bound))
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place

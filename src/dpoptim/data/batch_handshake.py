@@ -83,14 +83,14 @@ def issue(plan: object, loader: Any, ticket: Ticket) -> None:
     channel.entries.append(_Entry(ticket, weakref.ref(loader), loader.generation))
 
 
-def take(plan: object, consumer: object | None = None) -> Ticket | None:
+def take(plan: object, consumer: object) -> Ticket | None:
     """Take the oldest valid ticket, or None; void tickets before it are dropped.
 
     Refused to a `consumer` other than the one bound last: two optimizers under one plan would release twice what it
     covers.
     """
     channel = _channel(plan)
-    if consumer is not None and channel.was_used and channel.live_consumer() is not consumer:
+    if channel.was_used and channel.live_consumer() is not consumer:
         raise ValueError(
             "a newer optimizer was made with this plan object, and the loader feeds that one. Make a plan object for "
             "each run; plan.replace() copies it."

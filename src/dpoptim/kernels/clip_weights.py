@@ -71,6 +71,8 @@ def sum_of_parts(
     Where D and E cancel, rounding shows in full. Where parts of D cancel, its rounding shows beside E; a fifth of
     their bound is enough there.
     """
+    # In few operations, because each takes the host time at every step:
+    #   trusted = (d + e_parts + d_parts/5)/trust + √((d² + e² + parts·(parts/10 or (d + e)/50))/trust)
     d, squares = d_squared.sqrt(), d_squared + e_squared
     parts = d_parts + e_parts
     other, share = (parts, 1 / 10) if is_gram else (d + e_squared.sqrt(), 1 / 50)

@@ -10,8 +10,8 @@ from importlib.metadata import version
 
 import numpy as np
 
+from dpoptim import disk_cache
 from dpoptim.arguments import check_delta, check_number
-from dpoptim.noise.search import disk_cache
 from dpoptim.privacy import accounting
 from dpoptim.privacy.accounting import GaussianRun, Run, gaussian_noise_multiplier
 
@@ -25,7 +25,7 @@ def tolerance(epsilon: float) -> float:
     return 1e-4 * min(1.0, epsilon)
 
 
-def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True) -> float:
+def calibrate(run: Run, *, epsilon: float, delta: float) -> float:
     """Return the noise multiplier σ with ε − tolerance(ε) ≤ ε(σ) ≤ ε.
 
     A `GaussianRun` has a closed form. Otherwise the search brackets the root of ln ε(σ) in ln σ on a coarse grid of
@@ -45,7 +45,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta)
 
     inputs = _inputs(run, epsilon, delta)
-    stored = disk_cache.load("calibration", inputs) if use_cache else None
+    stored = disk_cache.load("calibration", inputs)
     if stored is not None and stored.shape == (1,) and stored[0] > 0 and _accepts(fine(float(stored[0])), epsilon):
         return float(stored[0])
 
@@ -53,8 +53,7 @@ def calibrate(run: Run, *, epsilon: float, delta: float, use_cache: bool = True)
         return accounting.epsilon(run, noise_multiplier=multiplier, delta=delta, resolution=_COARSE_RESOLUTION)
 
     multiplier = _refine(fine, _coarse_root(coarse, epsilon), epsilon)
-    if use_cache:
-        disk_cache.store("calibration", inputs, np.array([multiplier]))
+    disk_cache.store("calibration", inputs, np.array([multiplier]))
     return multiplier
 
 

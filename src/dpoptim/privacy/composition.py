@@ -55,7 +55,8 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     for plan in plans:
         if not plan.is_private and plan.epsilon(delta=delta) == math.inf:  # raises if the noise is not set
             return math.inf
-    squared_shift, sampled = 0.0, dict[Noised, int]()
+    squared_shift = 0.0
+    sampled: dict[Noised, int] = {}
     for plan in plans:
         run, multiplier = plan.run, float(plan.noise_multiplier or 0.0)
         if isinstance(run, GaussianRun):

@@ -161,7 +161,8 @@ class PrivacyPlan:
     @functools.cached_property
     def run(self) -> Run:
         """The run that the accountant is asked about."""
-        strategy, square_strategy = self.strategy, self.square_strategy  # refuse strategies that have no proof
+        # Reading the strategies refuses those that have no proof.
+        strategy, square_strategy = self.strategy, self.square_strategy
         limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
         if limit is not None and limit < self.num_examples:
             return TruncatedPoissonRun(

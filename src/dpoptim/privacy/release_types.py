@@ -156,9 +156,10 @@ def square_sensitivity(
     poisson = sampling.is_random
     replace = adjacency is Adjacency.REPLACE
     squared_norm = clip_norm * clip_norm
+    if squares == "average_of" and not replace:
+        return squared_norm / batch_size
     if squares == "average_of":
-        factor = 1.0 if not replace else (2.0 if poisson else math.sqrt(2.0))
-        return factor * squared_norm / batch_size
+        return (2.0 if poisson else math.sqrt(2.0)) * squared_norm / batch_size
     one_side = 2.0 / batch_size if poisson else (2 * batch_size - 1) / batch_size**2
     return adjacency.sensitivity_factor * one_side * squared_norm
 

@@ -150,12 +150,12 @@ def test_detached_models_and_copies_return_their_own_loss():
 def test_a_refused_make_private_leaves_the_module_unchanged():
     model = tiny_bert()
     refused: dict[str, Any] = {"variant_options": {"clipping_memory": -1}}  # by the optimizer, after the hook is added
-    with pytest.raises(ValueError, match="clipping_memory=-1"):
+    with pytest.raises(ValueError, match="Expected clipping_memory"):
         made_private(model, **refused)
     assert not model._forward_hooks
     assert own_loss(model).shape == ()
     made_private(model)
-    with pytest.raises(ValueError, match="clipping_memory=-1"):
+    with pytest.raises(ValueError, match="Expected clipping_memory"):
         made_private(model, **refused)
     assert own_loss(model).shape == (1,)  # the earlier run continues
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Materialized
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
-from dpoptim.validation.layer_inputs import batch_axis
+from dpoptim.validation.model_check import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """The axes of the arguments for which each module has been compared with its own forward."""

@@ -25,10 +25,10 @@ Recorder = Callable[[nn.Parameter, GradientFactors], None]
 class GradientSink(Protocol):
     """What a rule sees of the engine."""
 
-    inside_generic: bool
+    runs_plain: bool
 
     @property
-    def capturing(self) -> bool: ...
+    def recording(self) -> bool: ...
     @property
     def checking(self) -> bool: ...
     def expand_to_batch(self, tensor: Tensor, layer: str) -> Tensor: ...
@@ -79,11 +79,11 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def plain(sink: GradientSink) -> Iterator[None]:
     """Let layers run their own forward."""
-    before, sink.inside_generic = sink.inside_generic, True
+    before, sink.runs_plain = sink.runs_plain, True
     try:
         yield
     finally:
-        sink.inside_generic = before
+        sink.runs_plain = before
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_inverse import BandedInverse
-from dpoptim.noise.search.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import check_workload, lbfgs
 from dpoptim.noise.series import Series
 from dpoptim.noise.short_repr import ShortRepr

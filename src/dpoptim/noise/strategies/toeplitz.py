@@ -86,7 +86,9 @@ class ToeplitzStrategy(Strategy):
                 "pattern is not known. Use non-negative, non-increasing coefficients."
             )
         # `window` is the sum of the first 2^bit columns. Nothing cancels, since all terms are non-negative.
-        total, window, first = np.zeros(self.steps), np.pad(self.strategy_coefs, (0, self.steps - self.bands)), 0
+        window = np.pad(self.strategy_coefs, (0, self.steps - self.bands))
+        total = np.zeros(self.steps)
+        first = 0  # where the next columns begin
         for bit in range(count.bit_length()):
             if count >> bit & 1:
                 total[first:] += window[: self.steps - first]

@@ -26,7 +26,7 @@ def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any,
     if not module.relative_attention or not any_trainable(module.rel_embeddings, norm):
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
-    if sink.capturing:
+    if sink.recording:
         hidden = sink.expand_to_batch(hidden, name)
         shared = partial(type(module).get_rel_embedding, module)
         check_same(sink, name, module, lambda: norm(module.rel_embeddings.weight.expand(1, -1, -1))[0], shared)
@@ -43,7 +43,7 @@ def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any,
 
 def deberta_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The rule of `DisentangledSelfAttention`."""
-    if sink.capturing:
+    if sink.recording:
         sink.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
     with replaced(module, disentangled_attention_bias=partial(_position_scores, sink, name, module)):
         return type(module).forward(module, *args, **kwargs)
@@ -69,7 +69,7 @@ def _position_scores(
         )
     if rows.ndim == 2:
         rows = rows.expand(len(query) // module.num_attention_heads, -1, -1)
-    if sink.capturing and len(rows):
+    if sink.recording and len(rows):
         few = (query[: module.num_attention_heads], key[: module.num_attention_heads], relative_pos)
         ours = partial(_scores, module, *few, rows[:1], scale_factor)
         check_same(sink, name, module, ours, partial(own, *few, rows[0], scale_factor))
@@ -108,7 +108,7 @@ def deberta_lm_head(sink: GradientSink, name: str, module: Any, args: tuple[Any,
     hidden, words = (*args, *kwargs.values())
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)
-    if sink.capturing:
+    if sink.recording:
         hidden = sink.expand_to_batch(hidden, name)
         ours = partial(_predicted, sink, module, hidden[:1], words)
         check_same(sink, name, module, ours, partial(type(module).forward, module, hidden[:1], words))

@@ -21,7 +21,7 @@ def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[An
     if not any_trainable(module.final_layer_norm, module.fc1, module.fc2):
         return type(module).forward(module, *args, **kwargs)
     hidden = args[0] if args else kwargs["hidden_states"]
-    if sink.capturing:
+    if sink.recording:
         one = sink.expand_to_batch(hidden, name)[:1]
         # Attention does not depend on the fold, and fills a cache.
         with replaced(module, self_attn=lambda hidden_states, **options: (hidden_states, None)):

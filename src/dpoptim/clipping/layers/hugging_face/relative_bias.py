@@ -34,7 +34,7 @@ def _with_biases_for_each(
     if table is None or not any_trainable(table):
         return forward()
     hidden = args[0] if args else kwargs["hidden_states"]
-    if sink.capturing:
+    if sink.recording:
         hidden = sink.expand_to_batch(hidden, name)
     own = partial(getattr(type(module), method), module)
 
@@ -54,7 +54,7 @@ def _with_biases_for_each(
             looked_up: Tensor = table(asked[0].expand(examples, -1, -1))
             return looked_up.permute(0, 3, 1, 2)
 
-        if sink.capturing:
+        if sink.recording:
             check_same(sink, name, module, lambda: of_each(1), lambda: own(*given, **options)[:1])
         return of_each(len(hidden))
 

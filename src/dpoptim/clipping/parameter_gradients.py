@@ -222,7 +222,10 @@ class ParameterGradients:
         # caches better than L Lᵀ. The lengths of L's rows may be known.
         known = self.outers[0].left_lengths if len(self.outers) == 1 else None
         left, right = (wide(factor) for factor in self._factors())
-        narrow, broad, lengths = (right, left, known) if left.shape[2] >= right.shape[2] else (left, right, None)
+        if left.shape[2] >= right.shape[2]:
+            narrow, broad, lengths = right, left, known
+        else:
+            narrow, broad, lengths = left, right, None
         narrow, narrow_size = _to_size_one(narrow)
         broad, broad_size = _to_size_one(broad, lengths=lengths)
         gram = narrow @ narrow.mT
@@ -233,9 +236,12 @@ class ParameterGradients:
             lengths = lengths.double() / broad_size[:, None]
         of_narrow, of_broad = row_lengths(narrow), lengths.double()
         parts = of_narrow * of_broad
-        faint = (of_narrow < FAINT * of_narrow.amax(1, True)) | (of_broad < FAINT * of_broad.amax(1, True))
+        narrow_is_faint = of_narrow < FAINT * of_narrow.amax(1, True)
+        broad_is_faint = of_broad < FAINT * of_broad.amax(1, True)
         trust = GRAM_TRUST[gram.dtype]
-        doubtful = (squared <= trust * parts.sum(1).square()) | ((parts * faint).sum(1) > trust * squared.sqrt())
+        cancels = squared <= trust * parts.sum(1).square()
+        loses_faint_rows = (parts * (narrow_is_faint | broad_is_faint)).sum(1) > trust * squared.sqrt()
+        doubtful = cancels | loses_faint_rows
         squared *= (narrow_size * broad_size).square()
         if doubtful.any():
             squared[doubtful] = self.select(doubtful)._by_blocks(None)
