@@ -250,8 +250,8 @@ class PrivateMechanism:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "no private_loader with this plan feeds this optimizer. Pass external_batches=True if your batches are "
-                f"drawn as the plan says ({self.plan.sampling})",
+                "no private_loader with this plan feeds this optimizer. Loop over dpoptim.private_loader(dataset, plan), "
+                f"or pass external_batches=True if your batches are drawn as the plan says ({self.plan.sampling})",
                 stacklevel=6,
             )
 

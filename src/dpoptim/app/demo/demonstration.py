@@ -25,6 +25,7 @@ from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.app.report.page import write_report
 from dpoptim.app.runs.run import train
 from dpoptim.app.runs.run_log import read_runs
+from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.integrations.optional import require
 from dpoptim.privacy.format_epsilon import format_epsilon
 
@@ -71,12 +72,13 @@ def main(
     settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work
     folder = Path(keep or f"runs/demo-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    folder.mkdir(parents=True)
     torch.set_num_threads(1)  # two threads spend more time waiting than such a small model computes
     began = time.perf_counter()
     progress = ProgressReporter(console, brief=True)
-    progress.message(f"reading documentation strings of {' and '.join(LIBRARIES)} ...")
+    progress.message(f"a demonstration, because no model or data is given: reading {' and '.join(LIBRARIES)} ...")
     private, test = read_texts(size)
+    refuse_weak_delta(delta, len(private))
+    folder.mkdir(parents=True)
     for name, texts in (("private", private), ("test", test)):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -96,7 +96,10 @@ def prepare_run(
         notes = _notes_on_shared(training, held_out)
     count = recipe.num_examples or len(training)
     if recipe.adjacency != Adjacency.ADD_REMOVE.value and count != len(training):
-        raise ValueError(f"num_examples={count}, but there are {len(training)} training records; leave it out")
+        raise ValueError(
+            f"num_examples={count}, but there are {len(training)} training records. Leave it out, or, to resume a run, "
+            "restore its data"
+        )
     stage(f"loading {recipe.model}")
     settings = recipe.part("max_length", "lora_rank", "from_scratch", "image_size", "seed")
     prepared = prepare(task=task, model=recipe.model, records=training, **settings)
