@@ -250,7 +250,7 @@ class PrivateMechanism:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "no private_loader with this plan feeds this optimizer. Loop over dpoptim.private_loader(dataset, plan), "
+                "no private_loader with this plan feeds this optimizer. Loop over private_loader(dataset, plan), "
                 f"or pass external_batches=True if your batches are drawn as the plan says ({self.plan.sampling})",
                 stacklevel=6,
             )
