@@ -193,5 +193,5 @@ def test_a_failed_backward_cannot_run_again_on_the_same_graph():
     with pytest.raises(RuntimeError, match="out of memory"):
         loss.backward(retain_graph=True)
     loss.backward()
-    with pytest.raises(ValueError, match="a backward failed and another went through the same call"):
+    with pytest.raises(ValueError, match="a backward failed and a second one ran through the same call"):
         sums.take()

@@ -215,7 +215,7 @@ class TestRefusals:
         source = PrivateMechanism(Vector(3), plan(steps=2), dpoptim.Gradient())
         source.privatize()
         source.privatize()
-        with pytest.raises(ValueError, match="all steps=2 releases of the plan are spent"):
+        with pytest.raises(ValueError, match="all 2 steps of the plan have been released"):
             source.privatize()
 
     def test_noiseless_squares_need_a_plan_that_asks_for_them(self):

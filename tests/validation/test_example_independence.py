@@ -280,7 +280,7 @@ def test_two_calls_in_one_backward_wait_for_the_check_of_the_loss():
 
     model, x = nn.Linear(2, 2), torch.randn(B, 4)
     sums = attached(model)
-    with pytest.raises(ExampleMixingError, match="two calls of Linear meet in one backward"):
+    with pytest.raises(ExampleMixingError, match="two calls of Linear share one backward"):
         product(model, x).sum().backward()
     check_example_independence(model, product, x)
     product(model, x).sum().backward()
