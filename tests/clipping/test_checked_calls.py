@@ -47,7 +47,7 @@ def test_a_model_inside_a_checkpoint_is_checked_and_runs(reentrant):
     assert sums.counts.examples == 2 * B
 
 
-def test_a_call_ends_even_if_it_switches_gradients_off():
+def test_a_call_ends_even_if_it_disables_gradients():
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
