@@ -9,7 +9,7 @@ never to the work tree, and runs the tests that should find it. They must pass w
 
 If the named file does not hold the old text exactly once, the script searches the whole package and reports the new
 file. Text that is missing or ambiguous is an error, so the list stays current. Test files that have moved are found by
-their names. The exit status is 1 if a fault is missed or could not be tried.
+their names. The exit status is 1 if a fault is missed or could not be applied.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_independent_moments_split_of_the_budget() -> None:
     )
     optimal = [noise_multiplier**2 * delta * (first + second) for delta in (first, second)]
     assert variances(math.exp(best.x)) == pytest.approx(optimal, rel=1e-5)
-    for c in (1.0, first / second, math.sqrt(first / second)):  # the same budget whatever c is
+    for c in (1.0, first / second, math.sqrt(first / second)):  # the same budget for every c
         a, b = variances(c)
         assert first**2 / a + second**2 / b == pytest.approx(1 / noise_multiplier**2)
     assert sum(optimal) < min(sum(printed), sum(variances(1.0)))

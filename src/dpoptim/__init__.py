@@ -116,7 +116,7 @@ __all__ = [
     "theory",
     "validation",
 ]
-# Lowest floor first: each imports only from those before it.
+# Each room imports only from the rooms before it.
 _ROOMS = ("noise", "privacy", "data", "validation", "clipping", "optim", "theory")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 
 def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> int:
-    """Return `value` as an int of at least `low`. Integers of numpy count; a bool is not a number.
+    """Return `value` as an int of at least `low`. numpy integers are accepted, bools are not.
 
     >>> check_whole("steps", 0)
     Traceback (most recent call last):

@@ -111,7 +111,7 @@ def records(*, steps: int = 40, taken: int | None = None, debug: bool = False, s
 def write_run(
     folder: Path, log: list[dict[str, Any]], *, recipe: str = RECIPE, plan: PrivacyPlan | None = None
 ) -> Path:
-    """Write a run directory with this log; its plan has 40 steps unless another is given."""
+    """Write a run directory with this log; its plan has 40 steps unless one is given."""
     plan = calibrated(40) if plan is None else plan
     folder.mkdir(parents=True)
     (folder / "recipe.toml").write_text(recipe)

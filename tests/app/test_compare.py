@@ -238,7 +238,7 @@ def test_public_tuning_is_free_and_uses_the_noise_of_the_runs(rows, tmp_path):
 
 
 def test_private_records_declared_public_are_refused(rows, tmp_path):
-    """As a link, as a copy in another order, and a few of them (held-out ones too) among others."""
+    """As a link, as a copy in a different order, and a few of them (held-out ones too) among others."""
     header, *lines = (rows / "private.csv").read_text().splitlines()
     (tmp_path / "link.csv").symlink_to(rows / "private.csv")
     (tmp_path / "copy.csv").write_text("\n".join([header, *lines[::-1]]) + "\n")

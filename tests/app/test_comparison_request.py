@@ -89,7 +89,7 @@ def test_all_variants_are_compared_by_default(tmp_path):
     ("changes", "message"),
     [
         ({"variants": ()}, "variants is empty"),
-        ({"variants": ("adam",)}, "no such variant; there are scale_then_privatize"),
+        ({"variants": ("adam",)}, "is not a variant; the variants are scale_then_privatize"),
         ({"variants": ("dp_sgd", "dp_sgd")}, "has a duplicate"),
         ({"seeds": ()}, "seeds is empty"),
         ({"metric": "f1"}, "metric='f1' must be one of loss, accuracy"),
@@ -102,7 +102,7 @@ def test_all_variants_are_compared_by_default(tmp_path):
         ({"grid": {"dp_sgd": {"eps": [0.1]}}}, "eps cannot be tuned for dp_sgd; choose from learning_rate"),
         ({"grid": {"steps": [10, 20]}}, "steps cannot be tuned for dp_sgd; choose from"),
         ({"grid": {"speed": [1.0]}}, "speed cannot be tuned for dp_sgd; choose from learning_rate"),
-        ({"grid": {"adam": {"learning_rate": [0.1]}}}, "grid='adam': there is no such variant"),
+        ({"grid": {"adam": {"learning_rate": [0.1]}}}, "grid='adam' is not a variant"),
         ({"grid": {"learning_rate": []}}, "has no value"),
         ({"grid": {"learning_rate": [1, 1.0]}, "tuning_epsilon": 1.0}, "has a duplicate"),
         ({"grid": {"learning_rate": [-1.0]}}, "learning_rate=-1.0"),

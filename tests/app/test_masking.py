@@ -21,7 +21,7 @@ from tests.app.cases import (
 def test_masks_are_a_function_of_seed_step_and_record_alone():
     prepared = masked_lm()
     together = prepared.at_step(whole_batch(prepared), 4)
-    for j in range(7):  # alone, and so at another width and in another place
+    for j in range(7):  # alone, so at a different width and position
         alone = prepared.at_step(prepared.collate([prepared.dataset[j]]), 4)
         width = min(alone["input_ids"].shape[1], together["input_ids"].shape[1])
         assert torch.equal(alone["input_ids"][0, :width], together["input_ids"][j, :width])
@@ -34,7 +34,7 @@ def test_masks_are_a_function_of_seed_step_and_record_alone():
     assert all(not torch.equal(other["places"], together["places"]) for other in others)
 
 
-def test_masks_do_not_depend_on_who_makes_the_batches():
+def test_masks_do_not_depend_on_how_batches_are_made():
     def seen(**options: Any) -> list[Any]:
         prepared = masked_lm()
         plan = dpoptim.PrivacyPlan(num_examples=7, batch_size=3, steps=2, noise_multiplier=1.0)

@@ -106,7 +106,7 @@ def test_tabular_losses_are_cross_entropies():
 
 
 @pytest.mark.parametrize("name", ["masked-lm", "causal-lm", "text-classification", "decoder"])
-def test_padding_changes_no_loss(name, images):
+def test_padding_does_not_change_losses(name, images):
     narrow = prepared_for(name, images)
     model = narrow.model.eval()
     wide = dataclasses.replace(narrow, collate=dataclasses.replace(narrow.collate, bucket=64))  # type: ignore

@@ -198,12 +198,12 @@ def test_label_names_can_be_declared(tmp_path):
         ValueError, match=r"has 1 labels that are not in label_names \(first: 'data\.csv', record 5\)"
     ) as error:
         read_records(path, label_names=["yes", "no"])
-    assert "maybe" not in str(error.value)  # what a record says is private
+    assert "maybe" not in str(error.value)  # the content of a record is private
     with pytest.raises(ValueError, match="has a name twice"):
         read_records(path, label_names=["yes", "yes"])
 
 
-def test_invalid_labels_are_refused_if_they_were_asked_for(tmp_path):
+def test_invalid_labels_are_refused_if_they_were_requested(tmp_path):
     path = write(tmp_path, "csv", {"text": TEXTS, "label": ["a", "", "b", "a", "b"]})
     assert read_records(path).labels is None
     with pytest.raises(ValueError, match=r"has 1 records without a label \(first: '.*', record 2\); every record"):

@@ -231,7 +231,7 @@ def test_invalid_unicode_is_replaced(tmp_path):
     assert not re.search("[\x00\u202e\ud83d]", text)
 
 
-def test_policy_allows_only_the_own_script_and_style(debugged):
+def test_policy_allows_only_the_pages_own_script_and_style(debugged):
     root = page_of(debugged)
     (policy,) = [m.attributes["content"] for m in root.all("meta") if "http-equiv" in m.attributes]
     assert policy is not None

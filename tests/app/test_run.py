@@ -270,7 +270,7 @@ def test_directory_that_cannot_be_written_is_refused(tmp_path):
         train(recipe, tmp_path / "file" / "run", progress=Never())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").write_text("")
-    with pytest.raises(ValueError, match="already exists; choose another name"):
+    with pytest.raises(ValueError, match="already exists; choose a different name"):
         train(recipe, tmp_path / "full", progress=Never())
     (tmp_path / "run.secret").mkdir()
     refused(recipe, tmp_path, "holds the key of an earlier run")

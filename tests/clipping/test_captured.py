@@ -709,7 +709,7 @@ def test_arguments_other_than_tensors_select_the_graph(monkeypatch):
     torch.testing.assert_close(run(x, y, twice=None), once)  # y is not an integer here
     optimizer.step()
     before = list(replays)
-    with pytest.warns(RuntimeWarning, match="without graphs: pass tensors, True, False and None only"):
+    with pytest.warns(RuntimeWarning, match="without graphs: pass only tensors, True, False and None"):
         run(x, y, twice=3.0)
     for times in (4.0, 3.0, 3.0):  # numbers may differ in each batch
         torch.testing.assert_close(run(x, y, twice=times), times * once)

@@ -47,7 +47,7 @@ def test_a_model_inside_a_checkpoint_is_checked_and_runs(reentrant):
     assert sums.counts.examples == 2 * B
 
 
-def test_a_call_ends_even_if_it_switches_gradients_off():
+def test_a_call_ends_even_if_it_disables_gradients():
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -193,5 +193,5 @@ def test_a_failed_backward_cannot_run_again_on_the_same_graph():
     with pytest.raises(RuntimeError, match="out of memory"):
         loss.backward(retain_graph=True)
     loss.backward()
-    with pytest.raises(ValueError, match="a backward failed and another went through the same call"):
+    with pytest.raises(ValueError, match="a backward failed and a second one ran through the same call"):
         sums.take()

@@ -473,7 +473,7 @@ def test_an_empty_batch(model, shape):
 
 
 def test_an_empty_batch_of_a_module_without_a_rule():
-    with pytest.raises(ValueError, match=r"got an empty batch\. For an empty sample skip forward and backward"):
+    with pytest.raises(ValueError, match=r"got an empty batch\. Skip forward and backward for an empty sample"):
         clipped_sum(nn.PReLU(), lambda m, x: m(x).sum(1), torch.zeros(0, 4), clip_norm=1.0)
 
 

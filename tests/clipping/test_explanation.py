@@ -78,7 +78,7 @@ def test_printed_table():
     bias.add(Materialized(torch.ones(4, 9)))
     assert str(explain({"0.weight": weight, "1.weight": weight, "0.bias": bias}, scaled=False)).splitlines() == [
         "a physical batch of 4 examples",
-        "  2 x *.weight [9, 9]: products of the positions among themselves (2 positions, 1.2 kB held)",
+        "  2 x *.weight [9, 9]: products of positions with each other (2 positions, 1.2 kB held)",
         "  0.bias [9]: gradients formed once, measured and summed (144 B held)",
         "clipping_memory=1440 (1.4 kB more per physical batch) would form all gradients",
     ]

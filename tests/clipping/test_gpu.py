@@ -21,7 +21,7 @@ pytestmark = [
 
 
 _FLOAT32_INSIDE = ("GemmaForCausalLM",)
-"""Models whose norms round to float32, whatever the dtype of their parameters."""
+"""Models whose norms round to float32, for any dtype of their parameters."""
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["flat", "scaled"])

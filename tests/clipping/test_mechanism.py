@@ -211,14 +211,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match="calibrate"):
             PrivateMechanism(Vector(3), plan(noise_multiplier=None), dpoptim.Gradient())
 
-    def test_steps_are_spent(self):
+    def test_a_spent_plan_refuses_further_steps(self):
         source = PrivateMechanism(Vector(3), plan(steps=2), dpoptim.Gradient())
         source.privatize()
         source.privatize()
-        with pytest.raises(ValueError, match="all steps=2 releases of the plan are spent"):
+        with pytest.raises(ValueError, match="all 2 steps of the plan have been released"):
             source.privatize()
 
-    def test_noiseless_squares_need_a_plan_that_asks_for_them(self):
+    def test_noiseless_squares_need_a_plan_that_requests_them(self):
         with pytest.raises(ValueError, match="not private"):
             PrivateMechanism(Vector(3), plan(release=dpoptim.NoiselessSquare()), dpoptim.Gradient())
         with pytest.raises(ValueError, match="not private"):

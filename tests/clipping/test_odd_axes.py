@@ -196,7 +196,7 @@ class TestRefusals:
 
         monkeypatch.setattr(OPTDecoderLayer, "forward", forward)
         made = case("OPTForCausalLM")
-        with pytest.raises(ValueError, match=r"layers\.0' \(OPTDecoderLayer\) computes something else"):
+        with pytest.raises(ValueError, match=r"layers\.0' \(OPTDecoderLayer\) does not compute what its rule does"):
             clipped_sum(made.model, made.loss_fn, made.batch)
         for name, parameter in made.model.named_parameters():
             parameter.requires_grad_(".layers." not in name)
@@ -213,7 +213,7 @@ class TestRefusals:
         own = getattr(kind, method)
         monkeypatch.setattr(kind, method, lambda self, *args: 1.1 * own(self, *args))
         made = case("DebertaV2ForSequenceClassification")
-        with pytest.raises(ValueError, match=rf"{layer}' \({kind.__name__}\) computes something else"):
+        with pytest.raises(ValueError, match=rf"{layer}' \({kind.__name__}\) does not compute what its rule does"):
             clipped_sum(made.model, made.loss_fn, made.batch)
         for module in made.model.modules():
             assert not {"forward", "disentangled_attention_bias", "get_rel_embedding"} & module.__dict__.keys()

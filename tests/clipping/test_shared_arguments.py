@@ -1,4 +1,4 @@
-"""Arguments of a layer without a rule: shared by all examples or one per example, whatever their lengths."""
+"""Arguments of a layer without a rule: shared by all examples or one per example, of any length."""
 
 from __future__ import annotations
 

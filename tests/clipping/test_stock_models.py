@@ -143,7 +143,7 @@ def test_a_different_computation_of_biases_is_refused(monkeypatch):
     own = T5Attention.compute_bias
     monkeypatch.setattr(T5Attention, "compute_bias", lambda *args, **kwargs: 2 * own(*args, **kwargs))
     name = "T5EncoderModel"
-    with pytest.raises(ValueError, match="computes something else in this version of transformers"):
+    with pytest.raises(ValueError, match="does not compute what its rule does in this version of transformers"):
         clipped_sum(made(name), loss_of(name), batch(), clip_norm=1.0)
 
 

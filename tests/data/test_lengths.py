@@ -171,7 +171,7 @@ class Bag(nn.Module):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_how_a_step_is_cut_changes_no_release(sampling):
+def test_cutting_a_step_into_parts_does_not_change_the_release(sampling):
     generator = torch.Generator().manual_seed(0)
     texts: Any = [torch.randint(1, 30, (int(n),), generator=generator) for n in LENGTHS]
     trained = []

@@ -91,7 +91,7 @@ def test_resumed_run_draws_the_same_as_the_whole_run(workers):
             assert torch.equal(value, again[-1]["model"][name]), f"after {done} steps"
 
 
-def test_a_plain_loop_draws_from_the_key_whatever_the_public_seed():
+def test_a_plain_loop_draws_from_the_key_and_ignores_the_public_seed():
     assert not torch.equal(trained(1, secret=False)[0], trained(2, secret=False)[0])
     (one, state), (two, other) = trained(1, secret=True), trained(2, secret=True)
     assert torch.equal(one, two)

@@ -45,7 +45,7 @@ def test_makes_lines_tables_and_pictures(made, name):
 
 
 @pytest.mark.slow
-def test_private_cells_have_an_epsilon_and_the_others_a_note(made):
+def test_private_cells_have_an_epsilon_and_others_have_a_note(made):
     for name in ("logistic", "quadratic"):
         for line in results_file.read(made / f"{name}.jsonl").lines:
             free = "NOT private" in line["note"]
@@ -165,7 +165,7 @@ def test_some_of_the_cells_can_be_rendered(made, tmp_path, name, setting, value)
 
 
 @pytest.mark.slow
-def test_two_that_share_a_file_start_it_over_once(tmp_path, capsys):
+def test_two_experiments_that_share_a_file_restart_it_once(tmp_path, capsys):
     row = ["--only", "column=independent_low", "--only", "row=scale_then_privatize"]
     arguments = ["tinybert", "figures", "--scale", "smoke", "--out", str(tmp_path), *row, "--overwrite"]
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_two_that_share_a_file_start_it_over_once(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_exit_code_tells_if_nothing_could_run(tmp_path, capsys):
+def test_the_exit_code_shows_that_nothing_could_run(tmp_path, capsys):
     assert main(["logistic", "theory", "--only", "nosie=dense", "--out", str(tmp_path)]) == 2
     assert "noise is none, independent, dense" in capsys.readouterr().out
 
@@ -207,13 +207,13 @@ def test_unwritable_output_is_refused_before_anything_runs(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_what_the_time_limit_leaves_is_reported(tmp_path, capsys):
+def test_cells_left_by_the_time_limit_are_reported(tmp_path, capsys):
     assert main(["theory", "--scale", "smoke", "--time-limit", "1e-9", "--out", str(tmp_path)]) == 0
     assert "theory: no cell was run; 36 or more are left" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_without_matplotlib_there_are_tables(made, tmp_path, monkeypatch, capsys):
+def test_tables_are_written_without_matplotlib(made, tmp_path, monkeypatch, capsys):
     def missing(what="pictures need"):
         raise ValueError("pictures need matplotlib; install it")
 

@@ -252,7 +252,7 @@ def test_a_whole_last_line_without_newline_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["{", "[1]", '{"experiment": "x"}', ""])
-def test_other_damage_names_its_line(tmp_path, damage):
+def test_other_damage_is_reported_with_its_line(tmp_path, damage):
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join([json.dumps(line(a=1)), damage, json.dumps(line(a=2)), ""]))
     with pytest.raises(ValueError, match=r"x\.jsonl: line 2 is damaged"):
@@ -336,7 +336,7 @@ def test_one_gpu_line_is_enough_to_name_it():
     ("begin", "text"), [(42, "18 s (several at a time, 10 s in total)"), (51, "18 s on a machine")]
 )
 def test_cells_that_shared_the_machine_are_reported(begin, text):
-    """One cell ran for 10 s until second 51, another for 8 s."""
+    """One cell ran for 10 s until second 51, and one for 8 s."""
     lines = [
         {"setting": {"commit": "c", "machine": "a machine", "made": f"2026-01-01T00:00:{end}+00:00", "seconds": long}}
         for end, long in ((51, 10.0), (begin + 8, 8.0))

@@ -100,7 +100,7 @@ def test_noise_levels_equal_the_library(noise):
     assert np.abs(found * 1.1 - 1).min() > 0.03, "a level 1.1 times as high would be seen"
 
 
-def test_examples_are_present_and_labelled_as_often_as_they_should():
+def test_examples_are_present_and_labelled_at_the_expected_rates():
     """3,000 examples at present = .5; s·x has the mean E x(2·sigmoid(x) − 1) = .41321."""
     signed = datasets(dataclasses.replace(SMALL, steps=500, draws=1)).signed
     count = int((signed != 0).sum())
@@ -163,7 +163,7 @@ def test_the_population_loss_is_the_integral_over_x(theta):
     assert float(loss(theta, 2)) == pytest.approx(integrate.quad(bend, -12, 12, **settled)[0], abs=1e-6)
 
 
-def test_tuning_goes_by_validation_and_the_first_half_and_reports_the_second():
+def test_tuning_uses_validation_and_the_first_half_and_reports_the_second():
     """Choice 1 is better by validation in the first half of the trials; its second half is what is reported."""
     losses = tuple(mean_loss(logistic_problem.signed_samples(np.random.default_rng(s), 20_000)) for s in (1, 2))
     data = Datasets(signed=torch.zeros(1, 1, 1), validation=(losses[0],), test=(losses[1],))

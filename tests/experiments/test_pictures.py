@@ -39,7 +39,7 @@ def finding(name, lines):
     return WORDS[name].finding(shown(lines)[name])
 
 
-def test_every_row_and_every_noise_has_its_own_look():
+def test_every_row_and_every_noise_has_a_distinct_style():
     assert list(LOOKS) == [each.name for each in ROWS if not each.beyond]
     assert set(NOISE_LOOKS) == {kind.name for kind in WITH_NOISE}
     assert len(set(LOOKS.values())) == len(LOOKS)
@@ -87,7 +87,7 @@ def test_best_next_last_and_level_are_named(lines):
     assert ahead.count("next scale-then-privatize, 0.100 behind") == 3
 
 
-def test_level_is_within_the_distance_that_claims_have(lines):
+def test_level_means_within_the_tolerance_of_claims(lines):
     def level(less):
         text = finding("curves", with_row(lines, "post_processing_eps", "post_processing", less=less))
         return len(re.findall(r"ε_s tuned (?:and [^,;]* )?level with", text))
@@ -104,7 +104,7 @@ def test_gradients_are_averaged_over_the_second_half(lines):
     assert finding("gradients", other).count("0.500 to 0.150") == 3
 
 
-def test_the_window_of_the_theory_is_drawn_from_its_lower_end_to_its_upper(lines):
+def test_the_window_of_the_theory_is_drawn_between_its_ends(lines):
     """Independent noise at σ = 1: from (σ/B)·√m to 1 of the upper end, B/σ."""
     *_, window = pictures(lines)["clipping"]().axes
     bars = [bar.get_xdata() for bar in window.get_lines() if len(set(bar.get_ydata())) == 1]
@@ -123,7 +123,7 @@ def test_failed_clip_norms_are_named(lines):
     assert finding("clipping", other).count("failed at 0.0625 and 2 and 4 ") == 3
 
 
-def test_other_seeds_change_no_picture(lines):
+def test_other_seeds_do_not_change_pictures(lines):
     assert markdown(with_row(lines, "dp_sgd", "dp_sgd", seed=7, less=1.0)) == markdown(lines)
 
 
@@ -144,17 +144,17 @@ def test_a_new_row_is_drawn(lines):
 
 
 @pytest.mark.parametrize("row", ["none", "noiseless", "post_processing"])
-def test_a_missing_row_stops_no_picture(lines, row):
+def test_pictures_are_drawn_without_a_missing_row(lines, row):
     left = [line for line in lines if line["cell"]["row"] != row]
     assert _drawn(left, "curves", "negative", "moments") >= {"curves", "negative", "moments"}
 
 
-def test_a_missing_noise_stops_no_picture(lines):
+def test_pictures_are_drawn_without_a_missing_noise(lines):
     assert _drawn([line for line in lines if line["cell"]["column"] != "banded"]) == set(WORDS)
 
 
 @pytest.mark.parametrize(("purpose", "expected"), [("clip norms", {"clipping"}), ("no fine-tuning", set())])
-def test_the_sweep_alone_is_drawn_and_without_runs_nothing_is(lines, purpose, expected):
+def test_only_pictures_with_runs_are_drawn(lines, purpose, expected):
     assert _drawn([line for line in lines if line["cell"]["purpose"] == purpose]) == expected
 
 

@@ -96,7 +96,7 @@ def test_equals_the_library_step_for_step(variant, settings, noise):
 
 @pytest.mark.parametrize("variant", ["post_processing", "independent_moments", "scale_then_privatize"])
 def test_repeats_are_separate_runs(variant):
-    """A coordinate's normals go by its place, so the first repeat is the same whatever the number of repeats."""
+    """A coordinate's normals depend on its place, so the first repeat is the same for any number of repeats."""
     problem = Quadratic(steps=30, repeats=5)
     alone, among = simulate(dataclasses.replace(problem, repeats=1), variant), simulate(problem, variant)
     np.testing.assert_allclose(among.final[0], alone.final[0], rtol=0, atol=1e-12)
@@ -164,7 +164,7 @@ def test_noise_puts_a_ceiling_on_the_effective_learning_rate():
     rates = (ends[0] - ends[1]) / (200 * problem.lr * gradient)
     allowed = Z * math.sqrt(phi / (200 * problem.repeats)) / gradient + (1 - problem.betas[1])
     assert (np.abs(rates * np.sqrt(gradient**2 + phi) - 1) < allowed).all()
-    for wrong in (0.9, 1.1):  # of the noise's standard deviation; at g = √φ the rate tells best
+    for wrong in (0.9, 1.1):  # of the noise's standard deviation; at g = √φ the rate is most sensitive
         off = rates[1] * math.sqrt(gradient[1] ** 2 + wrong**2 * phi) - 1
         assert abs(math.sqrt((1 + wrong**2) / 2) - 1) > 2 * allowed[1]
         assert abs(off) > allowed[1]
@@ -238,7 +238,7 @@ def test_scaling_before_the_noise_wins_in_the_flat_direction():
 
 
 def test_correlated_noise_changes_the_noise_and_what_is_corrected():
-    """φ_t is (ζσ/B)²·column_norm²·‖row t‖², and with it bias correction is unbiased; another noise's would not be."""
+    """φ_t is (ζσ/B)²·column_norm²·‖row t‖², and with it bias correction is unbiased; that of other noise is not."""
     problem = Quadratic(clip_norm=2.0, lr=0.0, start=(0.0, 0.0), steps=100, repeats=4000)
     strategy = dpoptim.BandedToeplitz(bands=8).optimize(steps=100)
     path = simulate(problem, "bias_correction", strategy)

@@ -54,7 +54,7 @@ def test_the_summary_shows_the_table_of_the_results():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["logistic", "quadratic", "theory"])
-def test_a_changed_result_would_be_seen(name):
+def test_a_changed_result_would_be_detected(name):
     """All numbers of any one line, doubled, change the page: every line of these is in it."""
     one, changed = experiment(name), 0
     lines = lines_of(one, RESULTS)
@@ -94,7 +94,7 @@ def test_no_cell_appears_twice():
 
 @pytest.mark.slow
 def test_every_guarantee_of_tinybert_is_that_of_its_cell():
-    """Plan, ε and what is not private, worked out again from each cell's settings."""
+    """Plan, ε and what is not private, recomputed from each cell's settings."""
     known: dict[str, tuple[Any, ...]] = {}
     lines = [line for line in lines_of(experiment("tinybert"), RESULTS) if line["plan"] is not None]
     assert len(lines) > 400
@@ -129,7 +129,7 @@ def test_every_epsilon_of_the_small_experiments_is_that_of_its_plan(name):
 
 
 @pytest.mark.slow
-def test_a_changed_run_of_tinybert_would_be_seen():
+def test_a_changed_run_of_tinybert_would_be_detected():
     """The test loss of any final run is in the tables."""
 
     def tables(lines):
@@ -153,6 +153,6 @@ def test_every_picture_of_the_page_exists_and_has_a_text():
         assert (PAGE.parent / link).read_bytes().startswith(b"\x89PNG"), link
 
 
-def test_cells_of_tinybert_have_the_settings_that_can_be_asked_for():
+def test_cells_of_tinybert_have_the_settings_that_can_be_requested():
     cells = [line["cell"] for line in results_file.read(RESULTS / "tinybert.jsonl").lines]
     assert {name for cell in cells for name in cell} == SETTINGS | {knob.name for each in ROWS for knob in each.knobs}

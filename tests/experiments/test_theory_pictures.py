@@ -206,7 +206,7 @@ def check_labels(figure):
         assert min(sizes, default=9) >= 8
 
 
-def test_the_first_command_makes_all(monkeypatch, tmp_path):
+def test_the_first_command_draws_all_pictures(monkeypatch, tmp_path):
     """The command without --only, as the page has it, with pictures that are quick to draw."""
     assert shlex.split(COMMANDS[0]) == START
     monkeypatch.setattr(pictures, "PICTURES", dict.fromkeys(pictures.PICTURES, lambda: picture_style.new_figure(7, 4)))

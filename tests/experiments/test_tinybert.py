@@ -196,7 +196,7 @@ class TestSearch:
         assert [value for _, value in reached(bowl, "any", tried)] == bottom
         assert len(tried) <= 1 + 2 * sum(sizes) + 2 * len(sizes)
 
-    def test_a_run_that_was_given_up_is_not_chosen(self):
+    def test_an_abandoned_run_is_not_chosen(self):
         place, size = ("post_processing", "banded"), dataclasses.replace(SIZES["smoke"], tuned=True)
         losses = {1e-3: (4.0, "finished"), 5e-4: (3.0, "given up"), 2e-3: (3.9, "finished"), 5e-3: (None, "diverged")}
         lines = [
@@ -252,7 +252,7 @@ class TestPrivacy:
         assert plain is not None
         assert 0.9 * plain < ours <= plain, "the last columns of a banded Toeplitz matrix are cut, and shorter"
 
-    def test_columns_at_an_epsilon_have_it(self):
+    def test_columns_named_by_an_epsilon_spend_it(self):
         for kind in [each.name for each in COLUMNS if each.beyond]:
             made = cell("scale_then_privatize", kind)
             assert guarantee(made, plan_of(made))[0] == pytest.approx(10.0, rel=1e-3)
@@ -292,8 +292,8 @@ def test_every_row_trains(workspace, name):
     assert ("negative_fractions" in outcome.result) == (row(name).label.startswith(("IME", "bias")))
 
 
-def test_seeds_test_texts_and_every_knob_make_a_difference(workspace):
-    """What a cell says is what is run: no setting is passed over, no two rows are the same, sets are kept apart."""
+def test_seeds_test_texts_and_every_setting_make_a_difference(workspace):
+    """Cells run with their settings: no setting is ignored, no two rows are equal, and sets are separate."""
     first = {}
     for each in ROWS:
         kind = "none" if each.name in NON_PRIVATE else "independent_low"
@@ -336,7 +336,7 @@ def test_without_noise_it_is_torch_adam(workspace):
     assert found != pytest.approx(curve[-2][1], abs=2e-4)
 
 
-def test_a_run_is_scored_on_as_many_texts_and_as_often_as_asked(workspace):
+def test_a_run_is_scored_as_often_and_on_as_many_texts_as_requested(workspace):
     few = dataclasses.replace(workspace, scoring=Scoring(validation_examples=3, test_examples=5, points=2))
     result = run(cell("post_processing", steps=4), few).result
     assert [step for step, _ in result["curve"]] == [2, 4]
@@ -411,7 +411,7 @@ class TestTable:
         assert [line["cell"]["seed"] for line in lines[-2:]] == [0, 1]
         assert len(scores(lines)["post_processing", "independent_low"]) == 2
 
-    def test_seeds_are_for_what_is_beyond_the_paper_too(self, made, tmp_path):
+    def test_seeds_apply_to_columns_beyond_the_paper_too(self, made, tmp_path):
         path = tmp_path / "tinybert.jsonl"
         path.write_text((made / "tinybert.jsonl").read_text())
         run_table(Request(scale="smoke", out=tmp_path, only=("column=buffered_10",), seeds=2), ProgressReporter())
@@ -539,7 +539,7 @@ def test_claims_of_several_seeds_are_decided_seed_by_seed():
     assert answer({0: math.inf, 1: 3.0}, spread_out) == "a run diverged"
 
 
-def test_no_better_allows_for_a_little():
+def test_no_better_has_a_small_tolerance():
     def answer(margin):
         found = {("noiseless", "x"): {0: 3.5 + margin, 1: 3.4 + margin}, ("post_processing", "x"): {0: 3.5, 1: 3.4}}
         return compared(claim_of("noiseless", "post_processing"), found, "x", PAPER)
@@ -570,7 +570,7 @@ def test_runs_of_different_settings_are_not_averaged():
     assert scores(lines)["post_processing", "banded"] == {0: 4.0, 1: 4.1}
 
 
-def test_how_close_tuning_runs_are_to_final_runs():
+def test_the_distance_of_tuning_runs_from_final_runs_is_reported():
     size, shared = SIZES["paper"], {"num_examples": 817_503}
     place = ("scale_then_privatize", "independent")
     setting = first_setting(row(place[0]), place[1])
@@ -589,8 +589,8 @@ def test_how_close_tuning_runs_are_to_final_runs():
     assert "Behind post-processing" not in said
 
 
-def test_how_far_rows_move_between_tuning_and_final_runs():
-    """DP-SGD is ahead of post-processing in tuning and behind it after, IME is where it was."""
+def test_rows_that_move_between_tuning_and_final_runs_are_reported():
+    """DP-SGD is ahead of post-processing in tuning and behind it afterwards; IME stays in place."""
     size, shared, lines = SIZES["paper"], {"num_examples": 817_503}, []
     losses = {"post_processing": (4.0, 3.0, 3.2), "dp_sgd": (3.9, 3.1, 3.4), "independent_moments": (4.5, 3.5, 3.7),
               "scale_then_privatize": (3.9, 3.0, 3.2)}  # fmt: skip
@@ -621,7 +621,7 @@ def test_further_rows_are_next_to_the_rows_they_are_compared_with():
     assert report._beyond(lines, {("post_processing", "independent"): {0: 4.2}}) == ""
 
 
-def test_the_table_has_all_places():
+def test_the_table_has_all_cells_of_the_paper():
     assert len(places(beyond=False)) == 2 + 8 * 3
     ours = {name for name, k in places(beyond=False) for kind in COLUMNS if kind.name == k and name not in kind.paper}
     assert ours == {"non_private_sgd", "non_private_adam", "post_processing_eps"}

@@ -49,7 +49,7 @@ def test_a_run_stopped_after_every_step_ends_the_same(workspace, tmp_path, name,
     assert {**found.result, "ms_a_step": 0} == {**expected.result, "ms_a_step": 0}
 
 
-def test_cells_are_kept_apart(workspace, tmp_path):
+def test_cells_are_kept_separate(workspace, tmp_path):
     over = Unfinished(tmp_path, until=0.0)
     for seed in (0, 1):
         with pytest.raises(TimeLimitReached):

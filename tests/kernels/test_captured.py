@@ -92,7 +92,7 @@ def test_graphs_add_the_same_sums_as_uncaptured_batches(variant, dtype):
         assert found[0][1] == found[1][1]
 
 
-def test_padding_rows_add_nothing_whatever_they_hold():
+def test_padding_rows_add_nothing_for_any_content():
     """The sums of an earlier batch were not finite."""
     model = model_of().to(DEVICE)
     optimizer = dpoptim.dp_sgd(model, plan_of(noise_multiplier=1e-9), lr=0.0, external_batches=True)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("tests/kernels/test_triton.py", "softmax or outer or norm"),
         ("tests/kernels/test_triton.py", "not (softmax or outer or norm)"),
-        ("tests/kernels/test_captured.py", "scaled or whatever_they_hold or redrawn"),
+        ("tests/kernels/test_captured.py", "scaled or any_content or redrawn"),
         ("tests/kernels/test_adam_triton.py tests/kernels/test_normals_triton.py", ""),
     ],
     ids=["products", "sums", "graphs", "adam and noise"],

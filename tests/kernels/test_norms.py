@@ -186,7 +186,7 @@ def test_softmax_gradient_matches_autograd(padding):
 
 
 def test_ids_that_all_examples_share():
-    """Positions: they are summed over the examples first. An example of weight 0 adds nothing, whatever it holds."""
+    """Positions: they are summed over the examples first. An example of weight 0 adds nothing, even if not finite."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 9, (1, 12), generator=generator).expand(5, 12)
     values = torch.randn(5, 12, 3, dtype=torch.float64, generator=generator)

@@ -44,7 +44,7 @@ def test_norms(sizes):
     torch.testing.assert_close(found, exactly(left, right, scale), rtol=1e-5, atol=0)
 
 
-def test_wide_rows_of_equal_numbers_lose_nothing():
+def test_wide_rows_of_equal_numbers_stay_exact():
     """Sums of a quarter of a million equal squares, which one float32 would round down."""
     left, right = torch.ones(1, 1, 8), torch.full((1, 1, 250_002), 0.83)
     found = found_by_loop(left, right, torch.ones(8, 250_002))
@@ -107,7 +107,7 @@ def test_other_dtypes_and_small_work_use_the_plain_functions(monkeypatch):
 
 
 @pytest.mark.parametrize("looked_up", [False, True])
-def test_of_a_tied_table(looked_up, monkeypatch):
+def test_squares_of_a_tied_table(looked_up, monkeypatch):
     """The norm of the sum of both uses, against the plain function and float64."""
     left, right, scale = drawn(3, 6, 50, 21)
     ids, values = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0)), torch.randn(3, 9, 21)

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
 CLASSES = [None, 2047, 2048, 30_001, 50_257]
 EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
-if IS_INTERPRETED:  # which takes its time, and rounds to bfloat16 otherwise than GPUs do
+if IS_INTERPRETED:  # slow, and it rounds to bfloat16 differently from GPUs
     DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 33, 6, 130)]
     CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [8]
 CASES = list(itertools.product(SHAPES, (False, True), DTYPES))
@@ -139,7 +139,7 @@ class TestKernels:
         for straight, turned in zip(*results, strict=True):
             assert torch.equal(straight, turned)
 
-    def test_nothing(self, shape, scaled, dtype):
+    def test_no_examples_or_no_positions(self, shape, scaled, dtype):
         """No examples, or examples without positions."""
         _, _, rows, cols = shape
         for examples, positions in ((0, 3), (2, 0)):

@@ -141,7 +141,7 @@ def test_several_participations_beat_every_other_strategy(steps: int, times: int
 
 
 @every_workload
-def test_present_in_every_step(kind: str) -> None:
+def test_participation_in_every_step(kind: str) -> None:
     """Nothing to correlate: with X = diag x the product is Σ a_s²/x_s · Σ x_s, least at x_s = a_s = ‖column of A‖."""
     steps = 9
     workload, pattern = workloads(steps)[kind], {"max_participations": 9, "min_separation": 1}

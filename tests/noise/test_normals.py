@@ -204,7 +204,7 @@ def plain_box_muller(raw: np.ndarray) -> np.ndarray:
     return np.stack([cosine * radius, 2.0 * (sine_half * cosine_half) * radius], axis=1).ravel()
 
 
-def test_moved_scalings_change_no_bit() -> None:
+def test_folded_scalings_do_not_change_bits() -> None:
     ends = [*EDGES, *(2**k + d for k in range(1, 64) for d in (-1, 0, 1)), *(2**64 - 2**k for k in range(64))]
     pairs = [(a, b) for a in ends for b in ends]
     raw = np.concatenate([np.array(pairs, dtype=np.uint64).ravel(), words(SUBKEY, step=2, count=400_000)])

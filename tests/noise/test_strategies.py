@@ -51,7 +51,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check_sensitivity(strategy: Strategy, max_participations: int, min_separation: int) -> None:
-    """Exact where it claims to be, and otherwise a bound that is not loose."""
+    """Exact where it claims to be, and a tight bound elsewhere."""
     pattern = {"max_participations": max_participations, "min_separation": min_separation}
     matrix = strategy.strategy_matrix()
     found, above = strategy.sensitivity(**pattern), products_bound(matrix, **pattern)
@@ -140,7 +140,7 @@ def test_optimized_strategies(data: st.DataObject, pattern: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_costs(name: str) -> None:
+def test_memory_and_normals_of_each_strategy(name: str) -> None:
     check_costs(STRATEGIES[name])
 
 
@@ -398,7 +398,7 @@ def test_bad_steps_and_patterns_are_refused(spec: StrategySpec) -> None:
 
 
 @every_spec
-def test_more_participations_than_fit_count_as_many_as_fit(spec: StrategySpec) -> None:
+def test_excess_participations_count_as_many_as_fit(spec: StrategySpec) -> None:
     strategy = spec.optimize(steps=8)
     for separation, fitting in ((1, 8), (3, 3), (4, 2), (8, 1), (100, 1)):
         most = strategy.sensitivity(max_participations=fitting, min_separation=separation)

@@ -260,7 +260,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 ROWS: list[tuple[str, str]] = []
-"""(variant, rule): every variant with Adam and three other rules, so that every rule meets most variants."""
+"""(variant, rule): every variant with Adam and three other rules, so that every rule runs with most variants."""
 _OTHERS = [name for name in RULES if name != "adam"]
 for _index, (_name, _variant) in enumerate(VARIANTS.items()):
     ROWS.append((_name, "adam"))

@@ -135,11 +135,11 @@ class TestStrategyInTheCheckpoint:
         overlapping = dpoptim.BufferedToeplitz(buffers=1)
         state = self.state(overlapping)
         state["privacy"]["strategies"]["gradient"]["weights"] *= 1 + 1e-4
-        with pytest.raises(ValueError, match="more sensitivity than the plan accounts for"):
+        with pytest.raises(ValueError, match="a larger sensitivity than the plan accounts for"):
             self.resumed(state, overlapping)
 
     def test_bits_cannot_change(self):
-        with pytest.raises(ValueError, match="bits=16, but the run started with 32"):
+        with pytest.raises(ValueError, match="bits=16, but the run started with bits=32"):
             self.resumed(self.state(), noise_memory=dpoptim.NoiseMemory(bits=16))
 
     def test_a_different_mechanism_is_a_different_plan(self):
@@ -174,7 +174,7 @@ class TestStateDict:
         optimizer = dpoptim.post_processing(made.model, plan(), LR, **RUN)
         early = optimizer.state_dict()
         advance(made, optimizer, range(2))
-        with pytest.raises(ValueError, match="lies behind step 2"):
+        with pytest.raises(ValueError, match="is before step 2"):
             optimizer.load_state_dict(early)
 
     def test_loading_drops_accumulated_gradients(self):

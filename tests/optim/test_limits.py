@@ -242,7 +242,7 @@ AMPLIFICATION = {0.0: 1.0, 0.25: 2.0, 1 / 3: 2.0, 0.5: 2.0, 0.6: 1.3698, 0.75: 1
     ("exponent", "batch_size"), list(zip(AMPLIFICATION, itertools.cycle([64, 2048]), strict=False))
 )
 def test_the_default_eps_scale_bounds_pure_noise(exponent, batch_size):
-    """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, whatever the noise's unit."""
+    """y = 1 + y^(2p)·φᵖ/ε: the released noise over ζσ/B, for any unit of the noise."""
     noisy = plan(num_examples=10 * batch_size, batch_size=batch_size, steps=150)
     level = 0.9 * 0.7 / batch_size
     with warnings.catch_warnings():

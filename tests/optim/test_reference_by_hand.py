@@ -259,7 +259,7 @@ def test_adadps_by_hand(decay: float, moments: list[float]) -> None:
     torch.testing.assert_close(-path[:, 0], expected, rtol=1e-12, atol=0)
 
 
-def test_noiseless_moment_has_no_noise_and_public_moment_no_private_gradient() -> None:
+def test_noiseless_moment_has_no_noise_and_public_moment_sees_no_private_gradient() -> None:
     """A constant gradient: ν̂ = g² exactly, so AdaGrad-like steps are linear in the noise."""
     noise = normals(25, 5, seed=3)
     base: dict[str, Any] = {"rule": Adam(lr=1.0, beta1=0.0, eps=0.0), "clip_norm": INF, "batch_size": 1}

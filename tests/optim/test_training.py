@@ -201,7 +201,7 @@ class TestMisuseIsCaught:
             losses(second, batch).sum().backward()
             newer.step()
             losses(model, batch).sum().backward()
-            with pytest.raises(ValueError, match="a newer optimizer was made with this plan object"):
+            with pytest.raises(ValueError, match="a newer optimizer was created with this plan object"):
                 optimizer.step()
 
         self.run(misuse)
@@ -228,7 +228,7 @@ class TestMisuseIsCaught:
         again.load_state_dict(saved)
         other = dpoptim.private_loader(dataset(), the_plan, key=key, run_id="another", start_step=1)
         losses(model, next(iter(other))).sum().backward()
-        with pytest.raises(ValueError, match="drawn with a different key or run_id than the run's"):
+        with pytest.raises(ValueError, match="drawn with a key or run_id that is not the run's"):
             again.step()
 
     def test_parameters_frozen_after_the_optimizer_was_created(self):

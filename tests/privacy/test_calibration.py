@@ -1,4 +1,4 @@
-"""Calibration meets its target from below. The cache is never trusted and never an error."""
+"""Calibration reaches its target from below. The cache is never trusted and never causes an error."""
 
 from __future__ import annotations
 

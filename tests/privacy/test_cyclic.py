@@ -65,7 +65,7 @@ class TestSampler:
         assert any(not np.array_equal(a, b) for a, b in zip(first, changed, strict=True))
 
     @pytest.mark.parametrize(("count", "size", "bands"), [(23, 2, 5), (12, 3, 4), (9, 4, 1)])
-    def test_groups_share_nobody_and_examples_keep_to_their_turns(self, count, size, bands):
+    def test_groups_are_disjoint_and_examples_keep_to_their_turns(self, count, size, bands):
         sampling, steps = CyclicPoisson(bands=bands), 40 * bands
         turns: dict[int, set[int]] = {i: set() for i in range(count)}
         times: dict[int, list[int]] = {i: [] for i in range(count)}
@@ -347,7 +347,7 @@ class TestTheorem:
                 largest = max(largest, found + 4 * error)
         assert largest >= 0.02 * 0.98
 
-    def test_one_band_too_many_would_exceed_it(self):
+    def test_one_band_too_many_would_exceed_epsilon(self):
         strategy = BandedToeplitz(bands=3).optimize(steps=4)
         run = PoissonRun(sampling_prob=0.5, steps=2, adjacency=Adjacency.ZERO_OUT)
         level = epsilon(run, noise_multiplier=1.1, delta=0.02)

@@ -137,7 +137,7 @@ def test_the_release_does_not_change_epsilon_unless_it_is_noiseless():
         bare.calibrate(epsilon=1.0, delta=1e-6)
 
 
-def test_missing_numbers_are_asked_for():
+def test_missing_numbers_are_named_in_errors():
     with pytest.raises(ValueError, match="calibrate"):
         make().epsilon(delta=1e-6)
     with pytest.raises(ValueError, match="delta"):

@@ -118,7 +118,7 @@ def test_the_model_stays_unchanged():
     assert seen == [2, 4, 6]
 
 
-def test_groups_keep_the_total_of_many_coordinates(monkeypatch):
+def test_groups_preserve_the_total_of_many_coordinates(monkeypatch):
     monkeypatch.setattr("dpoptim.theory.gradient_probe._MOST_COORDINATES", 500)
     mean, stddev = known_problem(4001)
     squares, weights = spread(mean, mean**2, stddev**2, count=100.0, batch_size=50.0)

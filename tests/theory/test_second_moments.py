@@ -247,7 +247,7 @@ def test_bias_is_the_weighted_trace(spec, beta2):
         assert second_moment_bias(strategy, beta2=beta2)[t - 1] == pytest.approx(weights @ variances[:t], rel=1e-12)
 
 
-def test_bias_is_what_the_reference_subtracts():
+def test_bias_equals_what_the_reference_subtracts():
     strategy = dpoptim.BandedToeplitz(bands=4).optimize(steps=12)
     norms = torch.as_tensor(strategy.row_norms()) ** 2
     expected = reference.noise_bias(reference.Adam(lr=0.1, beta2=0.9), norms, 1.0)

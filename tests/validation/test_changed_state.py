@@ -208,7 +208,7 @@ def test_a_buffer_that_changes_is_refused(kind, persistent):
 
 
 def not_saved(kind: type[Net]) -> Net:
-    """Later examples see what it takes in, although it is not in the state."""
+    """Later examples see what it stores, although it is not in the state."""
     model = kind()
     model._non_persistent_buffers_set.add("seen")
     return model

@@ -271,7 +271,7 @@ def test_two_towers_and_shared_arguments():
         check_example_independence(model, in_batch_negatives, batch)
 
 
-def test_two_calls_in_one_backward_wait_for_the_check_of_the_loss():
+def test_two_calls_in_one_backward_need_a_checked_loss():
     def product(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x[:, :2]) * model(x[:, 2:])).sum(1)
 
@@ -280,7 +280,7 @@ def test_two_calls_in_one_backward_wait_for_the_check_of_the_loss():
 
     model, x = nn.Linear(2, 2), torch.randn(B, 4)
     sums = attached(model)
-    with pytest.raises(ExampleMixingError, match="two calls of Linear meet in one backward"):
+    with pytest.raises(ExampleMixingError, match="two calls of Linear share one backward"):
         product(model, x).sum().backward()
     check_example_independence(model, product, x)
     product(model, x).sum().backward()
@@ -361,7 +361,7 @@ def test_rows_without_an_example_are_refused():
 
 
 @pytest.mark.parametrize("batch", [torch.randn(1, 6), None, [], torch.ones(4, 1, dtype=torch.long)])
-def test_a_batch_that_shows_nothing_is_refused(batch):
+def test_a_batch_that_cannot_show_mixing_is_refused(batch):
     with pytest.raises(ValueError, match="batch must hold"):
         check_example_independence(two_layers(torch.tanh), lambda m, x: m(x.float().expand(-1, 6)).sum(1), batch)
 

@@ -1,11 +1,11 @@
 """Run the private part of a step as one CUDA graph: forward, backward, norms and clipped sums.
 
 If a batch is small, the GPU waits for the host to launch several hundred operations. A graph launches them all at once,
-for one batch shape. The first batch of a shape runs with every check, the second is captured, and others are replayed.
+for one shape. The first batch of a shape runs with every check, the second is captured, and later ones are replayed.
 
 A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
 parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
-scale is set or not as before.
+scale is set if and only if one was set during the capture.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
     Batches run without a graph on a CPU, without Triton, if sums of squares are released too, if the arguments hold
-    numbers, strings or objects, under an autocast that began outside `losses`, and if the model or `losses` waits for
+    numbers, strings or objects, under an autocast that began outside `losses`, or if the model or `losses` waits for
     the device.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
-    depends on its example alone, and if modes and everything else that `losses` reads stay the same until the next
-    batch or step, when examples that need a separate look run again. Padding rows copy the first row, and their losses
-    do not count.
+    depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
+    or step, because some examples may be recomputed then. Padding rows copy the first row, and their losses do not
+    count.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Captured:
         self._workspace: _GraphWorkspace  # set by `_check_addresses`
         self._addresses: list[Hashable] | None = None
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: the shape cannot be captured
         self._has_warned = False
         self._last_stream: object = None
 
@@ -76,15 +76,15 @@ class Captured:
         if not self._engine.attached:
             raise ValueError("the optimizer was detached or replaced; call optimizer.captured again")
         if not self._engine.recording:
-            raise ValueError("inside no_grad() or public_data() call the model, not a captured function")
+            raise ValueError("inside no_grad() or public_data(), call the model, not a captured function")
         self._follow_stream()
         self._engine.flush()  # adds the last replay before it is overwritten
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = _read_batch(self._losses, args, kwargs, devices[0])
         if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
             return self._run(batch)
-        if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # may often differ
-            self._warn_once("batches run without graphs: pass tensors, True, False and None only")
+        if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
+            self._warn_once("batches run without graphs: pass only tensors, True, False and None")
             return self._run(batch)
         self._check_addresses()
         rows = _padded_rows(batch.examples, self._pad_to_multiple)
@@ -101,7 +101,7 @@ class Captured:
         if key not in self._graphs:
             try:
                 self._graphs[key] = _capture(self._sums, batch.padded(rows), self._workspace)
-            except Exception as error:  # nothing has counted yet, and the run without a graph raises what is wrong
+            except Exception as error:  # nothing was added yet, and the run without a graph raises the real error
                 self._graphs[key] = None
                 self._warn_once(
                     f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and "
@@ -133,7 +133,7 @@ class Captured:
         if addresses == self._addresses:
             return
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a graph may still run
+            torch.cuda.synchronize()  # a graph may still be running
         self._addresses, self._workspace = addresses, _GraphWorkspace(self._sums)
         self._seen.clear()
         self._graphs.clear()
@@ -304,7 +304,7 @@ def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
 
 
 def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
-    """Let memory and random numbers come from the device again, which torch's `capture_end` leaves undone."""
+    """Stop using the graph's memory pool and random state, which torch's `capture_end` keeps after a failure."""
     device: int = torch.cuda.current_device()
     with contextlib.suppress(Exception):
         torch._C._cuda_endAllocateToPool(device, workspace.memory)
@@ -316,7 +316,7 @@ def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The arguments of one call, by position, and the function of them."""
+    """The arguments of one call, by position, and the function that takes them."""
 
     function: Callable[..., Tensor]
     tensors: dict[int, Tensor]
@@ -383,7 +383,7 @@ def _read_batch(
 
 
 def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor, also a pinned one, so that the loop may overwrite its own at once; rows may run again later."""
+    """Copy a tensor, even a pinned one: the loop may overwrite it at once, and rows may be recomputed later."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True, copy=True)

@@ -80,7 +80,7 @@ class ClippedSums:
         """How the norms of the last physical batch were computed."""
         self.engine.flush()
         if self._explanation is None:
-            raise ValueError("nothing has been differentiated yet; ask after the first step")
+            raise ValueError("nothing has been differentiated yet; call this after the first step")
         return self._explanation
 
     def take(self) -> tuple[FlatTensors, FlatTensors | None]:
@@ -113,7 +113,7 @@ class ClippedSums:
             raise
 
     def _forget(self) -> None:
-        """Drop everything of this step, including a batch that was being recomputed."""
+        """Drop everything accumulated in this step, including a batch that was being recomputed."""
         self.engine.discard()
         self.clear_sums()
 
@@ -126,7 +126,7 @@ class ClippedSums:
         self._remember_norm_methods(batch)
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
-        for j in rows():  # only now, to keep the device busy
+        for j in rows():  # read only now, to keep the device busy
             self._clip_and_sum_one(batch, j, factor)
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
@@ -138,7 +138,7 @@ class ClippedSums:
         return found, min_trusted_norm is None
 
     def _remember_norm_methods(self, batch: PhysicalBatch) -> None:
-        """Record the norm methods for `explain`; they are slow to describe, so once per set of shapes."""
+        """Record the norm methods for `explain`, only once per set of shapes because describing them is slow."""
         kind = (self.scale is None, batch.examples, *(own.positions for own in batch.gradients.values()))
         if kind not in self._explained:
             if len(self._explained) == 16:
@@ -152,7 +152,7 @@ class ClippedSums:
         return self.clip_norm, scale
 
     def clip_and_sum_into(self, into: FlatTensors, batch: PhysicalBatch, scale: Scale) -> ClipResult:
-        """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device (a graph can hold it).
+        """Clip and sum a batch into `into`, for `add_sums`, without waiting for the device, so a graph can capture it.
 
         The losses must have been summed, not averaged. Examples whose norms cannot be trusted are left out.
         """
@@ -174,7 +174,7 @@ class ClippedSums:
         """Add a copy of what `clip_and_sum_into` computed for a batch whose first `examples` rows count.
 
         Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone without a graph,
-        since no example may change what the others add. The host asks for them only when the next such batch is added
+        because no example may change what the others add. The host reads them only when the next such batch is added
         or the sums are taken, so it can prepare a batch while the device is busy with the last one.
         """
         rows_to_recompute = _rows_to_recompute(found, found.needs_recompute[:examples].clone())

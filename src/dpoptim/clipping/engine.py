@@ -6,7 +6,7 @@ computes no weight gradient. The next forward or `flush` closes the physical bat
 Everything in one backward, or from one call of the model, is one batch.
 
 The first real batch of each call signature is checked by value: examples must not mix. The check also shows which
-layers get examples on their first axis, and which get one row that all examples share. A layer that later runs
+layers receive examples on their first axis, and which receive one row that all examples share. A layer that later runs
 differently, or outside a checked call, is refused. A call of a part (`self.bert(...)`) is checked too.
 """
 
@@ -42,7 +42,7 @@ _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on ev
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
 _losses_checked: weakref.WeakKeyDictionary[nn.Module, LayerAxes] = weakref.WeakKeyDictionary()
-"""Models whose loss has passed `check_example_independence`, and what their layers got; engines read it in `attach`."""
+"""Models whose loss has passed `check_example_independence`, and their layers' axes; engines read it in `attach`."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ class PhysicalBatch:
     extra_memory: int = 0  # bytes left for gradients that are larger than their factors
     calls: set[int] = field(default_factory=set)
     backwards: set[int] = field(default_factory=set)
-    unfinished: set[int] = field(default_factory=set)  # backwards that still run, or failed
+    unfinished: set[int] = field(default_factory=set)  # backwards that are still running, or failed
     last: tuple[LayerCall, int] | None = None  # what was recorded last, and in which backward
     add_ready: Callable[[], None] | None = None  # adds what a graph has clipped and summed, in place of gradients
 
@@ -96,10 +96,10 @@ class PhysicalBatch:
         self.last = (call, backward)
 
     def has_failed(self) -> bool:
-        """Return whether its backward failed; raise if a second backward continued on what was left."""
+        """Return whether its backward failed; raise if a second backward ran on the rest of its graph."""
         failed = self.unfinished if torch._C._current_graph_task_id() == -1 else set()
         if failed and failed != self.backwards:
-            raise ValueError("a backward failed and another went through the same call; run the model again instead")
+            raise ValueError("a backward failed and a second one ran through the same call; call the model again first")
         return bool(failed)
 
 
@@ -218,7 +218,7 @@ class Engine:
 
     @property
     def checking(self) -> bool:
-        """Whether a check runs, of this model or another; nothing that arrives belongs to a real batch."""
+        """Whether a check of any model is running; gradients that arrive now do not belong to a real batch."""
         return ModelCheck.running is not None
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -235,7 +235,9 @@ class Engine:
         for name, parameter in self._all_parameters:
             if parameter.requires_grad != (id(parameter) in self.names):
                 change = "unfrozen" if parameter.requires_grad else "frozen (and would get noise)"
-                raise ValueError(f"parameter '{name}' was {change} after the optimizer was created; create it last")
+                raise ValueError(
+                    f"parameter '{name}' was {change} after the optimizer was created; create the optimizer last"
+                )
         if self._calls % 32 == 0 and list(map(id, self.model.parameters())) != [id(p) for _, p in self._all_parameters]:
             raise ValueError("a layer was replaced after the optimizer was created; create the optimizer last")
         self._calls += 1
@@ -299,7 +301,7 @@ class Engine:
             return found
 
         if lasting:
-            _losses_checked.pop(self.model, None)  # an earlier result ends if this check fails
+            _losses_checked.pop(self.model, None)  # an earlier result no longer holds if this check fails
         check = self._model_check()
         self.buffers.begin(restart=True)
         is_conclusive = check.check("loss_fn", run, arguments)
@@ -332,8 +334,8 @@ class Engine:
         if tensor.shape[0] == self.examples:
             if self.examples > 1 and not is_bare and found not in self._seen.examples:
                 raise ValueError(
-                    f"layer '{layer}' did not run, or with other axes, when {type(self.model).__name__} was checked. "
-                    "Run the same layers in every call, or run dpoptim.check_example_independence on such a batch first"
+                    f"layer '{layer}' did not run when {type(self.model).__name__} was checked, or had different axes. "
+                    "Run the same layers in every call, or first run dpoptim.check_example_independence on such a batch"
                 )
             return tensor
         if tensor.shape[0] == 1 and found in self._seen.shared:
@@ -345,7 +347,7 @@ class Engine:
         if not self._loss_is_checked and not self.allow_mixing:
             self.discard()
             raise UncheckedLossError(
-                f"{what}, so nothing shows that examples do not mix. Call the model itself, model(...), once per "
+                f"{what}, so examples might mix unnoticed. Call the model itself, model(...), once per "
                 "backward, or first run dpoptim.check_example_independence(model, loss_fn, batch)"
             )
 
@@ -404,7 +406,7 @@ class Engine:
         if call.model_call is not None:
             batch.calls.add(call.model_call)
             if len(batch.calls) > 1:
-                self._need_checked_loss(f"two calls of {type(self.model).__name__} meet in one backward")
+                self._need_checked_loss(f"two calls of {type(self.model).__name__} share one backward")
         return batch
 
     def _refuse_unseen_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -442,7 +444,7 @@ class Engine:
             self.examples = None
 
     def end_step(self) -> None:
-        """Close the batch; a forward that was interrupted is over."""
+        """Close the batch, and forget a forward that was interrupted."""
         self._called = self.call = None
         self.flush()
 
@@ -497,7 +499,7 @@ class _PrivateForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _is_first_run_of_checkpoint(self) -> bool:
-        """Whether a reentrant activation checkpoint may run the layer, which it first does without gradients."""
+        """Whether a reentrant activation checkpoint may be running the layer: its first run has no gradients."""
         return not torch.is_grad_enabled() and (self.engine.call is not None or self.engine.checking)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ Step t releases (1/B)·(Σ_j c_j g_j + std·(C⁻¹z)_t / s_t). The plan gives s
 and s_t depends on earlier releases. A second moment has a separate noise stream, with its own strategy if the plan has
 one.
 
-Guarantee: The sequence of releases satisfies `plan.epsilon(delta=...)` as worded by `plan.statement()`, if batches are
+Guarantee: The sequence of releases satisfies `plan.epsilon(delta=...)` as stated by `plan.statement()`, if batches are
 drawn as the plan says, the key is secret, and `scale` is a function of released values alone.
 """
 
@@ -59,7 +59,7 @@ class PrivateMechanism:
         if isinstance(plan.release, NoiselessSquare) != isinstance(release, NoiselessSquare):
             raise ValueError(
                 f"the plan has {plan.release} and the optimizer {release}. Squares without noise are not private, so "
-                "both must ask for them (plan.with_release(dpoptim.NoiselessSquare())), or neither"
+                "both must request them (plan.with_release(dpoptim.NoiselessSquare())), or neither"
             )
         if not isinstance(noise_memory, NoiseMemory):
             raise ValueError(f"noise_memory must be a NoiseMemory such as NoiseMemory(bits=16), got {noise_memory!r}")
@@ -149,7 +149,7 @@ class PrivateMechanism:
         """Continue the run of a `state`, and drop what has been accumulated."""
         run_id, step = state["run_id"], check_whole("step", state["step"], low=0)
         if self.step > 0 and (run_id != self.run_id or step < self.step):
-            which = "belongs to a different run" if run_id != self.run_id else f"lies behind step {self.step}"
+            which = "belongs to a different run" if run_id != self.run_id else f"is before step {self.step}"
             raise ValueError(
                 f"step={step} of the state {which}, but this optimizer has already released {self.step} steps. Create "
                 "a new model and optimizer to resume a run"
@@ -157,7 +157,7 @@ class PrivateMechanism:
         if state["noise_bits"] != self.noise_memory.bits:
             bits = self.noise_memory.bits
             raise ValueError(
-                f"noise_memory has bits={bits}, but the run started with {state['noise_bits']}; pass those"
+                f"noise_memory has bits={bits}, but the run started with bits={state['noise_bits']}; use that"
             )
         # Strategies come from the state, because a search may round differently on a different machine.
         strategies = {
@@ -166,7 +166,7 @@ class PrivateMechanism:
         for stream, own in self._strategies.items():
             saved, ratio = strategies[stream], self.plan.sensitivity_ratio
             if saved != own and ratio(saved) > (1 + 1e-6) * ratio(own):
-                raise ValueError(f"the state's {stream} strategy has more sensitivity than the plan accounts for")
+                raise ValueError(f"the state's {stream} strategy has a larger sensitivity than the plan accounts for")
         self._drop(everything=True)
         self._batch_is_open = self._has_loader = False
         batch_handshake.bind(self._drawn_for, self)
@@ -218,7 +218,7 @@ class PrivateMechanism:
         if arrived != (0 if ticket.is_placeholder else ticket.physical_examples):
             self._refuse_batch(
                 "the number of differentiated examples is not the (secret) size of the batch. Run one model call, one "
-                "backward and one step() per batch; save memory by private_loader(micro_batch_size=...)"
+                "backward and one step() per batch; to save memory, set private_loader(micro_batch_size=...)"
             )
         self._batch_is_open = not ticket.closes_batch
         return ticket.closes_batch
@@ -228,7 +228,7 @@ class PrivateMechanism:
         self._has_loader = True
         if self.loader_key_fingerprint not in (None, ticket.key_fingerprint):
             self._refuse_batch(
-                "the batches are drawn with a different key or run_id than the run's. Load the state_dict of the run's "
+                "the batches are drawn with a key or run_id that is not the run's. Load the state_dict of the run's "
                 "loader, or pass its private_loader(key=..., run_id=...)"
             )
         self.loader_key_fingerprint = ticket.key_fingerprint
@@ -236,7 +236,7 @@ class PrivateMechanism:
             self._drop(everything=True)
         elif ticket.opens_batch and self._batch_is_open:  # the loop abandoned a logical batch
             if self._sums.examples > self._at_last_ticket:
-                self._refuse_batch("a batch was abandoned for another one. Call step() once per batch of the loader")
+                self._refuse_batch("a batch was abandoned for a new one. Call step() once per batch of the loader")
             self._drop(everything=False)
 
     def _check_without_ticket(self) -> None:
@@ -244,7 +244,7 @@ class PrivateMechanism:
         if self._has_loader:
             self._refuse_batch("step() was called twice for one batch of the loader. Call it once per batch")
         if batch_handshake.pending_elsewhere(self._drawn_for):
-            self._refuse_batch("the private_loader has a different plan object. Pass both the same (calibrated) plan")
+            self._refuse_batch("the private_loader has a different plan object. Give both the same (calibrated) plan")
         if self.needs_loader:
             self._refuse_batch("the batch was not drawn by this optimizer's private loader. Loop over that loader")
         if not self._warned:
@@ -271,7 +271,7 @@ class PrivateMechanism:
         if not self._sums.engine.attached:
             raise ValueError("the optimizer was detached or replaced. Create only one optimizer per model")
         if self.step >= self.plan.steps:
-            raise ValueError(f"all steps={self.plan.steps} releases of the plan are spent. Calibrate one with more")
+            raise ValueError(f"all {self.plan.steps} steps of the plan have been released. Calibrate a longer plan")
 
     def privatize(self) -> Released:
         """Add noise to the sums of the batch, release them, and empty the accumulators."""

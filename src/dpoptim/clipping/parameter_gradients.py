@@ -21,8 +21,8 @@ from dpoptim.kernels.choose import outer_on_gpu
 from dpoptim.kernels.clip_weights import length_products, row_lengths, sum_of_parts
 from dpoptim.kernels.norms import BLOCK_ELEMENTS, DOT_ELEMENTS, wide
 
-# How much larger than a gradient its parts may be before their rounding matters; for squares that cancel, how much
-# larger than the square.
+# A gradient's parts may be this many times larger than the gradient before their rounding matters. If squares cancel,
+# the same limit applies to the square.
 CANCELLATION = {torch.float32: 1e3, torch.float64: 1e11}
 FAINT = 1e-14  # squares of numbers below this fraction of the largest may vanish in float32
 POSITIONS = (
@@ -38,7 +38,7 @@ class NormMethod(enum.Enum):
     FORMED = "gradients formed once, measured and summed"
     TILES = "tiles of the products, measured in registers and never stored"
     ONE_POSITION = "one position per example: squares of the factors"
-    GRAM = "products of the positions among themselves"
+    GRAM = "products of positions with each other"
     ROWS = "looked-up rows, summed by id"
     PARTS = "each use, and their cross terms"
     BLOCKS = "products formed a block at a time"
@@ -218,8 +218,8 @@ class ParameterGradients:
 
     def _by_gram(self) -> Tensor:
         """‖Σ_t l_t ⊗ r_t‖² = Σ_{t,u} (l_t·l_u)(r_t·r_u), or by blocks if positions cancel or factors nearly vanish."""
-        # With the products M = r_t·r_u of the narrower factor and the broader factor L this is Σ (M L) ⊙ L, which fits
-        # caches better than L Lᵀ. The lengths of L's rows may be known.
+        # Let M hold the products r_t·r_u of the narrower factor, and let L be the broader factor. The sum equals
+        # Σ (M L) ⊙ L, which fits caches better than L Lᵀ. The lengths of L's rows may be known.
         known = self.outers[0].left_lengths if len(self.outers) == 1 else None
         left, right = (wide(factor) for factor in self._factors())
         if left.shape[2] >= right.shape[2]:

@@ -1,7 +1,7 @@
 """The handshake of loader and optimizer: one ticket per physical batch, without passing through user code.
 
-A loop such as `for batch in loader: loss.backward(); optimizer.step()` does not say whether a batch ends a step or is
-a placeholder. So the loader issues a ticket with each batch, and the optimizer takes one in each `step()`. They find
+A loop such as `for batch in loader: loss.backward(); optimizer.step()` does not show whether a batch ends a step or
+is a placeholder. So the loader issues a ticket with each batch, and the optimizer takes one in each `step()`. They find
 each other by the plan object that both were given. Plans are compared by identity: two runs may have equal plans.
 """
 
@@ -76,7 +76,7 @@ def issue(plan: object, loader: Any, ticket: Ticket) -> None:
     channel = _channel(plan)
     if channel.live_consumer() is not None and any(entry.is_valid for entry in channel.entries):
         raise ValueError(
-            "the loader was asked for another batch before optimizer.step() was called for the last one. Call step() "
+            "a new batch was requested before optimizer.step() was called for the last one. Call step() "
             "once for each batch, and do not wrap the loader in one that fetches ahead."
         )
     channel.was_used = True
@@ -92,7 +92,7 @@ def take(plan: object, consumer: object) -> Ticket | None:
     channel = _channel(plan)
     if channel.was_used and channel.live_consumer() is not consumer:
         raise ValueError(
-            "a newer optimizer was made with this plan object, and the loader feeds that one. Make a plan object for "
+            "a newer optimizer was created with this plan object, and the loader feeds that one. Create a plan for "
             "each run; plan.replace() copies it."
         )
     while channel.entries:
@@ -111,7 +111,7 @@ def bind(plan: object, consumer: object) -> None:
 
 
 def pending_elsewhere(plan: object) -> bool:
-    """Whether a loader waits under a different plan object that no optimizer was made with."""
+    """Whether a loader waits under a different plan object, for which no optimizer was created."""
     return any(
         channel.live_consumer() is None and any(entry.is_valid for entry in channel.entries)
         for channel in _channels.values()

@@ -226,10 +226,10 @@ def private_loader(
     Args:
         dataset: A map-style dataset. All examples must have the same keys and types. Lists and tuples are checked now,
             others batch by batch; that refusal, and the step it happens in, are not covered by the guarantee.
-        plan: The plan object that the optimizer has, too.
+        plan: The same plan object that the optimizer gets.
         key: The secret of the draws; a new one by default.
         run_id: Public; loaders with different run_ids draw independently. A new one by default.
-        micro_batch_size: The most examples in a part.
+        micro_batch_size: The largest number of examples in a part.
         lengths: One length per example, such as its tokens; then parts have similar lengths.
         micro_batch_tokens: With `lengths`, the bound on examples × longest (rounded up to `bucket`) in a part.
         bucket: Padded widths are multiples of this.
@@ -239,7 +239,7 @@ def private_loader(
         start_step: Resume here, with the run's own `key` and `run_id`.
         digest: A name for the examples and their order, which `load_state_dict` compares: a version, or
             `fingerprint_records(dataset, key).digest`. By default, only data in memory is fingerprinted.
-        check_schema: False for a `collate_fn` that treats each example by itself.
+        check_schema: Pass False for a `collate_fn` that treats each example separately.
 
     Guarantee: under `ZERO_OUT` and `REPLACE` the dataset has exactly `plan.num_examples` examples; under `ADD_REMOVE`
     that number is a declared constant, and examples are drawn at the plan's rate. How a step is cut into parts changes
@@ -285,7 +285,7 @@ def private_loader(
 
 
 def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> int:
-    """The size of the dataset, which must be that of the plan if it is public."""
+    """Return the size of the dataset; if it is public, it must equal the plan's num_examples."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     ):
@@ -298,7 +298,7 @@ def _checked_size(dataset: torch.utils.data.Dataset[Any], plan: PrivacyPlan) -> 
         raise ValueError("Expected at least one example, but dataset is empty.")
     if plan.adjacency.dataset_size_is_public and size != plan.num_examples:
         raise ValueError(
-            f"dataset has {size} examples, but the plan has num_examples={plan.num_examples}. Make the plan with "
+            f"dataset has {size} examples, but the plan has num_examples={plan.num_examples}. Create the plan with "
             f"num_examples={size}."
         )
     return size

@@ -1,4 +1,4 @@
-"""Keyed digests of records: whether a resumed run has the records, in the order, that it started with.
+"""Keyed digests of records: they show whether a resumed run has the same records in the same order.
 
 Noise is a function of (key, run, step). Repeating a step over different records would cancel the noise, and records in
 a different order could take part more often than the plan allows.
@@ -39,7 +39,7 @@ class RecordFingerprint:
 
     @property
     def mostly_distinct(self) -> bool:
-        """Whether at least half of the records are distinct; with few binary features, different people are equal."""
+        """Whether at least half of the records are distinct; few binary features make different people equal."""
         return 2 * len(np.unique(self.each)) >= len(self.each)
 
 
@@ -57,10 +57,10 @@ def fingerprint_records(
     Args:
         records: A list, a torch dataset or a `datasets.Dataset`. A record is made of strings, bytes, numbers, None,
             arrays, dense tensors, images, paths (which stand for the content of their file), and lists, tuples and
-            dicts of these. It must not differ each time it is read.
+            dicts of these. It must be the same each time it is read.
         key: The noise key.
-        name: What to call the records in errors.
-        look: Called with the place and the record as each is read.
+        name: The name of the records in errors.
+        look: Called with the index and the content of each record as it is read.
 
     Guarantee: without the key the digests reveal nothing about the records.
 
@@ -146,7 +146,7 @@ def _encode(value: Any, to: bytearray, read_files: bool) -> None:
         _append(value.tobytes(), to)
     elif isinstance(value, PurePath):
         _encode(Path(value).read_bytes() if read_files else str(value), to, read_files)
-    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "convert"):  # an image of Pillow
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "convert"):  # a Pillow image
         shown = value.convert("RGBA") if getattr(value, "palette", None) else value
         _encode(["image", value.mode, list(value.size), shown.tobytes()], to, read_files)
     else:

@@ -1,8 +1,8 @@
 """One schema for all records: the same keys, and the same type of value at each key.
 
-Collators take the form of a batch from its first record: its keys, whether labels are integers, whether there is a
-mask. A record with a different schema would change what is made of the others (behind a label 1, labels of 0.9 become
-0), and clipping does not bound that.
+Collators infer the layout of a batch from its first record: its keys, whether labels are integers, whether there is a
+mask. A record with a different schema would change how the others are converted (after a first label of 1, a label of
+0.9 becomes 0), and clipping does not bound that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordSchema:
         self._schema: dict[Any, str] | None = None
 
     def check(self, place: int, record: Any) -> None:
-        """Refuse a record, without printing any of its values, whose schema differs from that of earlier records."""
+        """Refuse a record whose schema differs from that of earlier records, without printing any of its values."""
         schema = self._of(record)
         if self._schema is None:
             self._schema = schema
@@ -87,6 +87,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list | tuple):
         types = sorted({kind.__name__ for kind in set(map(type, value))})
         return f"{type(value).__name__} of {' and '.join(types)}" if types else "empty list"
-    if hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of Pillow, whatever file it comes from
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):  # a Pillow image, from any kind of file
         return "image"
     return "None" if value is None else type(value).__name__

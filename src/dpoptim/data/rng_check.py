@@ -1,7 +1,7 @@
 """Refusing random generators with a fixed seed.
 
 Masks and dropout are drawn from torch, numpy and `random`, which are seeded from the secret key at every step. A
-collator's own generator has a public seed: one record more would shift the draws of all others predictably.
+collator's own generator has a public seed: one more record would shift the draws of all others predictably.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Secret random draws: at every step, the dropout and masks of a model come from the run's key.
 
-All examples of a batch share one stream of draws, so one record more, or a longer one, shifts the draws of the others.
-With a public seed, one record could change every gradient of the batch. With secret, fresh draws the others' draws have
-the same distribution whatever the record is, and the guarantee for each fixed draw holds for all.
+All examples of a batch share one stream of draws, so one more record, or a longer one, shifts the draws of the others.
+With a public seed, one record could change every gradient of the batch. With secret, fresh draws, the draws of the
+others have the same distribution for any such record, so the guarantee for each fixed draw holds overall.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private training runs in one process on one device. Whatever asks for more is refused here."""
+"""Private training runs in one process on one device. Settings that ask for more are refused here."""
 
 from __future__ import annotations
 

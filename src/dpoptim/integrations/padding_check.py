@@ -18,7 +18,7 @@ from dpoptim.data.secret_randomness import generator_states, save_rng_states, se
 from dpoptim.integrations.token_losses import in_eval_mode
 from dpoptim.kernels.norms import full_precision
 
-_SEEDS = 32  # are tried until masks leave every record a target
+_SEEDS = 32  # seeds to try until masks leave every record a target
 _MAX_COPIED = 500_000_000  # parameters of a 16-bit model that is copied to float32
 
 Collate = Callable[[list[Any]], Any]

@@ -61,7 +61,7 @@ def without_peft(model: Any) -> Any:
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards each module has its own mode again."""
+    """Use eval mode without gradients, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

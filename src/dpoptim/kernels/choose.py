@@ -35,7 +35,7 @@ def on_current_device(*tensors: Tensor | None) -> bool:
 
 @functools.cache
 def _has_tensor_descriptors() -> bool:
-    """Kernels of outer products load through tensor descriptors, which devices have since Hopper."""
+    """Kernels of outer products load through tensor descriptors, which exist since Hopper."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 

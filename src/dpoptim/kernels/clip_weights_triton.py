@@ -1,6 +1,6 @@
 """Triton kernel for clip weights; `clip_weights` has the plain function.
 
-The arithmetic is little, but as separate operations it takes the host about 2 % of a small step to launch.
+There is little arithmetic, but launching it as separate operations takes the host about 2 % of a small step.
 """
 
 from __future__ import annotations

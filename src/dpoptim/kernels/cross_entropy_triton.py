@@ -36,7 +36,7 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
 
 @triton.jit
 def _more(x, largest, total):
-    """Largest value and Σ exp(x − largest) of each lane, with some more values of x."""
+    """Largest value and Σ exp(x − largest) of each lane, updated with more values of x."""
     larger = tl.maximum(largest, tl.max(x, 1))
     return larger, total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
 
@@ -91,7 +91,7 @@ def _softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: t
 
 def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    lengths = torch.empty_like(losses)  # by itself, so that it is aligned, or kernels are compiled for both
+    lengths = torch.empty_like(losses)  # separate, so that it is aligned; otherwise kernels are compiled twice
     if len(logits):
         _softmax_gradient[(len(logits),)](
             logits, labels.contiguous(), losses, lengths, classes, logits.stride(0), LANES=256, SIDE=8, num_warps=8

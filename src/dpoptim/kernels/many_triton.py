@@ -35,7 +35,7 @@ def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> t
     """Group pairs (gradients, scale or sum) by launch: one table of all addresses [2, pairs], and the parts per launch.
 
     Tensors without elements are left out. Loads take 16 bytes if all tensors of a launch are aligned to that. The host
-    does this at every step, so each tensor is asked as little as possible.
+    does this at every step, so it reads as few attributes of each tensor as possible.
     """
     examples, device = grads[0].shape[0], grads[0].device
     kinds: dict[tuple[torch.dtype, int], list[tuple[int, int, tuple[int, int]]]] = {}

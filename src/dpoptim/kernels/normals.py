@@ -41,7 +41,7 @@ SCRATCH_ROWS = 4
 
 
 def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
-    """Fill `out` with the normals of `words`: one Box–Muller pair from each two words.
+    """Fill `out` with the normals of `words`: one Box–Muller pair from every two words.
 
         u = (w[2k] + ½)·2^-64,   r = sqrt(-2 ln u),   a = 2π·w[2k+1]·2^-64
         out[2k] = r·cos a,   out[2k+1] = r·sin a

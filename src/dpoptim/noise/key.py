@@ -95,7 +95,7 @@ class NoiseKey:
             _write(path, self._secret)
         except FileExistsError as error:
             raise ValueError(
-                f"Key file {str(path)!r} already exists. Load it with NoiseKey.load(path), or choose another path."
+                f"Key file {str(path)!r} already exists. Load it with NoiseKey.load(path), or choose a different path."
             ) from error
 
     def for_run(self, run_id: str) -> NoiseKey:
@@ -149,7 +149,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if os.name == "posix" and mode & 0o077:
             raise ValueError(
-                f"Others can read key file {str(path)!r} (mode {mode:04o}). If nobody has, run: chmod 600 {path}"
+                f"Other users can read key file {str(path)!r} (mode {mode:04o}). If nobody has, run: chmod 600 {path}"
             )
         return file.read(KEY_BYTES + 1)
 

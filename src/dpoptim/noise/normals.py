@@ -109,7 +109,7 @@ def normals(
 
     Args:
         key: The secret of the run.
-        stream: Which noise of the run, such as "gradient" or "square".
+        stream: The noise stream, such as "gradient" or "square".
         name: The tensor's name.
         step: The step, counted from 0.
         start: The first element.
@@ -194,7 +194,7 @@ class NormalSource:
 
     Attributes:
         key: The secret of the run.
-        stream: Which noise of the run, such as "gradient" or "square".
+        stream: The noise stream, such as "gradient" or "square".
         parts: The tensors, in the order of the row.
         dtype: The dtype of the rows, float32 or float64.
         device: Where the rows live.

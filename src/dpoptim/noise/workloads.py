@@ -1,4 +1,4 @@
-"""The workload A: what the optimizer makes of the released gradients. A strategy keeps its noise AC⁻¹z small.
+"""The workload A: the sums that the optimizer computes from released gradients. A strategy keeps their noise small.
 
 Each workload is a recurrence that an optimizer runs, so its inverse has two or three diagonals. The error of any
 strategy is computed from the inverse of the banded matrix CA⁻¹, without forming A.

@@ -139,7 +139,7 @@ class FromPublic(Geometry):
 
     Args:
         gradients: Returns {parameter name: gradient} of public data.
-        renew_every: How many steps to use one A.
+        renew_every: How many steps use the same A.
         decay: The decay of A; 0 replaces it.
         eps: ε.
     """

@@ -47,7 +47,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         external_batches: True if the caller draws batches as the plan says, without a `private_loader`.
         noise_memory: How correlated noise stores its past, for example NoiseMemory(bits=16, on_host=True).
         clipping_memory: Bytes that a physical batch may use to clip faster, beyond what it needs; see `explain()`.
-        allow_mixing: A reason to train although examples mix in the model. The guarantee does not cover that, and
+        allow_mixing: A reason to train even though examples mix in the model. The guarantee does not cover that, and
             `plan.statement()` prints the reason.
 
     Attributes:

@@ -111,7 +111,7 @@ def independent_moments(
 ) -> PrivateOptimizer:
     """Create IME: release g and g² with separate noise at one joint sensitivity; update μ̂ / (√max(ν̂, 0) + eps).
 
-    Args not given default to those of `plan.release` if it is an `IndependentMoments`.
+    Omitted arguments default to those of `plan.release` if it is an `IndependentMoments`.
 
     Args:
         rule: The update rule. None is Adam with eps at the noise's standard deviation: ν̂ is negative for many
@@ -306,7 +306,7 @@ def adadps(
 
     Args:
         public_gradients: Returns {parameter name: gradient}, as for `side_information`.
-        renew_every: How many steps to use one A.
+        renew_every: How many steps use the same A.
         decay: The decay of A; 0 replaces it.
         eps: The constant in √(A + eps).
         momentum: The momentum of the steps.
@@ -337,7 +337,7 @@ def _floored_adam(plan: PrivacyPlan, release: Release) -> Adam:
 def _stable_eps_scale(
     plan: PrivacyPlan, rule: UpdateRule, eps_scale: float | None, exponent: float, normalise: bool
 ) -> float:
-    """The given ε, with a warning if it is unstable, or by default (2·noise)^(2p)·a; a·noise^(2p) is the least stable.
+    """The given ε, with a warning if it is unstable (below a·noise^(2p)); by default (2·noise)^(2p)·a.
 
     The noise on g̃ has variance φ/s² = φ(ν̂ᵖ/ε + 1)², which returns into ν̂. An average of pure noise rests where
     y = √(ν̂/φ) satisfies y = 1 + y^(2p)·φᵖ/ε, and y is the factor by which its standard deviation grows. For p < ½ such

@@ -88,7 +88,7 @@ def epsilon(run: Run, *, noise_multiplier: float, delta: float, resolution: floa
     so that ε is never understated.
 
     Args:
-        run: What is run.
+        run: The run, as a description.
         noise_multiplier: σ, relative to one participation; 0 gives ∞.
         delta: δ in (0, 1), at least 1e-12 for Poisson runs.
         resolution: Grid points per spread of one step.
@@ -174,7 +174,7 @@ def has_rdp_bound(run: Run) -> bool:
 
 @contextlib.contextmanager
 def _quiet_absl() -> Iterator[None]:
-    """Silence the warning for each Rényi order whose series does not converge; it is simply left out."""
+    """Silence the warning for each Rényi order whose series does not converge; such orders are left out."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -31,7 +31,7 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     their privacy loss distributions; the Gaussian is one more factor.
 
     Args:
-        plans: One plan per run, all with one adjacency. Without any, ε is 0; a run that is not private makes it ∞.
+        plans: One plan per run, all with the same adjacency. No plans give ε = 0; a run that is not private gives ∞.
         delta: δ in (0, 1).
 
     Guarantee: an upper bound, and exact if no run is amplified. It covers every model and every log of released values,
@@ -50,7 +50,7 @@ def epsilon_of_runs(plans: Sequence[PrivacyPlan], *, delta: float) -> float:
     relations = sorted({plan.adjacency.value for plan in plans})
     if len(relations) > 1:
         raise ValueError(
-            f"Expected plans with one adjacency, got {', '.join(relations)}. Account for the runs of each separately."
+            f"Expected plans with the same adjacency, got {', '.join(relations)}. Account for each separately."
         )
     for plan in plans:
         if not plan.is_private and plan.epsilon(delta=delta) == math.inf:  # raises if the noise is not set

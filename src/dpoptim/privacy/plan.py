@@ -33,7 +33,7 @@ class PrivacyPlan:
         num_examples: The number of examples, a public number.
         batch_size: The expected batch size.
         steps: The number of steps.
-        clip_norm: The largest norm of one example's gradient. inf is for debugging with noise_multiplier=0.
+        clip_norm: The bound on the norm of one example's gradient. inf is for debugging with noise_multiplier=0.
         sampling: How batches are drawn. `Shuffled()` needs no secrecy and does not amplify. `Poisson()` needs much
             less noise for the same ε, while batches and key are secret. `CyclicPoisson(bands=...)` does the same for
             correlated noise with at most that many bands.
@@ -64,7 +64,7 @@ class PrivacyPlan:
     adjacency: Adjacency = Adjacency.ZERO_OUT
     noise_multiplier: float | None = None
     delta: float | None = None
-    allow_mixing: str | None = None  # why examples may mix in the model, which nothing here covers
+    allow_mixing: str | None = None  # the reason for letting examples mix, which the guarantee does not cover
 
     def __post_init__(self) -> None:
         for name in ("num_examples", "batch_size", "steps"):
@@ -124,7 +124,7 @@ class PrivacyPlan:
 
     @property
     def max_participations(self) -> int:
-        """In how many steps one example may take part at most."""
+        """The largest number of steps in which one example may take part."""
         return self.sampling.max_participations(
             num_examples=self.num_examples, batch_size=self.batch_size, steps=self.steps
         )
@@ -154,13 +154,13 @@ class PrivacyPlan:
         if self.sampling.is_random and strategy.bands > groups:
             raise ValueError(
                 f"{noise!r} gave a strategy of {strategy.bands} bands, which {self.sampling!r} does not amplify. "
-                "Remove the cache of strategies."
+                "Clear the strategy cache."
             )
         return strategy
 
     @functools.cached_property
     def run(self) -> Run:
-        """The run that the accountant is asked about."""
+        """The run as the accountant sees it."""
         # Reading the strategies refuses those that have no proof.
         strategy, square_strategy = self.strategy, self.square_strategy
         limit = self.sampling.max_batch_size if isinstance(self.sampling, Poisson) else None
@@ -234,13 +234,13 @@ class PrivacyPlan:
         return self.replace(noise_multiplier=multiplier, delta=float(delta))
 
     def replace(self, **changes: Any) -> PrivacyPlan:
-        """Return a new plan with these fields changed. The noise multiplier stays unless it is one of them."""
+        """Return a new plan with these fields changed. The noise multiplier is kept unless it is among them."""
         return dataclasses.replace(self, **changes)
 
     def with_release(self, release: Release) -> PrivacyPlan:
         """Return a new plan that releases something else with the same noise multiplier.
 
-        Guarantee: ε does not grow. A release that would make it larger, by its `square_noise` or balance, is refused.
+        Guarantee: ε does not grow. A release whose `square_noise` or balance would raise it is refused.
         """
         changed = self.replace(release=release)
         if not self.noise_multiplier or self._square_noise == changed._square_noise == self.noise:
@@ -322,7 +322,7 @@ def _refuse_unamplified(name: str, noise: StrategySpec, sampling: Sampling) -> N
 
 
 def _max_bands(noise: StrategySpec) -> int | None:
-    """Return how many diagonals C has at most; None if the specification does not bound them."""
+    """Return the largest possible number of diagonals of C; None if the specification does not bound it."""
     if isinstance(noise, (Banded, BandedToeplitz)):
         return noise.bands
     return 1 if isinstance(noise, Independent) else None

@@ -1,8 +1,8 @@
 """Privacy loss distributions of the Poisson-sampled Gaussian mechanism.
 
 Discretization (pessimistic "connect the dots") and composition (FFT) are Google's dp-accounting. This file computes the
-hockey-stick curve δ(ε) of one step for all grid points at once, which dp-accounting does point by point, in minutes. It
-also chooses the grid by the spread of one step.
+hockey-stick curve δ(ε) of one step for all grid points at once; dp-accounting does so point by point, which takes
+minutes. It also chooses the grid by the spread of one step.
 """
 
 from __future__ import annotations

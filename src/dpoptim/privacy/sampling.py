@@ -36,7 +36,7 @@ class Sampling(Protocol):
         """
 
     def max_participations(self, *, num_examples: int, batch_size: int, steps: int) -> int:
-        """Return in how many steps one example may take part at most."""
+        """Return the largest number of steps in which one example may take part."""
 
     def min_separation(self, *, num_examples: int, batch_size: int, steps: int) -> int:
         """Return the least number of steps between two participations of one example (1: consecutive steps)."""

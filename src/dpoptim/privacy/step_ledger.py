@@ -75,8 +75,8 @@ class StepLedger:
 
     Guarantee: the digest of a step is on disk before its noise is made. A recorded step is released again only with the
     same content, whatever has changed since.
-    Limit: the ledger must be the newest. If key, ledger and checkpoint are restored together from a backup, nobody
-    notices that later steps were released before.
+    Limit: the ledger must be the newest. If key, ledger and checkpoint are restored together from a backup, it
+    goes unnoticed that later steps were already released.
     Cost per step: checksums of the sums, a write of 33 bytes and an fdatasync.
     """
 
@@ -97,8 +97,8 @@ class StepLedger:
         Args:
             path: The file, beside the noise key.
             header: What must be the same as when the run started.
-            step: How many steps the checkpoint has that the run resumes from; None for a new run, which creates the
-                file, or replaces one without steps.
+            step: The number of steps in the checkpoint to resume from; None for a new run, which creates the file, or
+                replaces one without steps.
 
         Raises:
             ValueError: The run may not continue: the file is missing, unreadable, in use, behind the checkpoint, or its
@@ -129,7 +129,7 @@ class StepLedger:
         """
         digest = blake2b(b"%d " % step + content, key=self._secret, digest_size=_DIGEST_BYTES).hexdigest().encode()
         if step > self.count:
-            raise ValueError(f"step {step + 1} cannot follow step {self.count}. Release steps one after another.")
+            raise ValueError(f"step {step + 1} cannot follow step {self.count}. Release steps in order.")
         if step < self.count:
             if digest != self._digests[step]:
                 raise ValueError(
@@ -223,7 +223,7 @@ def _resume(header: RunHeader, path: Path, step: int) -> tuple[int, list[bytes]]
 
 
 def _difference(words: str, then: Any, now: Any) -> str:
-    """Say what changed; of two mappings, the first entry that differs."""
+    """Describe what changed; for two mappings, name the first entry that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         name = next(name for name in sorted({*then, *now}) if then.get(name) != now.get(name))
         return _difference(f"{words} {name}", then.get(name), now.get(name))

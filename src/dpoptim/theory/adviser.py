@@ -70,7 +70,7 @@ class GradientSignal:
     def __post_init__(self) -> None:
         check_whole("parameters", self.parameters)
         if not self.squares or len(self.squares) != len(self.weights):
-            raise ValueError(f"squares has {len(self.squares)} groups and weights {len(self.weights)}; use as many")
+            raise ValueError(f"squares has {len(self.squares)} groups and weights {len(self.weights)}; use one each")
         for value in (*self.squares, *self.weights):
             check_number("squares and weights", value, low=0)
         if abs(sum(self.weights) - 1) > 1e-6:
@@ -379,7 +379,7 @@ def _notes(plan: PrivacyPlan, signal: GradientSignal, missing: str | None) -> tu
     else:
         source = (
             f"ASSUMED: the averaged clipped gradient is {signal.norm:.3g} clip norms long (0.27 is the mean in the "
-            "paper's experiment) and, unless another spread was given, spread evenly over the coordinates, the best "
+            "paper's experiment) and, unless a spread was given, spread evenly over the coordinates, the best "
             "case for bias correction; --probe or measure_signal measures it"
         )
     notes = [source, EVIDENCE]

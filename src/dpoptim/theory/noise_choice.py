@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As written in a plan, without the shared workload: BandedToeplitz(bands=128)."""
+        """The noise as written in a plan, without the shared workload: BandedToeplitz(bands=128)."""
         noise: Any = self.plan.noise
         if getattr(noise, "workload", None) == self.workload:
             noise = dataclasses.replace(noise, workload=PrefixSums())
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def memory_bytes(self) -> int:
-        """What the gradient's noise keeps between steps, for all parameters."""
+        """The memory that the gradient's noise needs between steps, for all parameters."""
         return self.plan.strategy.memory_bytes(self.parameters, memory=self.memory)
 
     @property

@@ -1,4 +1,4 @@
-"""Up to how many dimensions, and from which batch size on, a private second moment still sees the gradient.
+"""In how many dimensions, and at which batch sizes, a private second moment still sees the gradient.
 
 A gradient of norm ‖g‖ spread evenly over m coordinates has the squared signal ‖g‖²/m in each. It competes with the
 following, where φ = ζ²σ²/B² and κ = (1−β₂)/(1+β₂) is the variance of a long average of independent terms:
@@ -31,7 +31,7 @@ class Signal(enum.Enum):
 def largest_dimension_post_processing(
     *, batch_size: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute m up to which the bias φ is below the signal: (B/σ)², or B/σ² if the signal is pessimistic.
+    """Compute the largest m at which the bias φ is below the signal: (B/σ)², or B/σ² if the signal is pessimistic.
 
     Args:
         batch_size: B.
@@ -48,7 +48,7 @@ def largest_dimension_post_processing(
 def smallest_batch_post_processing(
     *, dimension: float, noise_multiplier: float, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute B from which the bias φ is below the signal in m dimensions: σ√m, or σ²m.
+    """Compute the smallest B at which the bias φ is below the signal in m dimensions: σ√m, or σ²m.
 
     Args:
         dimension: m.
@@ -65,7 +65,7 @@ def smallest_batch_post_processing(
 def largest_dimension_bias_correction(
     *, batch_size: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute m up to which ν̂ minus its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
+    """Compute the largest m at which ν̂ minus its bias shows the signal: (B/σ)²/√κ, or B/(σ²√κ).
 
     Equivalently B/σ ≥ ((1−β₂)²/(1−β₂²))^¼·√m. Averaging gains 1/√κ over post-processing, 45 at β₂ = .999. The other
     arguments are those of `largest_dimension_post_processing`.
@@ -83,7 +83,7 @@ def largest_dimension_bias_correction(
 def smallest_batch_bias_correction(
     *, dimension: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute B from which ν̂ minus its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
+    """Compute the smallest B at which ν̂ minus its bias shows the signal in m dimensions: σκ^¼√m, or σ²m√κ.
 
     The other arguments are those of `smallest_batch_post_processing`.
 
@@ -98,7 +98,7 @@ def smallest_batch_bias_correction(
 def largest_dimension_ime(
     *, batch_size: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute m up to which the released square shows the signal: (B/σ)/(2√2·√κ), or (1/σ)/(2√2·√κ).
+    """Compute the largest m at which the released square shows the signal: (B/σ)/(2√2·√κ), or (1/σ)/(2√2·√κ).
 
     Linear in the batch size where bias correction is quadratic: B/σ ≥ .0633·m at β₂ = .999. The other arguments are
     those of `largest_dimension_post_processing`.
@@ -113,7 +113,7 @@ def largest_dimension_ime(
 def smallest_batch_ime(
     *, dimension: float, noise_multiplier: float, beta2: float = 0.999, signal: Signal = Signal.OPTIMISTIC
 ) -> float:
-    """Compute B from which the released square shows the signal in m dimensions: 2√2·√κ·σm.
+    """Compute the smallest B at which the released square shows the signal in m dimensions: 2√2·√κ·σm.
 
     If the signal is pessimistic, no batch size helps: the result is 1 if one example is enough, else ∞. The other
     arguments are those of `smallest_batch_post_processing`.

@@ -1,6 +1,6 @@
 """Refuse buffers and parameters that change while a model runs on private data.
 
-Nothing clips or noises what a running mean, an observer, a token count or a codebook takes in. It holds exact numbers
+Nothing clips or noises what a running mean, an observer, a token count or a codebook stores. It holds exact numbers
 of the private batch, may be saved with the model, and affects later examples.
 """
 
@@ -39,7 +39,7 @@ class StateChangeGuard:
         self._refused: Name | None = None
 
     def begin(self, *, restart: bool) -> None:
-        """Remember the current tensors; with `restart`, also if some are remembered already."""
+        """Remember the current tensors; with `restart`, even if some are already remembered."""
         if not restart and self._marks is not None:
             return
         self._marks = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
@@ -69,7 +69,7 @@ class StateChangeGuard:
             self._refused = next(iter([*changed, *(before.keys() - after.keys())]), None)
 
     def check(self, *, waiting: bool) -> None:
-        """Close the batch and raise if a tensor has changed, also during a `waiting` backward."""
+        """Close the batch and raise if a tensor has changed, including during a `waiting` backward."""
         if waiting:
             self.look()
             self._is_first, self._copies = False, {}
@@ -77,7 +77,7 @@ class StateChangeGuard:
         if self._refused is not None:
             kind, *place = self._refused
             raise ValueError(
-                f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it takes in "
+                f"{kind} '{'.'.join(filter(None, place))}' changes when the model runs in training: what it stores "
                 "(a running statistic, a count) is neither clipped nor noised. Put its module in eval mode, remove the "
                 "update, or run the longest input without gradients first if it is a table that grows"
             )

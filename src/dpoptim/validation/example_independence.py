@@ -35,7 +35,7 @@ _FIX = (
     "allow_mixing='<reason>' to the optimizer to train without this part of the guarantee"
 )
 
-Gradients = list[tuple[str, Tensor]]  # (parameter name, [rows, numbers]): what tells its per-example gradients apart
+Gradients = list[tuple[str, Tensor]]  # (parameter name, [rows, numbers]): which distinguish its per-example gradients
 
 
 class ExampleMixingError(ValueError):
@@ -84,19 +84,19 @@ def check_independence(
 ) -> bool:
     """Raise `ExampleMixingError` if `run`, called `name` in messages, mixes examples of the real batch `arguments`.
 
-    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and forgets what backwards
-    have recorded of per-example gradients. `after_two_sizes` is called once, when `run` has run on two different
-    numbers of examples, which shows which axes are those of the examples. The result is False if all examples of the
-    batch are the same integers, so that nothing could be seen.
+    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and clears the
+    per-example gradients that backwards have recorded. `after_two_sizes` is called once, after `run` has run on two
+    different numbers of examples, which shows the axes of the examples. The result is False if all examples of the
+    batch are the same integers, so that mixing cannot be seen.
 
     Guarantee: random generators are left as they were, and messages hold no values. The cost is seven forwards and
-    backwards of at most `MAX_ROWS` + 1 examples, whatever the size of the batch.
+    backwards of at most `MAX_ROWS` + 1 examples, for any batch size.
     """
     rows, replacements = _choose_rows(arguments)
     batched = [arguments.has_examples(leaf) for leaf in arguments.leaves]
     own = [leaf.detach()[rows] if batch else leaf for leaf, batch in zip(arguments.leaves, batched, strict=True)]
     count, put_back = len(rows), save_rng_states()
-    # One more if the batch has that many: what surrounds the model may hold tensors of its length.
+    # One more row if possible: code around the model may hold tensors as long as the batch.
     others = [*range(count), 0] if (arguments.examples or 0) > count else [*range(count - 1)]
 
     def run_on(leaves: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,7 +122,7 @@ def check_independence(
         axes = _batch_axes(name, shapes, other_shapes, count, len(others))
         found, differentiated = _Observed(shapes), []
         for number, (output, axis) in enumerate(zip(outputs, axes, strict=True)):
-            # One number that all examples share is a sum of losses if it passes each of them its own gradient.
+            # A single number counts as a sum of losses if each example receives its own gradient from it.
             is_sum = output.requires_grad and axis is None and output.numel() == 1
             if not is_sum:
                 found.add(f"output {number}", output[None] if axis is None else _rows_first(output, axis, count))
@@ -143,7 +143,7 @@ def check_independence(
         return found
 
     try:
-        # What is saved for backward stays out of an activation checkpoint that the call may lie in.
+        # Tensors saved for backward must stay out of a surrounding activation checkpoint.
         own_graph = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with torch.enable_grad(), own_graph:
             everything = torch.ones(count, dtype=torch.bool, device="cpu")
@@ -177,9 +177,9 @@ def check_independence(
 
 class _Entry(NamedTuple):
     numbers: Tensor  # [rows, numbers]
-    not_finite: Tensor  # [rows], how many numbers were not and count as 0
+    not_finite: Tensor  # [rows], how many numbers were not finite; they count as 0
     is_exact: bool  # integers, which are not rounded
-    is_parameter: bool  # a gradient that counts beside those of other parameters
+    is_parameter: bool  # a parameter's gradient, compared with the largest of all
 
 
 class _Observed:
@@ -198,7 +198,7 @@ class _Observed:
         self.entries[name] = _summarize(tensor.detach(), is_parameter)
 
     def difference(self, other: _Observed, keep: Tensor, again: _Observed | None) -> str | None:
-        """The first name whose kept rows differ by more than rounding; `again` shows by how much identical runs do."""
+        """The first name whose kept rows differ by more than rounding; `again` shows how much identical runs differ."""
         if list(self.entries) != list(other.entries):
             return "the sequence of layers"
         differs = {}
@@ -210,7 +210,7 @@ class _Observed:
             if not one.numbers.numel():
                 continue
             change, size = (one.numbers - two.numbers).abs().amax(1), one.numbers.abs().amax(1)
-            # A gradient far below the others is rounding alone, and adds nothing to the norm of all.
+            # A gradient far below the others is only rounding, and adds nothing to the total norm.
             largest = torch.stack([g.to(size.device) for g in gradients]).max() if one.is_parameter else size.max()
             allowed = torch.zeros_like(size) if one.is_exact else self.tolerance * (size + 0.05 * largest)
             if again is not None:
@@ -297,7 +297,7 @@ def _batch_axes(
         fits = len(shape) == len(other) and all(shape[axis] * other_count == other[axis] * count for axis in changed)
         if not fits:
             raise ExampleMixingError(
-                f"examples may mix: the shape of output {number} of {name} depends on the examples, so nothing shows "
+                f"examples may mix: the shape of output {number} of {name} depends on the examples, so it is unknown "
                 "whose rows it has. Return one row per example"
             )
         axes.append(changed[0] if changed else None)
@@ -310,7 +310,7 @@ def _rows_first(tensor: Tensor, axis: int, count: int) -> Tensor:
 
 
 def _cotangent(output: Tensor, axis: int | None, keep: Tensor, number: int) -> Tensor:
-    """Random numbers; those of rows that are not kept are different ones, and larger, so that norms change too."""
+    """Return random numbers; rows that are not kept get different, larger ones, so that norms change too."""
     generator = torch.Generator(output.device).manual_seed(number)
     options: Any = {"dtype": output.dtype, "device": output.device, "generator": generator}
     own = torch.randn(output.shape, **options)
@@ -323,5 +323,5 @@ def _cotangent(output: Tensor, axis: int | None, keep: Tensor, number: int) -> T
 
 
 def _along(keep: Tensor, tensor: Tensor) -> Tensor:
-    """The mask with axes of 1 behind it, on the tensor's device."""
+    """Return the mask with trailing axes of size 1, on the tensor's device."""
     return keep.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))

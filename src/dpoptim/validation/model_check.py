@@ -1,4 +1,4 @@
-"""What the layers get while the independence check runs: which inputs hold examples, and on which axis.
+"""What layers receive while the independence check runs: which inputs hold examples, and on which axis.
 
 The check runs a call with two different numbers of examples. The axis of the examples is the one that changes. A later
 call must use the same layers in the same way.

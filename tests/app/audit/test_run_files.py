@@ -114,7 +114,7 @@ def test_edited_log_fails(run, line, words):
 def test_more_steps_than_planned_fail(run):
     lines = run.steps_file.read_text().splitlines()
     run.steps_file.write_text("\n".join([*lines, lines[-1]]) + "\n")
-    assert failed(run) == {"released steps are counted": "7 were released and the plan covers 6"}
+    assert failed(run) == {"released steps are counted": "7 were released, but the plan covers 6"}
 
 
 def test_edited_or_missing_ledger_fails(run):

@@ -104,7 +104,7 @@ def test_ctrl_c_before_the_first_run(place, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--variants", "adam"], "no such variant"),
+        (["--variants", "adam"], "is not a variant"),
         (["--variants", ","], "variants is empty"),
         (["--grid", "eps=0.1"], "eps cannot be tuned for dp_sgd"),
         (["--grid", "learning_rate"], "must be written as NAME=VALUE"),

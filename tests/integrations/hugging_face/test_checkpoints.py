@@ -60,7 +60,7 @@ def test_resume_from_the_last_checkpoint_of_a_finished_run_does_nothing(tmp_path
     assert_equal_weights(weights(trainer.model), weights(again.model))
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path):
+def test_runs_that_cannot_be_resumed_are_refused(tmp_path):
     class_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
     other = PrivacyArguments(noise_multiplier=0.5, delta=1e-3)

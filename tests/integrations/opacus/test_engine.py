@@ -168,7 +168,7 @@ def test_loading_a_checkpoint_does_not_undo_steps(tmp_path):
         engine.load_checkpoint(path=tmp_path / "own.pt", module=model, optimizer=fresh.private.optimizer)
     one_epoch(*engine.private)
     spent, trained = engine.get_epsilon(DELTA), model.weight.detach().clone()
-    for name, why in (("fresh.pt", "a different run"), ("own.pt", "lies behind step 10")):
+    for name, why in (("fresh.pt", "a different run"), ("own.pt", "is before step 10")):
         with pytest.raises(ValueError, match=why):
             engine.load_checkpoint(path=tmp_path / name, module=model)
     assert torch.equal(model.weight, trained)

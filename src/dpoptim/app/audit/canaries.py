@@ -187,7 +187,7 @@ def scores(plan: PrivacyPlan, matrix: Any, game: GameResult, whitened: Floats) -
     terms = _log_mixture(plan.sampling_prob, along - squares / 2)
     if replaces:
         terms -= _log_mixture(plan.sampling_prob, -along - squares / 2)
-    if isinstance(plan.sampling, CyclicPoisson):  # groups are not secret; of a canary that is never drawn, any will do
+    if isinstance(plan.sampling, CyclicPoisson):  # groups are not secret; a canary that is never drawn may be in any
         turns = np.arange(len(terms))[:, None] % plan.sampling.bands
         terms *= turns == game.drawn.argmax(axis=0) % plan.sampling.bands
     return np.asarray(terms.sum(axis=0))

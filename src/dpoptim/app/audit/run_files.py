@@ -122,17 +122,17 @@ def _holds(file: Path, secret: bytes) -> bool:
 def _steps(run: RunDirectory, plan: PrivacyPlan, key: NoiseKey | None, log: _Log) -> _Answer:
     try:
         header, _, digests = read_ledger(run.steps_file)
-    except FileNotFoundError:  # a run that was handed on has neither key nor ledger
+    except FileNotFoundError:  # a run that was passed on has neither key nor ledger
         return None if key is None else False, f"{run.steps_file.name} is missing"
     except ValueError as error:
         return False, str(error)
     count = len(digests)
     if count > plan.steps:
-        return False, f"{count:,} were released and the plan covers {plan.steps:,}"
+        return False, f"{count:,} were released, but the plan covers {plan.steps:,}"
     steps = [entry.get("step") for entry in log if entry is not None]
     logged = max((step for step in steps if isinstance(step, int)), default=0)
     if logged > count:
-        return False, f"{count:,} are counted, and the log has step {logged:,}"
+        return False, f"{count:,} are counted, but the log has step {logged:,}"
     if key is not None and header["key"] != key.fingerprint():
         return False, f"{run.steps_file.name} belongs to a different noise key"
     own = json.loads(json.dumps(plan.to_dict()))  # the optimizer chooses the release

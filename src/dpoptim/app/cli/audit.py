@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     plan = shared.add_training(parser, required=False, title="plan, if no RUN is given")
     plan.add_argument("--noise", metavar="KIND", help="as in `dpoptim train` (default: independent)")
     plan.add_argument("--sampling", metavar="KIND", help="auto (default), poisson, shuffled, cyclic or cyclic:GROUPS")
-    plan.add_argument("--clip-norm", type=float, metavar="C", help="of one gradient (default: 1)")
+    plan.add_argument("--clip-norm", type=float, metavar="C", help="bound on one gradient (default: 1)")
     game = parser.add_argument_group("game")
     variants = f"{', '.join(VARIANTS)} (default: the run's, or {VARIANTS[0]})"
     shared.add_setting(game, "--variant", help=variants)
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--canaries", type=shared.count, default=10_000, metavar="N", help="more canaries prove more (default: 10,000)"
     )
     game.add_argument("--confidence", type=float, default=0.99, metavar="P", help="of the bounds (default: 0.99)")
-    game.add_argument("--seed", type=int, default=0, help="of coins, batches and noise (default: 0)")
+    game.add_argument("--seed", type=int, default=0, help="seed of coins, batches and noise (default: 0)")
     game.add_argument("--files-only", action="store_true", help="check the run's files and skip the game")
     shared.add_output(parser)
 

@@ -45,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
-    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many, from the recipe's on (default: 3)")
-    what.add_argument("--references", action="store_true", help="add no fine-tuning, and training that is NOT PRIVATE")
+    what.add_argument("--seeds", type=shared.count, metavar="N", help="how many, starting at the recipe's (default: 3)")
+    what.add_argument("--references", action="store_true", help="add rows without fine-tuning, and NOT PRIVATE")
     what.add_argument("--metric", choices=("loss", "accuracy"), help="what ranks settings and variants (default: loss)")
     what.add_argument("--epsilon", type=float, metavar="E", help="of one run; overrides the recipe's")
     tuning = parser.add_argument_group("tuning")
@@ -167,7 +167,7 @@ def _interval_note(result: dict[str, Any]) -> str:
         return "One seed gives no interval, and a difference may be chance. Use --seeds 3 or more."
     wide = " Two seeds make it very wide (t = 12.7; 4.3 with three, 2.8 with five): use more." if seeds == 2 else ""
     return (
-        f"± is a {share} interval (Student's t over {seeds} seeds).{wide} Differences to {result['best']} are paired "
+        f"± is a {share} interval (Student's t over {seeds} seeds).{wide} Differences from {result['best']} are paired "
         "by seed; apart: their interval excludes 0, not corrected for several comparisons."
     )
 

@@ -99,7 +99,7 @@ def _private_plans(folder: Path, *, with_trials: bool) -> list[PrivacyPlan]:
 
 
 class _Runner:
-    """Does one run after another, of these numbers of steps, and estimates the time left."""
+    """Executes runs with these numbers of steps one after another, and estimates the time left."""
 
     def __init__(self, progress: ProgressReporter, steps: list[int], *, device: str) -> None:
         self._progress, self._steps = progress, steps

@@ -123,7 +123,7 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
     for name, value in table.items():
         if name not in _KEYS:
             near = get_close_matches(name, _KEYS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KEYS)}"
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(_KEYS)}"
             raise ValueError(f"compare.{name}={value!r} is not a setting of a comparison; {hint}")
     recipe = read_recipe(path, epsilon=epsilon, device=device)
     given = {name: value for name, value in over.items() if value is not None}
@@ -165,7 +165,7 @@ def _is_whole(value: Any, low: int) -> bool:
 
 def _check_variant(what: str, name: str) -> None:
     if name not in VARIANTS:
-        raise ValueError(f"{what}={name!r}: there is no such variant; there are {', '.join(VARIANTS)}")
+        raise ValueError(f"{what}={name!r} is not a variant; the variants are {', '.join(VARIANTS)}")
 
 
 def tunable_settings(variant: str) -> tuple[str, ...]:

@@ -201,7 +201,7 @@ class _Reader:
         if text is not None:
             values = list(self.columns[text])
             wrong = [index for index, value in enumerate(values) if not isinstance(value, str | None)]
-            _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose another column")
+            _refuse(wrong, self.locate, f"text_column={text!r}", "values that are not strings", "choose a text column")
             column = None if list(self.columns) == ["text"] else text  # a .txt file has no columns
             return self._records(RecordKind.TEXT, label, texts=[value or "" for value in values], text_column=column)
         if label is None:
@@ -308,7 +308,7 @@ def _label_places(
     _refuse(wrong, locate, what, "records without a label", "every record needs one")
     whole = [isinstance(value, str | int) or (isinstance(value, float) and value.is_integer()) for value in values]
     wrong = [index for index, fits in enumerate(whole) if not fits]
-    _refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "choose another column")
+    _refuse(wrong, locate, what, "values that are neither class names nor whole numbers", "use a different column")
     found = [value if isinstance(value, str) else str(int(value)) for value in values]
     if declared is None:
         is_number = {name: name.removeprefix("-").isdecimal() for name in found}

@@ -218,7 +218,7 @@ def _from_transformers(task: Task, name: str, labels: Sequence[str], from_scratc
         elsewhere = trained_elsewhere(config.architectures or ())
         raise ValueError(
             f"model={name!r} is a {config.model_type!r}, and transformers has no {_AUTO_CLASSES[task]} for it; "
-            f"{'choose another task or model' if elsewhere is None else f'it is {elsewhere}'}"
+            f"{'choose a different task or model' if elsewhere is None else f'it is {elsewhere}'}"
         )
     with _loading("model", name):
         if from_scratch:

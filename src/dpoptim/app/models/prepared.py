@@ -293,7 +293,7 @@ def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _
     side = int(size[0] if isinstance(size, list | tuple) else size)
     channels = getattr(config, "num_channels", 3)
     if channels != 3:
-        raise ValueError(f"the model needs {channels} colour channels, and images are read as RGB, with 3")
+        raise ValueError(f"the model needs {channels} colour channels, but images are read as RGB, with 3")
     mean, std = load_pixel_scale(name)
     return partial(ImageDataset, size=side, mean=mean, std=std), partial(collate_tensors, name="pixel_values")
 

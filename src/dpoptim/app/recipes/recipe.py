@@ -140,20 +140,20 @@ class Recipe:
     task: str | None = _setting(None, _one_of(*TASKS), DATA, "default: the task in the model's configuration")
     validation_data: str | None = _setting(None, _TEXT, DATA, "other records to score the model on")
     validation_fraction: float | None = _setting(None, _number(0, 1), DATA,
-        "share of the records to hold out, by place (default: 0.05)")
+        "share of the records to hold out, by position (default: 0.05)")
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
     label_names: tuple[str, ...] | None = _setting(None, _kind(_names, str), DATA, "the labels in order", flag=None)
-    max_length: int | None = _setting(None, _whole(2), DATA, "tokens that texts are cut to")
+    max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
-    from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights of the model's configuration")
+    from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
     lora_rank: int | None = _setting(None, _whole(1), DATA, "train only LoRA factors of this rank")
 
-    epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 usual, 20 weak")
+    epsilon: float | None = _setting(None, _ABOVE_0, PRIVACY, "of the whole run: 1 is strong, 8 is usual, 20 is weak")
     delta: float | None = _setting(None, _number(0, 1, low_allowed=False), PRIVACY,
         "below 1/records (default: a power of ten, at most 1/(10 records))")
-    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "instead of --epsilon")
+    noise_multiplier: float | None = _setting(None, _number(0), PRIVACY, "noise over clip norm, instead of --epsilon")
     adjacency: str = _setting("zero_out", {**_one_of(*ADJACENCIES), "check": _adjacency}, PRIVACY, "default: zero-out")
     num_examples: int | None = _setting(None, _whole(1), PRIVACY, "a public size of the data, required by add-remove")
     sampling: str = _setting("auto", _TEXT, PRIVACY,
@@ -161,7 +161,7 @@ class Recipe:
     noise: str = _setting("auto", _TEXT, PRIVACY,
         "auto (default: least proved error), independent, square-root, banded-toeplitz:BANDS, banded-inverse:BANDS, "
         "buffered-toeplitz:BUFFERS; for example banded-toeplitz:32")
-    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "of one example's gradient (default: 0.1)")
+    clip_norm: float | None = _setting(None, _ABOVE_0, PRIVACY, "bound on one example's gradient (default: 0.1)")
 
     variant: str = _setting(VARIANTS[0], _one_of(*VARIANTS), OPTIMIZER, f"default: {VARIANTS[0]}")
     learning_rate: float | None = _setting(None, _number(0), OPTIMIZER,
@@ -184,7 +184,7 @@ class Recipe:
 
     dtype: str | None = _setting(None, _one_of("fp32", "bf16"), RUN, "default: bf16 on a GPU, else fp32")
     device: str = _setting("auto", _TEXT, RUN, "auto (default), cpu, cuda, cuda:1")
-    seed: int = _setting(0, _whole(0), RUN, "of new weights and masks, never of noise (default: 0)")
+    seed: int = _setting(0, _whole(0), RUN, "seed of new weights and masks, never of noise (default: 0)")
     evaluate_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
     checkpoint_every: int | None = _setting(None, _whole(1), RUN, "steps (default: a tenth of the run)")
     log_every: int = _setting(10, _whole(1), RUN, "steps (default: 10)")

@@ -32,7 +32,7 @@ _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
-    """Write the report of runs that `read_runs` read, whole or not at all.
+    """Write the report of runs from `read_runs`; the file appears complete or not at all.
 
     Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
     guarantee. The noise key is not read. The file loads nothing.
@@ -189,7 +189,7 @@ def guarantee_sentence(run: RunHistory) -> str:
     """The guarantee in one sentence, with ε rounded up; for an unfinished run, also what was spent so far."""
     found = run.guarantee
     if not found.is_private:
-        return f"Not private, whatever is shown below: {run.statement.partition(chr(10))[0]}"
+        return f"Not private, regardless of the values below: {run.statement.partition(chr(10))[0]}"
     sentence = (
         f"ε = {format_epsilon(found.epsilon)} at δ = {found.delta!r}, {found.adjacency.replace('_', '-')} adjacency, "
         f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', found.sampling)} sampling, accountant: {found.accountant.rstrip('.')}"

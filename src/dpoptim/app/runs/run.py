@@ -57,7 +57,7 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
 
     Raises:
         ValueError: Something is wrong with the input; the directory is not made then.
-        Diverged: Parameters are not finite at a log, an evaluation or a checkpoint.
+        Diverged: Parameters are not finite when the run logs, evaluates or saves.
 
     Guarantee: the whole run satisfies statement.txt. Scores on held-out records, and what `debug` logs, are outside of
     it.

@@ -54,9 +54,9 @@ class RunDirectory:
         """Raise a ValueError if no run can be written here."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             hint = f"resume it with --resume {self.path}, or " if self.recipe_file.exists() else ""
-            raise ValueError(f"run directory {self.path} already exists; {hint}choose another name")
+            raise ValueError(f"run directory {self.path} already exists; {hint}choose a different name")
         if self.secret_folder.exists():
-            raise ValueError(f"{self.secret_folder} holds the key of an earlier run; remove it, or choose another name")
+            raise ValueError(f"{self.secret_folder} holds the key of an earlier run; remove it, or use a new name")
         parent = next(folder for folder in self.path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ValueError(f"run directory {self.path} cannot be made, because {parent} is not a writable folder")

@@ -55,10 +55,10 @@ _REWRITTEN: dict[tuple[str, str], RuleFunction] = {
     ("models.deberta_v2.modeling_deberta_v2", "DisentangledSelfAttention"): deberta_attention,
     ("models.deberta_v2.modeling_deberta_v2", "DebertaV2LMPredictionHead"): deberta_lm_head,
 }
-"""These change what the layers inside get, and run if anything inside is trained."""
+"""These rules change the inputs of inner layers, and run if an inner parameter is trained."""
 
 _OF_DEBERTA = {deberta_encoder, deberta_attention, deberta_lm_head}
-"""These use parameters of other modules (tables of positions or words) and always run."""
+"""These rules use parameters of other modules (tables of positions or words) and always run."""
 
 
 def own_rule(module: nn.Module) -> RuleFunction | None:
@@ -98,7 +98,7 @@ def choose_rules(model: nn.Module) -> dict[nn.Module, Layer]:
         forward = module.__dict__.get("forward")
         if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             raise ValueError(
-                f"the forward of layer '{name}' was replaced on the instance. Create the private optimizer before that"
+                f"the forward of layer '{name}' was replaced on the instance. Create the private optimizer first"
             )
         layers[module] = Layer(name or type(module).__name__, rule, rewrites=rewrites)
     return layers

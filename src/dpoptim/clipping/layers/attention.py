@@ -18,7 +18,7 @@ _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `nn.MultiheadAttention`; learned extra keys and different key widths use the generic rule."""
+    """The rule for `nn.MultiheadAttention`; learned extra keys and different key widths use the generic rule."""
     if module.bias_k is not None or module.add_zero_attn or not module._qkv_same_embed_dim:
         return generic(sink, name, module, args, kwargs)
     given = _SIGNATURE.bind(module, *args, **kwargs)
@@ -26,7 +26,7 @@ def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     options = given.arguments
     query, key, value = (options[role] for role in ("query", "key", "value"))
     if query.ndim != 3:
-        raise ValueError(f"layer '{name}' got a query of shape {tuple(query.shape)} without a batch axis; add it")
+        raise ValueError(f"layer '{name}' got a query of shape {tuple(query.shape)} without a batch axis; add one")
     if not module.batch_first:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
     query, key, value = (sink.expand_to_batch(tensor, name) for tensor in (query, key, value))

@@ -51,7 +51,7 @@ class _Convolution(torch.autograd.Function):
         return to_inputs, None, None, None, None
 
 
-_PATCH_ELEMENTS = 1 << 27  # of patches in memory at once
+_PATCH_ELEMENTS = 1 << 27  # elements of patches in memory at once
 
 
 def _weight_gradients(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings) -> GradientFactors:
@@ -121,10 +121,10 @@ def _by_groups(grad: Tensor, inputs: Tensor, weight: Tensor, settings: Settings)
 
 
 def convolution(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The rule of the three convolutions, every padding mode included."""
+    """The rule for the three convolutions, in all padding modes."""
     inputs = only_input(args, kwargs)
     if inputs.ndim != module.weight.ndim:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add one")
     inputs = sink.expand_to_batch(inputs, name)
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))

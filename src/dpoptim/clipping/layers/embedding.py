@@ -1,4 +1,4 @@
-"""`nn.Embedding`: row id_t of an example's gradient receives the output gradient of position t; never one-hot."""
+"""`nn.Embedding`: row id_t of an example's gradient receives the output gradient of position t; no one-hot matrix."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The rule of `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
+    """The rule for `nn.Embedding`; `max_norm` and `scale_grad_by_freq` are refused when the engine is attached."""
     ids = sink.expand_to_batch(only_input(args, kwargs), name)
     return apply_fast(_Embedding, ids, module.weight, module.padding_idx, sink.recorder())
 
 
 def scaled_embedding(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of embeddings times a number, as in Gemma and BART."""
+    """The rule for embeddings times a number, as in Gemma and BART."""
     scale = module.embed_scale
     if isinstance(scale, Tensor):
         scale = scale.to(module.weight.dtype)

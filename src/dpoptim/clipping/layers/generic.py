@@ -20,7 +20,7 @@ from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_
 from dpoptim.validation.model_check import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""The axes of the arguments for which each module has been compared with its own forward."""
+"""The argument axes for which each module has been compared with its own forward."""
 
 
 class PerExampleCopy(torch.autograd.Function):
@@ -37,7 +37,7 @@ class PerExampleCopy(torch.autograd.Function):
 
 
 def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of every module without a specific rule."""
+    """The rule for every module without a specific rule."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     examples_axis = batch_axis(module)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -45,7 +45,7 @@ def generic(sink: GradientSink, name: str, module: nn.Module, args: tuple[Any, .
         raise ValueError(f"layer '{name}' got no tensor, so its examples cannot be found. Pass it the batch")
     examples = sink.expand_to_batch(first.movedim(examples_axis, 0), name).shape[0]
     if not examples:
-        raise ValueError(f"layer '{name}' got an empty batch. For an empty sample skip forward and backward")
+        raise ValueError(f"layer '{name}' got an empty batch. Skip forward and backward for an empty sample")
     guessed = [_axis(leaf, examples, examples_axis, leaf is first) for leaf in leaves]
     axes = guessed if examples == 1 or sink.checking else _seen_axes(sink, name, guessed, leaves, first)
     leaves = [
@@ -114,7 +114,7 @@ def _seen_axes(
         if seen is None or seen[i] not in (None, guessed[i]):
             raise ValueError(
                 f"layer '{name}' got an argument of shape {tuple(leaf.shape)}, and the check of the model did not "
-                "show whether that has the examples. Give it the same kinds of arguments in every call, or freeze it"
+                "show whether it holds examples. Pass the same kinds of arguments in every call, or freeze the layer"
             )
         found[i] = seen[i]
     return found

@@ -1,7 +1,7 @@
 """Linear maps: `nn.Linear` (weight [outputs, inputs]) and Hugging Face's `Conv1D` (weight [inputs, outputs]).
 
-With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t and the
-bias's Σ_t b_t.
+With input x_t and output gradient b_t at position t, the weight gradient of an example is Σ_t b_t ⊗ x_t, and the
+bias gradient is Σ_t b_t.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpoptim.kernels.norms import wide_dtype
 
 
 def by_position(tensor: Tensor) -> Tensor:
-    """Reshape [examples, ..., width] to [examples, positions, width], also without examples."""
+    """Reshape [examples, ..., width] to [examples, positions, width], even with no examples."""
     return tensor if tensor.ndim == 3 else tensor.reshape(len(tensor), tensor.shape[1:-1].numel(), tensor.shape[-1])
 
 
@@ -62,17 +62,17 @@ def apply_linear(sink: GradientSink, inputs: Tensor, weight: nn.Parameter, bias:
 
 
 def linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The rule of `nn.Linear`."""
+    """The rule for `nn.Linear`."""
     return apply_linear(sink, _with_batch(sink, name, only_input(args, kwargs)), module.weight, module.bias)
 
 
 def transposed_linear(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
+    """The rule for `transformers.pytorch_utils.Conv1D`, a linear map with a transposed weight."""
     inputs = _with_batch(sink, name, only_input(args, kwargs))
     return apply_fast(_Linear, inputs, module.weight, module.bias, True, sink.recorder())
 
 
 def _with_batch(sink: GradientSink, name: str, inputs: Tensor) -> Tensor:
     if inputs.ndim < 2:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add one")
     return sink.expand_to_batch(inputs, name)

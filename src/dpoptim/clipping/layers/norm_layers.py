@@ -51,7 +51,7 @@ class _ScaleAndShift(torch.autograd.Function):
 
 
 def _fit(parameter: Tensor, like: Tensor, first_axis: int) -> Tensor:
-    """The parameter with axes of 1 behind it, so that it broadcasts from `first_axis` on."""
+    """Return the parameter with trailing axes of size 1, so that it broadcasts from `first_axis` on."""
     return parameter.view(*parameter.shape, *[1] * (like.ndim - first_axis - parameter.ndim))
 
 
@@ -142,6 +142,6 @@ def frozen_batch_norm(sink: GradientSink, name: str, module: Any, args: tuple[An
 
 def _apply(sink: GradientSink, name: str, module: Any, normalised: Tensor, first_axis: int = 1) -> Tensor:
     if first_axis < 1:
-        raise ValueError(f"layer '{name}' normalises over the batch axis; add the batch in front of its input")
+        raise ValueError(f"layer '{name}' normalises over the batch axis; add a batch axis in front of its input")
     bias = getattr(module, "bias", None)
     return apply_fast(_ScaleAndShift, normalised, module.weight, bias, first_axis, sink.recorder())

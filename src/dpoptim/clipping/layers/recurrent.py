@@ -16,13 +16,13 @@ State = tuple[Tensor, ...]  # (h,) or, for an LSTM, (h, c); each [examples, size
 
 
 def recurrent(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of recurrent layers, with several layers, both directions, projections and dropout."""
+    """The rule for recurrent layers, with several layers, both directions, projections and dropout."""
     inputs = args[0] if args else kwargs["input"]
     states = args[1] if len(args) > 1 else kwargs.get("hx")
     if isinstance(inputs, PackedSequence):
         raise ValueError(f"layer '{name}' got a PackedSequence, which mixes examples. Pass a padded tensor")
     if inputs.ndim != 3:
-        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add it")
+        raise ValueError(f"layer '{name}' got an input of shape {tuple(inputs.shape)} without a batch axis; add one")
     inputs = sink.expand_to_batch(inputs if module.batch_first else inputs.transpose(0, 1), name)
     directions = 2 if module.bidirectional else 1
     initial = _initial_states(module, inputs, states, directions)

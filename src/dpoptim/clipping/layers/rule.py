@@ -1,4 +1,4 @@
-"""What a layer rule gets and must do.
+"""What a layer rule receives, and what it must do.
 
 A rule runs a module's forward through an autograd function. The backward returns the gradient of the input and records
 the factors of the per-example gradient of each trainable parameter in the sink. Each kind of layer has its own file.
@@ -45,7 +45,7 @@ class Layer:
 
     name: str
     rule: RuleFunction
-    rewrites: bool = False  # changes what the layers inside get, so it also runs where no gradient is taken
+    rewrites: bool = False  # changes the inputs of inner layers, so it also runs without gradients
 
 
 def apply_fast(function: type[Function], *args: Any) -> Any:
@@ -62,7 +62,7 @@ def _apply_of(function: type[Function]) -> Callable[..., Any]:
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse gradients of gradients; torch's own decorator is slower and misses constant gradients, as of a sum."""
+    """Refuse gradients of gradients; torch's own decorator is slower and misses constant gradients, such as a sum's."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:

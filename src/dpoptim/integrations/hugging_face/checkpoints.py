@@ -39,7 +39,7 @@ def run_secrets(
     folder = output.with_name(f"{output.name}.secret")
     file = None if privacy.key_file is None or optimizer is not None else Path(privacy.key_file)
     if privacy.key_file is not None and output in Path(privacy.key_file).resolve().parents:
-        raise ValueError(f"key_file={privacy.key_file!r} is in output_dir, which people upload. Choose another place.")
+        raise ValueError(f"key_file={privacy.key_file!r} is in output_dir, which people upload. Move it elsewhere.")
     if checkpoint is not None:
         name = str(read_loader_state(checkpoint)["run"])
         file = file or folder / f"{name}.key"

@@ -13,7 +13,7 @@ from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import PrivacyPlan
 
-_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: values that are supported, why no others
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: supported values, and why others are not
     "fp16": ((False,), "scales the loss, which changes clipping. Use bf16=True or full precision."),
     "torch_compile": ((False,), "compiles the layers that see each example. Leave it out."),
     "use_liger_kernel": ((False,), "replaces layers that must see each example. Leave it out."),

@@ -206,7 +206,7 @@ class PrivateTrainer(transformers.Trainer):
         try:
             training = fingerprint_records(self._used_columns(self.train_dataset), key)
             found = fingerprint_records(self._used_columns(held_out), key)
-        except (ValueError, TypeError, RuntimeError):  # random examples, or of no length: they cannot be compared
+        except (ValueError, TypeError, RuntimeError):  # random or unsized examples cannot be compared
             self._held_out.append(held_out)
             return
         shared = found.shared_with(training)

@@ -128,7 +128,7 @@ class PrivateTraining(NamedTuple):
         plan = self.optimizer.plan
         if self.data_loader.is_open:
             if self.steps_taken == 0:
-                raise ValueError("no step has been taken, and epochs was not given. Ask after training.")
+                raise ValueError("no step has been taken, and epochs was not given. Call this after training.")
             plan = plan.replace(steps=self.steps_taken)
         return plan.statement(delta)
 
@@ -238,8 +238,8 @@ def _plan(
     else:
         batch_size = min(cast(int, given.batch_size), num_examples)
         warnings.warn(
-            "poisson_sampling=False: epsilon is not amplified, and larger than what Opacus prints, which is that of "
-            "Poisson samples. Adjacency is zero-out, because removing an example would shift later batches.",
+            "poisson_sampling=False: epsilon is not amplified, and larger than the value for Poisson samples that "
+            "Opacus prints. Adjacency is zero-out, because removing an example would shift later batches.",
             stacklevel=5,
         )
     return PrivacyPlan(
@@ -369,7 +369,7 @@ class PrivacyEngine:
     ) -> None:
         """Save the module, the optimizer and the loader's position.
 
-        The key is not in the checkpoint. Save it with `optimizer.key.save(path)`, in another place.
+        The key is not in the checkpoint. Save it in a different place with `optimizer.key.save(path)`.
         """
         run = self._run()
         state = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict()}

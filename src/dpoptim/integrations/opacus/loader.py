@@ -29,8 +29,8 @@ class DPDataLoader:
     private_loader: PrivateLoader
     optimizer: DPOptimizer
     _: KW_ONLY
-    original: torch.utils.data.DataLoader[Any]  # that make_private was given
-    is_open: bool  # without `epochs`
+    original: torch.utils.data.DataLoader[Any]  # the loader that make_private was given
+    is_open: bool  # whether `epochs` was not given
     max_physical_batch_size: int | None = None
 
     @property

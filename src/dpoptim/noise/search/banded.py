@@ -34,7 +34,7 @@ class Banded(ShortRepr):
 
     Args:
         bands: The number of diagonals of C; 1 is independent noise, and `steps` is `Dense`.
-        workload: What the optimizer makes of the gradients.
+        workload: The sums that the optimizer computes from the gradients.
 
     >>> strategy = Banded(bands=8).optimize(steps=64)
     >>> round(strategy.mean_error(), 6), round(strategy.column_norm, 12)

@@ -27,13 +27,13 @@ class BandedInverse(ShortRepr):
     have 1.10.
 
     Args:
-        bands: How many diagonals C⁻¹ has at most; 1 is independent noise. The best strategy may use fewer.
+        bands: The largest number of diagonals of C⁻¹; 1 is independent noise. The best strategy may use fewer.
         optimized: If False, use the first coefficients of (1-x)^(1/2): the banded inverse square root (BISR).
-        workload: What the optimizer makes of the gradients.
+        workload: The sums that the optimizer computes from the gradients.
 
     Guarantee: C is non-negative and non-increasing, so its sensitivity is exact. With p the prefix sums,
     c·(1-x) = 1/p, and the inverse of a log-convex p has no positive coefficient after the first (Kaluza), so c does
-    not increase. Because d has none either, c is not negative.
+    not increase. d has none either, so c is not negative.
 
     >>> strategy = BandedInverse(bands=3, optimized=False).optimize(steps=5)
     >>> strategy.noising_coefs.tolist()
@@ -70,8 +70,8 @@ def optimized_banded_inverse(search: SearchObjective, bands: int) -> Array:
 
         -ln p_i = Σ_{l ≤ i} Σ_{j ≥ l} bends_j,    bends_j ≥ 0  for j = 1 .. bands-1
 
-    describes all of them, so the search only has bounds. It starts from the inverse square root. It restarts where it
-    ends until that no longer helps, because it tends to stop early at a bound.
+    describes all of them, so the search needs only bounds. It starts from the inverse square root, and restarts from
+    its result until that no longer helps, because it tends to stop early at a bound.
 
     >>> optimized_banded_inverse(SearchObjective(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
     np.False_

@@ -28,7 +28,7 @@ class BandedToeplitz(ShortRepr):
 
     Args:
         bands: The number of diagonals of C; 1 is independent noise.
-        workload: What the optimizer makes of the gradients.
+        workload: The sums that the optimizer computes from the gradients.
 
     >>> strategy = BandedToeplitz(bands=16).optimize(steps=256)
     >>> round(strategy.mean_error() * strategy.column_norm, 6)

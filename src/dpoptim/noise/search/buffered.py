@@ -1,4 +1,4 @@
-"""The best buffered Toeplitz strategy (BLT): correlated noise whose memory is a few rows, whatever the steps."""
+"""The best buffered Toeplitz strategy (BLT): correlated noise with a memory of a few rows, for any number of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.toeplitz import BufferedToeplitzStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
 
-_GRID = 64  # decays tried for one more buffer
+_GRID = 64  # candidate decays for one more buffer
 _SAME_DECAY = 1e-4  # buffers whose decays differ by less, relative to 1 - decay, are merged
 
 
@@ -28,10 +28,10 @@ class BufferedToeplitz(ShortRepr):
     or 830 steps apart, and 1.008 times in 20,000 steps. With two it is 1.015, 1.026 and 1.05 times.
 
     Args:
-        buffers: How many buffers to use at most, which is the number of stored rows. A buffer that would not lower
-            the error is left out; without any the noise is independent.
+        buffers: The largest number of buffers, which is the number of stored rows. A buffer that would not lower
+            the error is left out; with no buffers the noise is independent.
         objective: Whether to minimise the mean or the max error of the workload.
-        workload: What the optimizer makes of the gradients.
+        workload: The sums that the optimizer computes from the gradients.
 
     Guarantee: the coefficients are non-negative and non-increasing, so the sensitivity is exact.
 

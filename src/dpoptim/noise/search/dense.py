@@ -21,7 +21,7 @@ from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 _GAP = 1e-5  # the relative gap allowed between the squared error and the dual bound
 _GAP_OF_SEVERAL = 5e-3  # the same with several participations
 _GOOD_GAP_OF_SEVERAL = 2e-5  # at this gap the search ends early
-_SHARPNESS = (1e2, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)  # of the maximum over patterns, which ends up at 1
+_SHARPNESS = (1e2, 3e2, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)  # of the soft maximum over patterns
 _ITERATIONS = 1000  # at each sharpness, fewer once an iteration gains less than _GAIN/sharpness
 _GAIN = 1e-5
 _NEVER = -1e30  # stands for ln 0, but has a gradient
@@ -41,7 +41,7 @@ class Dense(ShortRepr):
     participations, an upper bound for more. C is optimal for that bound, because ε is computed from it.
 
     Args:
-        workload: What the optimizer makes of the gradients.
+        workload: The sums that the optimizer computes from the gradients.
 
     >>> strategy = Dense().optimize(steps=16)
     >>> round(strategy.mean_error(), 6), round(strategy.column_norm, 12)

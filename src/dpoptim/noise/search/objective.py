@@ -67,7 +67,7 @@ class SearchObjective:
 
 
 def lbfgs(value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, **options: Any) -> Any:
-    """Run scipy's L-BFGS-B with these options, of which `bounds` is one."""
+    """Run scipy's L-BFGS-B with these options, including `bounds`."""
     from scipy import optimize
 
     bounds = options.pop("bounds", None)

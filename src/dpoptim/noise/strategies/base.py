@@ -49,8 +49,8 @@ class Strategy(ABC):
         """Return how far Cx moves when the unit-norm contributions of one example are removed.
 
         Args:
-            max_participations: At most how often the example takes part. More than fit into the steps count as many
-                as fit.
+            max_participations: The most steps in which the example takes part. Larger values count as the number that
+                fits into the steps.
             min_separation: The least number of steps between two participations (1: consecutive steps).
         """
 
@@ -128,7 +128,7 @@ class Strategy(ABC):
         Args:
             key: The secret of the run.
             parts: The tensors or shards, in the order of the row.
-            stream: Which noise of the run, such as "gradient" or "square".
+            stream: The noise stream, such as "gradient" or "square".
             dtype: float32 or float64.
             device: Where the rows are returned.
             memory: In how many bits, and where, past rows are stored.

@@ -16,7 +16,7 @@ from dpoptim.noise.strategies.base import Strategy, fitting_participations
 from dpoptim.noise.streams import ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
 
-_ROUNDING = 1e-12  # smaller differences of column products are rounding
+_ROUNDING = 1e-12  # smaller differences of column products count as rounding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

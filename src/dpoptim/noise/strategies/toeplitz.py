@@ -15,7 +15,7 @@ from dpoptim.noise.strategies.base import Strategy, check_participation, fitting
 from dpoptim.noise.streams import BufferedStream, ConvolvedStream, NoiseMemory, NoiseStream, RecurrentStream
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload, toeplitz_errors
 
-_ROUNDING = 1e-13  # smaller increases of C's coefficients, relative to the first, are rounding
+_ROUNDING = 1e-13  # smaller increases of C's coefficients, relative to the first, count as rounding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Each example gets a copy of the table as a view, so that norm, dropout and projections have the batch as first axis.
 With R rows (twice the position buckets, 512 in v3), memory grows by [examples, R, width] once for the norm and three
-times per layer. If table and norm are frozen, as in LoRA, only layers with a trained query or key projection pay.
+times per layer. If table and norm are frozen, as in LoRA, only layers with a trained query or key projection do this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpoptim.clipping.layers.rule import GradientSink, any_trainable, trainable
 
 
 def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `DebertaV2Encoder`, which hands the table to its layers."""
+    """The rule for `DebertaV2Encoder`, which hands the table to its layers."""
     forward = partial(type(module).forward, module, *args, **kwargs)
     norm = module.LayerNorm if "layer_norm" in module.norm_rel_ebd else nn.Identity()
     if not module.relative_attention or not any_trainable(module.rel_embeddings, norm):
@@ -42,7 +42,7 @@ def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any,
 
 
 def deberta_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `DisentangledSelfAttention`."""
+    """The rule for `DisentangledSelfAttention`."""
     if sink.recording:
         sink.expand_to_batch(args[0] if args else kwargs["hidden_states"], name)
     with replaced(module, disentangled_attention_bias=partial(_position_scores, sink, name, module)):
@@ -54,7 +54,7 @@ def _position_scores(
     name: str,
     module: Any,
     query: Tensor,  # [examples · heads, positions, width of a head]
-    key: Tensor,  # as query
+    key: Tensor,  # same shape as query
     relative_pos: Tensor,  # [1, positions, positions]
     rows: Tensor,  # [R, width] or, for each example, [examples, R, width]
     scale_factor: int,
@@ -104,7 +104,7 @@ def _projections(module: Any) -> tuple[Any, Any]:
 
 
 def deberta_lm_head(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `DebertaV2LMPredictionHead`, which multiplies by the word table of the embedding layer."""
+    """The rule for `DebertaV2LMPredictionHead`, which multiplies by the word table of the embedding layer."""
     hidden, words = (*args, *kwargs.values())
     if not trainable(words.weight) and not trainable(module.bias):
         return type(module).forward(module, hidden, words)

@@ -1,6 +1,6 @@
 """OPT: its decoder layer folds examples and positions into one axis before the second layer norm and two linear maps.
 
-All three work on the last axis alone, so the rule leaves the fold out. Positions are looked up with an offset.
+All three work on the last axis alone, so the rule skips the fold. Positions are looked up with an offset.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
 def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `OPTDecoderLayer`."""
+    """The rule for `OPTDecoderLayer`."""
     if not any_trainable(module.final_layer_norm, module.fc1, module.fc2):
         return type(module).forward(module, *args, **kwargs)
     hidden = args[0] if args else kwargs["hidden_states"]
     if sink.recording:
         one = sink.expand_to_batch(hidden, name)[:1]
-        # Attention does not depend on the fold, and fills a cache.
+        # Attention is skipped: it does not depend on the fold, and it would fill a cache.
         with replaced(module, self_attn=lambda hidden_states, **options: (hidden_states, None)):
             check_same(sink, name, module, lambda: _unfolded(module, one), lambda: type(module).forward(module, one))
     return _unfolded(module, *args, **kwargs)
@@ -60,7 +60,7 @@ def _unfolded(
 
 
 def opt_positions(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `OPTLearnedPositionalEmbedding` with given positions, as OPT calls it."""
+    """The rule for `OPTLearnedPositionalEmbedding` with given positions, as OPT calls it."""
     positions = kwargs.get("position_ids")
     if positions is None:
         return generic(sink, name, module, args, kwargs)

@@ -1,7 +1,7 @@
 """T5, mT5, UMT5 and MPNet: relative distances look up a table of biases, which are added to all attention scores.
 
-The look-up has no batch axis. Here each example looks the table up separately, [examples, heads, queries, keys], so
-that its gradient is seen. If the table is frozen, as in LoRA, the module's own forward runs.
+The look-up has no batch axis. Here each example looks up the table separately, [examples, heads, queries, keys], so
+that the engine sees its gradient. If the table is frozen, as in LoRA, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dpoptim.clipping.layers.rule import GradientSink, any_trainable
 
 
 def t5_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `T5Attention` and its copies in mT5 and UMT5; in T5 only the first layer has a table."""
+    """The rule for `T5Attention` and its copies in mT5 and UMT5; in T5 only the first layer has a table."""
     return _with_biases_for_each("compute_bias", sink, name, module, args, kwargs)
 
 
 def mpnet_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The rule of `MPNetEncoder`."""
+    """The rule for `MPNetEncoder`."""
     return _with_biases_for_each("compute_position_bias", sink, name, module, args, kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Helpers for modules whose forward is rewritten so that every layer inside has the examples as first axis.
+"""Helpers for modules whose forward is rewritten so that every layer inside has the examples on its first axis.
 
 Some modules of transformers fold examples and positions into one axis, or run shared rows through the layers of the
 batch. The first call of each module is compared with the original, so a different version is refused.
@@ -50,8 +50,8 @@ def check_same(
             part.training = training
     if not _same(found, expected):
         raise ValueError(
-            f"layer '{name}' ({type(module).__name__}) computes something else in this version of transformers than "
-            "its rule. Freeze its parameters, or install transformers 5.22"
+            f"layer '{name}' ({type(module).__name__}) does not compute what its rule does in this version of "
+            "transformers. Freeze its parameters, or install transformers 5.22"
         )
     if expected.numel():
         _compared.add(module)
