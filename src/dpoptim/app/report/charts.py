@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import bisect
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from importlib.resources import files
 from operator import itemgetter
 from typing import Any
 
@@ -63,8 +61,10 @@ def mean(values: Sequence[float]) -> float:
 class Curve:
     """One logged number against steps.
 
-    `absent` explains why no run logged it. `gap` explains missing single values ("": they need no explanation).
-    `zero` and `log` shape the y axis, as for `axis`. A `fan` is a list of quantiles.
+    `path` is where the log has the number, and `mark` is what the guarantee says about it. `absent` explains why no
+    run logged it. `gap` explains missing single values ("": they need no explanation). `zero` and `log` shape the y
+    axis, as for `axis`. A `fan` is a list of quantiles. `is_epsilon` marks the privacy spent: its texts are rounded up,
+    a range of steps shows its greatest value, and the caption repeats the notes that the run logged about ε.
     """
 
     name: str
@@ -78,15 +78,16 @@ class Curve:
     zero: bool = False
     log: bool = False
     fan: bool = False
+    is_epsilon: bool = False
 
     @property
     def gather(self) -> Callable[[Sequence[float]], float]:
         """How several steps become one value."""
-        return max if self.name == "epsilon" else mean
+        return max if self.is_epsilon else mean
 
     def show(self, value: float) -> str:
         """A value as text."""
-        return format_epsilon(value) if self.name == "epsilon" else format_number(value, 4 if self.fan else 6)
+        return format_epsilon(value) if self.is_epsilon else format_number(value, 4 if self.fan else 6)
 
     def of(self, run: RunHistory) -> Series:
         """The run's finite values."""
@@ -97,13 +98,111 @@ class Curve:
         return run.evaluations if self.mark is Mark.OUTSIDE else run.steps
 
 
-def _read_curves() -> Iterator[Curve]:
-    text = (files("dpoptim.app.report") / "assets" / "charts.toml").read_text(encoding="utf-8")
-    for name, settings in tomllib.loads(text).items():
-        yield Curve(name=name, **(settings | {"mark": Mark[settings["mark"]]}))
+_DEBUG_ONLY = "logged only with debug = true, because it is not private"
 
-
-CURVES = tuple(_read_curves())
+CURVES = (
+    Curve(
+        name="validation-loss",
+        title="Validation loss",
+        y_label="loss (nats)",
+        path="loss",
+        mark=Mark.OUTSIDE,
+        caption="Lower is better. If the curve rises again, training was too long.",
+    ),
+    Curve(
+        name="validation-accuracy",
+        title="Validation accuracy",
+        y_label="accuracy (share of predictions)",
+        path="accuracy",
+        mark=Mark.OUTSIDE,
+        caption="Higher is better.",
+    ),
+    Curve(
+        name="training-loss",
+        title="Training loss",
+        y_label="mean loss of the batch (nats)",
+        path="not_private.loss",
+        mark=Mark.DEBUG,
+        caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
+        absent=_DEBUG_ONLY,
+    ),
+    Curve(
+        name="clipped-fraction",
+        title="Clipped fraction",
+        y_label="share of the batch's examples",
+        path="not_private.clipped_fraction",
+        mark=Mark.DEBUG,
+        caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
+        absent=_DEBUG_ONLY,
+        zero=True,
+    ),
+    Curve(
+        name="signal-over-clip",
+        title="Gradient against clip norm, ‖g‖/ζ",
+        y_label="‖g‖/ζ (ratio), estimated",
+        path="released.signal_over_clip",
+        mark=Mark.RELEASED,
+        caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
+        "1, when all examples agree.",
+        zero=True,
+    ),
+    Curve(
+        name="noise-to-signal",
+        title="Noise to signal",
+        y_label="noise norm / ‖g‖ (ratio), estimated",
+        path="released.noise_to_signal",
+        mark=Mark.RELEASED,
+        caption="Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
+        absent="not logged, or the noise hid every gradient",
+        gap="logged step(s) are not drawn, because the noise hides their gradient",
+        log=True,
+    ),
+    Curve(
+        name="negative-fraction",
+        title="Negative second moments ν̂",
+        y_label="share of coordinates",
+        path="released.negative_fraction",
+        mark=Mark.RELEASED,
+        caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
+        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them",
+        zero=True,
+    ),
+    Curve(
+        name="scales",
+        title="Scales s over steps",
+        y_label="scale s (no unit)",
+        path="released.scale_quantiles",
+        mark=Mark.RELEASED,
+        caption="Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, "
+        "scaling does nothing.",
+        absent="this variant does not scale before clipping, or they were not logged",
+        zero=True,
+        log=True,
+        fan=True,
+    ),
+    Curve(
+        name="seconds-per-step",
+        title="Time per step",
+        y_label="seconds per step",
+        path="seconds",
+        mark=Mark.TIMING,
+        caption="It should be flat. The first steps may be slower.",
+        gap="",  # null until there are enough steps for a mean
+        zero=True,
+        log=True,
+    ),
+    Curve(
+        name="epsilon",
+        title="Privacy spent, ε",
+        y_label="ε of the steps so far, at the run's δ",
+        path="epsilon",
+        mark=Mark.KNOWN,
+        caption="What stopping at a step would have cost. Numbers are rounded up.",
+        absent="not logged, or infinite because the run is not private",
+        zero=True,
+        is_epsilon=True,
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +393,7 @@ def _remarks(curve: Curve, runs: Sequence[RunHistory], found: Sequence[Fans], ro
             yield f"{name}not logged."
         elif missing and curve.gap:
             yield f"{name}{missing} {curve.gap}."
-    if curve.name == "epsilon":
+    if curve.is_epsilon:
         notes = dict.fromkeys((run.name, record.get("epsilon_note")) for run in runs for record in run.steps)
         for note in dict.fromkeys(note for _, note in notes if isinstance(note, str)):
             names = ", ".join(name for name, text in notes if text == note)
