@@ -42,6 +42,13 @@ def release_of(gradients: Tensor, the_plan: dpoptim.PrivacyPlan, what: dpoptim.p
     return source.privatize()
 
 
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="one process"):
+        PrivateMechanism(Vector(2), plan(), dpoptim.privacy.Gradient(), external_batches=True)
+
+
 class TestLevel:
     """Chi-square intervals: n = 20,000 normals put the estimated level within 2.5 % with overwhelming probability."""
 

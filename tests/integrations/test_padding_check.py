@@ -153,6 +153,22 @@ def test_collators_that_mix_are_refused():
         check_padding(nn.Linear(3, 2), of_rows, collate, ROWS)
 
 
+@pytest.mark.parametrize("divides", ["the loss", "the collator"])
+def test_losses_divided_by_the_batch_size_are_refused(divides):
+    model = nn.Sequential(nn.Linear(4, 3))
+
+    def collate(records: list[Any]) -> dict[str, Any]:
+        share = torch.full((len(records),), 1 / len(records) if divides == "the collator" else 1.0)
+        return {"x": torch.stack(records), "share": share}
+
+    def losses(model: nn.Module, batch: Any) -> torch.Tensor:
+        found = model(batch["x"]).square().sum(1) * batch["share"]
+        return found / len(found) if divides == "the loss" else found
+
+    with pytest.raises(ValueError, match=CHANGES):
+        check_padding(model, losses, collate, list(torch.randn(3, 4)))
+
+
 def test_one_loss_per_example():
     with pytest.raises(ValueError, match=r"the losses of 4 examples have shape \(8,\)"):
         check_padding(nn.Linear(3, 2), of_rows, lambda rows: table([*rows, *rows]), ROWS)

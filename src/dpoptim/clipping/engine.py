@@ -252,7 +252,7 @@ class Engine:
         self.examples = arguments.examples
 
     def end_call(self, module: nn.Module, output: Any) -> None:
-        if module is not self._called or self.runs_plain or self.checking:
+        if module is not self._called or not self.recording or self.checking:
             return
         self._called = self.call = None
         self.buffers.look()

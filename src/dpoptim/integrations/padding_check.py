@@ -29,10 +29,10 @@ def check_padding(
 ) -> None:
     """Refuse a collator that mixes records (mixup), and `losses(model, batch)` that depend on padding.
 
-    A record among the others is compared with a batch of its copies. Its row must stay the same, unless a different
-    width or number of random draws changes it. Its loss must stay the same: without padding if the collator pads to the
-    longest record. If the collator draws (masks), the row is cut to its attention mask instead. A loss that draws
-    random numbers in eval mode cannot be compared.
+    The row of a record among the others must be the same in a batch of its copies, unless a different width or number
+    of random draws changes it. Its loss must be the same when it is alone: without padding if the collator pads to the
+    longest record, and not divided by the size of the batch. If the collator draws (masks), the row is cut to its
+    attention mask instead. A loss that draws random numbers in eval mode cannot be compared.
     """
     model, tolerance = _in_float32(model)
     with (
@@ -54,7 +54,7 @@ def check_padding(
             copies, _ = _collated(collate, [record] * len(records), seed)
             if generator_states() == drawn:
                 _check_row(batch, copies, row, len(records))
-            alone = _cut(batch, row, copies) if collator_draws else copies
+            alone = _cut(batch, row, copies) if collator_draws else _collated(collate, [record], seed)[0]
             if alone is None or loss_draws:
                 continue
             loss = losses(model, alone).float()[-1]
