@@ -268,6 +268,11 @@ def test_noise_does_not_depend_on_the_other_parameters():
         assert torch.equal(noise, other.gradient[name])
 
 
+def test_runs_with_one_key_do_not_share_noise():
+    one, other = (PrivateMechanism(Vector(3), plan(), dpoptim.Gradient(), key=KEY).privatize() for _ in range(2))
+    assert (one.gradient["inner.weight"] != other.gradient["inner.weight"]).all()
+
+
 def test_a_mechanism_that_needs_its_loader_refuses_other_batches():
     model = Vector(3)
     source = PrivateMechanism(model, plan(), dpoptim.Gradient(), key=KEY)
