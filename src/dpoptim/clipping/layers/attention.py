@@ -34,7 +34,7 @@ def attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...],
     projected = _project(sink, module, query, key, value, same)
     # [examples, heads, positions, width of a head]
     queries, keys, values = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in projected)
-    mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], queries, keys)
+    mask = _merged_mask(options["attn_mask"], options["key_padding_mask"], queries)
     dropout = module.dropout if module.training else 0.0
     if options["need_weights"]:
         scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
@@ -59,7 +59,7 @@ def _project(sink: GradientSink, module: Any, query: Tensor, key: Tensor, value:
     ]
 
 
-def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
     """An additive mask that broadcasts to [examples, heads, queries, keys]."""
     merged = None
     if attn_mask is not None:
