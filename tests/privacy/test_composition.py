@@ -148,7 +148,7 @@ def test_edges():
     assert epsilon_of_runs([shuffled(), baseline], delta=DELTA) == math.inf
     with pytest.raises(ValueError, match="noise_multiplier is not set"):
         epsilon_of_runs([shuffled(), shuffled(None)], delta=DELTA)
-    with pytest.raises(ValueError, match="one adjacency, got replace, zero_out"):
+    with pytest.raises(ValueError, match="the same adjacency, got replace, zero_out"):
         epsilon_of_runs([shuffled(), shuffled(adjacency=Adjacency.REPLACE)], delta=DELTA)
     with pytest.raises(ValueError, match="delta"):
         epsilon_of_runs([shuffled()], delta=0.0)
