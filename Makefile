@@ -12,7 +12,7 @@ INSTALL := $(PIP) install -qq --constraint constraints.txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    fine-tune a small BERT on private text in five ways; about 40 s after set-up"
+	@echo "make demo    fine-tune a small BERT on private text in five ways; about 50 s after set-up"
 	@echo "make test    the fast tests, in minutes (ARGS='-k plan' passes arguments to pytest)"
 	@echo "make test-all    every test that needs no GPU, including the slow ones"
 	@echo "make docs    build the documentation into site/; a broken link or an undocumented name is an error"
