@@ -193,12 +193,13 @@ class ClippedSums:
             if not rows:
                 return
             # They were counted with their batch; that they were recomputed must not be observable.
-            counted, norms, outcomes = self.examples, len(self.norms), len(self._outcomes)
+            counted, described = self.examples, self._explanation
+            norms, outcomes = len(self.norms), len(self._outcomes)
             try:
                 again(rows)
             finally:
                 self.examples = counted
-                self._explanation = explanation
+                self._explanation = described
             del self.norms[norms:]
             del self._outcomes[outcomes:]
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dpoptim.kernels.tables_triton import DTYPES, addresses_of, cdiv, parts_of
+from dpoptim.kernels.tables_triton import DTYPES, cdiv, parts_of, table_of
 
 _BLOCK = 1024
 
@@ -66,8 +66,9 @@ def adam_step_(
     for (dtype, width), members in found.items():
         rounds = rounding is not None and dtype != torch.float32
         parts = parts_of(tuple((p.numel(), offset) for p, offset in members), _BLOCK, gradient.device)
+        addresses = table_of(tuple(parameter.data_ptr() for parameter, _ in members), torch.int64, gradient.device)
         _adam[(len(parts),)](
-            addresses_of([parameter for parameter, _ in members]), parts, gradient, first_moment, second_moment,
+            addresses, parts, gradient, first_moment, second_moment,
             rounding if rounds else first_moment, 1 - betas[0], 1 - betas[1], 1 - betas[0] ** step,
             1 - betas[1] ** step, eps, lr, added_decay, kept,
             DTYPE=DTYPES[dtype], ROUNDS=rounds, STEP=width, BLOCK=_BLOCK,

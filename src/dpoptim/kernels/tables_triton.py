@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -99,9 +98,3 @@ def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.devi
 @functools.lru_cache(maxsize=256)
 def _table_on(stream: int, numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
-
-
-def addresses_of(*lists: Sequence[Tensor]) -> Tensor:
-    """Send the addresses, int64 [lists, tensors], to the tensors' device without waiting for it."""
-    numbers = tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in lists)
-    return table_of(numbers, torch.int64, lists[0][0].device)
