@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -84,8 +85,12 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
 
 @functools.lru_cache(maxsize=64)
 def _parts_on(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, first: int) -> Tensor:
-    rows = [(i, start, *size) for i, size in enumerate(sizes, first) for start in range(0, size[0], span)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    numels = np.array(sizes, np.int64)[:, 0]
+    programs = -(-numels // span)
+    tensor = np.repeat(np.arange(len(sizes)), programs)
+    start = (np.arange(programs.sum()) - (programs.cumsum() - programs)[tensor]) * span
+    rows = np.column_stack([tensor + first, start, np.array(sizes, np.int64)[tensor]])
+    return torch.from_numpy(rows).to(device)
 
 
 def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -201,8 +201,9 @@ class _Observed:
         """The first name whose kept rows differ by more than rounding; `again` shows how much identical runs differ."""
         if list(self.entries) != list(other.entries):
             return "the sequence of layers"
-        differs = {}
         gradients = [e.numbers.abs().amax() for e in self.entries.values() if e.is_parameter and e.numbers.numel()]
+        largest_gradient = _together(gradients).max() if gradients else torch.zeros(())
+        differs: dict[str, Tensor] = {}
         for name, one in self.entries.items():
             two = other.entries[name]
             if one.numbers.shape != two.numbers.shape:
@@ -211,13 +212,18 @@ class _Observed:
                 continue
             change, size = (one.numbers - two.numbers).abs().amax(1), one.numbers.abs().amax(1)
             # A gradient far below the others is only rounding, and adds nothing to the total norm.
-            largest = torch.stack([g.to(size.device) for g in gradients]).max() if one.is_parameter else size.max()
+            largest = largest_gradient.to(size.device) if one.is_parameter else size.max()
             allowed = torch.zeros_like(size) if one.is_exact else self.tolerance * (size + 0.05 * largest)
             if again is not None:
                 allowed = allowed + 4 * (one.numbers - again.entries[name].numbers).abs().max()
             changed = (change > allowed) | (one.not_finite != two.not_finite)
-            differs[name] = (changed[keep.to(changed.device)] if len(changed) == len(keep) else changed).any().cpu()
-        return next((name for name, differ in differs.items() if differ), None)
+            differs[name] = (changed[keep.to(changed.device)] if len(changed) == len(keep) else changed).any()
+        found = _together(list(differs.values())).tolist() if differs else []  # read at once, since reading waits
+        return next((name for name, differ in zip(differs, found, strict=True) if differ), None)
+
+
+def _together(scalars: list[Tensor]) -> Tensor:
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars])
 
 
 def _summarize(tensor: Tensor, is_parameter: bool) -> _Entry:
