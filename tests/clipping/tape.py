@@ -77,7 +77,7 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return replay
 
     monkeypatch.setattr(captured, "_graph_of", graph_of)
-    monkeypatch.setattr(captured, "_can_capture", lambda devices: True)
+    monkeypatch.setattr(captured, "_can_capture", lambda devices, sums: True)
     return replays
 
 

@@ -81,9 +81,8 @@ def test_graphs_add_the_same_sums_as_uncaptured_batches(variant, dtype):
             else:
                 model(*batch).sum().backward()
             optimizer.step()
-        graphs = [graph for graph in run._graphs.values() if graph is not None]
-        assert bool(graphs) == (is_captured and variant != "squares")
-        assert None not in run._graphs.values()
+        assert bool(run.graphs) == (is_captured and variant != "squares")
+        assert all(shape.can_be_captured and shape.runs_once for shape in run._shapes.values())
         found.append((released, optimizer.mechanism.counts_not_private))
     rounding = 1e-4 if dtype == torch.float32 else 0.05
     for step, (ordinary, own) in enumerate(zip(found[0][0], found[1][0], strict=True)):
@@ -103,7 +102,7 @@ def test_padding_rows_add_nothing_for_any_content():
     for x, y in (first, second, third, last):
         run(x.to(DEVICE), y.to(DEVICE))
         optimizer.step()
-    assert all(run._graphs.values())
+    assert run.graphs == len(run._shapes)
     assert optimizer.mechanism.counts_not_private.nonfinite == 3
     assert optimizer.mechanism.counts_not_private.examples == 29
     x, y = last
@@ -122,12 +121,71 @@ def test_dropout_is_redrawn_at_every_replay():
     for _ in range(5):
         found.append(run(x.to(DEVICE), y.to(DEVICE)).cpu())
         optimizer.step()
-    assert all(run._graphs.values())
+    assert run.graphs == len(run._shapes)
     assert len({tuple(losses.tolist()) for losses in found}) == 5
     torch.manual_seed(3)
     first = run(x.to(DEVICE), y.to(DEVICE)).cpu()
     torch.manual_seed(3)
     assert torch.equal(run(x.to(DEVICE), y.to(DEVICE)).cpu(), first)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="dropout of a CPU draws on the host")
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_mask", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_replay_repeats_the_bits_of_the_first_run(kind, has_mask, precision):
+    """A resumed run repeats its steps, whichever of its shapes have a graph."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(**sizes, n_layer=2, n_embd=128, n_head=4, n_positions=64)
+        model: Any = transformers.GPT2LMHeadModel(config).to(DEVICE)
+    else:
+        config = transformers.BertConfig(**sizes, hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
+        model = transformers.BertForMaskedLM(config).to(DEVICE)
+    model.train()
+    optimizer = dpoptim.scale_then_privatize(model, plan_of(6, noise_multiplier=1.0), lr=0.0, external_batches=True)
+
+    def losses(ids: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == torch.bfloat16):
+            logits = model(ids, attention_mask=mask, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().mT, ids, reduction="none").mean(1)
+
+    run, found = optimizer.captured(losses, pad_to_multiple=8), []
+    ids = torch.randint(0, 512, (7, 48), device=DEVICE)
+    mask = (torch.arange(48, device=DEVICE) < torch.randint(20, 48, (7, 1), device=DEVICE)).long() if has_mask else None
+    for _ in range(4):
+        torch.manual_seed(5)
+        each = run(ids, mask)
+        found.append([each, *(vector.clone() for vector in run._workspace.sums.vectors)])
+        optimizer.mechanism._sums.engine.discard()  # the scale stays the same
+    assert run.graphs == 1
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
+    assert float(found[0][1].norm()) > 0
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="dropout of a CPU draws on the host")
+def test_a_model_that_draws_on_the_host_is_not_captured():
+    class SkipsLayers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model_of()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) * (1 + (torch.rand(()) < 0.5))
+
+    model = SkipsLayers().to(DEVICE)
+    optimizer = dpoptim.dp_sgd(model, plan_of(), lr=0.0, external_batches=True)
+    run = optimizer.captured(losses_of(model), pad_to_multiple=8)
+    x, y = (t.to(DEVICE) for t in batches_of((8, 4))[0])
+    found = set()
+    for _ in range(12):
+        found.add(float(run(x, y)[0]))
+        optimizer.step()
+    assert run.graphs == 0
+    assert len(found) == 2
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="tapes take what a graph does not")
@@ -174,7 +232,7 @@ def test_a_graph_outlives_the_tables_of_others():
     for _ in range(3):
         run(x, y)
         optimizer.step()
-    assert all(run._graphs.values())
+    assert run.graphs == len(run._shapes)
     for count in range(1, 301):
         losses_of(model)(
             x[:1].repeat(count % 40 + 1, 1 + count // 40, 1), y[:1].repeat(count % 40 + 1)
@@ -215,7 +273,7 @@ def test_loop_may_refill_its_pinned_buffer_immediately():
             if waits:
                 torch.cuda.synchronize()
         optimizer.step()
-    assert all(run._graphs.values())
+    assert run.graphs == len(run._shapes)
     torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)
 
 
@@ -230,5 +288,5 @@ def test_batches_may_run_on_a_different_stream_than_the_step():
             with torch.cuda.stream(stream):
                 run(part)
         optimizer.step()
-    assert all(run._graphs.values())
+    assert run.graphs == len(run._shapes)
     torch.testing.assert_close(seen[3], seen[2], rtol=1e-4, atol=1e-7)

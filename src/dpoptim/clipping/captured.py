@@ -2,6 +2,7 @@
 
 If a batch is small, the GPU waits for the host to launch several hundred operations. A graph launches them all at once,
 for one shape. The first batch of a shape runs with every check, the second is captured, and later ones are replayed.
+All of them run the same operations on the same padded rows, so a resumed run repeats its sums, whatever is captured.
 
 A replay runs no Python, so it repeats every decision that Python made during the capture. A graph is used only if
 parameters and buffers are at the same addresses, modules are in the same modes, the clip norm is the same, and a
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,19 +29,21 @@ from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.clipping.layers.hugging_face.rewritten import replaced
 from dpoptim.clipping.mechanism import PrivateMechanism
+from dpoptim.data.secret_randomness import host_generators
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
 
 MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
+MAX_PARAMETERS = 1 << 29  # larger models keep a GPU busy, and graphs would need memory for one more sum of gradients
 
 
 class Captured:
     """Differentiates batches by replaying CUDA graphs where possible; `optimizer.captured` creates it.
 
     Batches run without a graph on a CPU, without Triton, if sums of squares are released too, if the arguments hold
-    numbers, strings or objects, under an autocast that began outside `losses`, or if the model or `losses` waits for
-    the device.
+    numbers, strings or objects, under an autocast that began outside `losses`, if more than `MAX_PARAMETERS` are
+    trained, or if the model or `losses` waits for the device or draws random numbers on the host.
 
     Guarantee: Every batch adds the same clipped sum as `losses(...).sum().backward()`, up to rounding, if each loss
     depends on its example alone. Modes and everything else that `losses` reads must stay the same until the next batch
@@ -58,15 +61,14 @@ class Captured:
         self._engine = self._sums.engine
         self._workspace: _GraphWorkspace  # set by `_check_addresses`
         self._addresses: list[Hashable] | None = None
-        self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: the shape cannot be captured
+        self._shapes: dict[Hashable, _Shape] = {}
         self._has_warned = False
         self._last_stream: object = None
 
     @property
     def graphs(self) -> int:
         """How many shapes run as graphs."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return sum(shape.replay is not None for shape in self._shapes.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Differentiate a batch and return its losses, [examples]; call `optimizer.step()` next.
@@ -81,34 +83,42 @@ class Captured:
         self._engine.flush()  # adds the last replay before it is overwritten
         devices = list(dict.fromkeys(parameter.device for parameter in self._sums.parameters.values()))
         batch = _read_batch(self._losses, args, kwargs, devices[0])
-        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices):
+        if batch.examples == 0 or self._sums.with_squares or not _can_capture(devices, self._sums):
             return self._run(batch)
         if not all(other is None or isinstance(other, bool) for other in batch.others.values()):  # others may vary
             self._warn_once("batches run without graphs: pass only tensors, True, False and None")
             return self._run(batch)
         self._check_addresses()
         rows = _padded_rows(batch.examples, self._pad_to_multiple)
-        key = (rows, batch.key, self._conditions())
-        if key not in self._seen:
-            if len(self._seen) < MAX_GRAPHS:
-                self._seen.add(key)
+        shape = self._shape_of((rows, batch.key, self._conditions()), batch, rows)
+        return self._differentiate(shape, batch) if shape.runs_once else self._run(batch)
+
+    def _shape_of(self, key: Hashable, batch: _Batch, rows: int) -> _Shape:
+        """Return the shape of a batch, with a graph from its second batch on."""
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = _Shape(self._sums, batch.padded(rows), self._workspace)
+            if len(self._shapes) < MAX_GRAPHS:
+                self._shapes[key] = shape
             else:
                 self._warn_once(
                     f"batches have more than {MAX_GRAPHS} shapes, and later shapes run without graphs. Pad them to "
                     "fewer (dpoptim.pad_to_bucket), or pass captured(pad_to_multiple=...)"
                 )
-            return self._run(batch)
-        if key not in self._graphs:
+        elif shape.has_run and shape.replay is None and shape.can_be_captured:
             try:
-                self._graphs[key] = _capture(self._sums, batch.padded(rows), self._workspace)
+                with choose.held_tables() as shape.tables:
+                    shape.replay = _graph_of(shape.run, self._workspace)
             except Exception as error:  # nothing was added yet, and the run without a graph raises the real error
-                self._graphs[key] = None
-                self._warn_once(
-                    f"a batch could not be captured ({type(error).__name__}) and runs without a graph. Model and "
-                    "losses must not wait for the device (.item(), print), and must run the model once, on all rows"
-                )
-        graph = self._graphs[key]
-        return self._run(batch) if graph is None else self._replay(graph, batch)
+                shape.can_be_captured = False
+                self._warn_about_capture(type(error).__name__)
+        return shape
+
+    def _warn_about_capture(self, reason: str) -> None:
+        self._warn_once(
+            f"a batch could not be captured ({reason}) and runs without a graph. Model and losses must not wait for "
+            "the device (.item(), print), and must run the model once, on all rows"
+        )
 
     def _run(self, batch: _Batch, counts: Tensor | None = None) -> Tensor:
         """Run without a graph; `counts`, bool [examples], marks whose losses count (all by default)."""
@@ -135,8 +145,7 @@ class Captured:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # a graph may still be running
         self._addresses, self._workspace = addresses, _GraphWorkspace(self._sums)
-        self._seen.clear()
-        self._graphs.clear()
+        self._shapes.clear()
 
     def _conditions(self) -> Hashable:
         """Return what decides how a batch runs, besides its shape."""
@@ -148,29 +157,34 @@ class Captured:
             self._has_warned = True
             warnings.warn(line, RuntimeWarning, stacklevel=3)
 
-    def _replay(self, graph: _Graph, batch: _Batch) -> Tensor:
-        """Replay a graph; the engine adds its sums when it closes the batch, like those of other batches."""
+    def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
+        """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
-        self._workspace.copy_scale()
-        graph.batch.fill(batch)
-        graph.real[: batch.examples], graph.real[batch.examples :] = True, False
-        graph.replay()
-        losses = graph.losses[: batch.examples].clone()
+        self._workspace.copy_scale(bounds)
+        shape.batch.fill(batch)
+        shape.real[: batch.examples], shape.real[batch.examples :] = True, False
+        try:
+            (shape.replay or shape.run)()
+        except _RunsModelDifferently:
+            shape.runs_once = False
+            self._warn_about_capture("a model that runs more than once, or not on all rows")
+            return self._run(batch)
+        losses = shape.losses[: batch.examples].clone()
         self._engine.buffers.begin(restart=True)
-        add = partial(self._add, graph, batch, bounds, scale)
+        add = partial(self._add, shape, batch, bounds, scale)
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
-    def _add(self, graph: _Graph, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
-        """Add the sums of a replay. The whole batch runs again if clip norm or scale changed in between."""
+    def _add(self, shape: _Shape, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
+        """Add the sums of a shape's run. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
         self._follow_stream()
         if bounds != self._sums.bounds():
             self._run_again(batch)
         else:
             again = partial(self._run_rows_again, batch)
-            self._sums.add_sums(self._workspace.sums, graph.found, batch.examples, graph.explanation, again)
+            self._sums.add_sums(self._workspace.sums, shape.found, batch.examples, shape.explanation, again)
 
     def _run_rows_again(self, batch: _Batch, rows: list[int]) -> None:
         """Run some rows in a batch of the same size, which hides their number, and restore random generators."""
@@ -192,70 +206,77 @@ class Captured:
 
 
 class _GraphWorkspace:
-    """Memory that all graphs share: they run one at a time, and each result is added before the next replay."""
+    """Memory that all shapes share: they run one at a time, and each result is added before the next run."""
 
     def __init__(self, sums: ClippedSums) -> None:
         self._clipped = sums
         self.sums = FlatTensors(sums.parameters)
-        self._scale: FlatTensors | None = None
+        self.scale: FlatTensors | None = None
+        self._copied: Hashable = None
         self.memory: Any = None
         self.stream: Any = None
 
-    def copy_scale(self) -> FlatTensors | None:
-        """Copy the current scale to the address that graphs read."""
+    def copy_scale(self, bounds: Hashable) -> None:
+        """Copy the current scale, unless its copy has the same bounds, to the address that graphs read."""
         scale = self._clipped.scale
-        if scale is None:
-            return None
-        if self._scale is None:
-            self._scale = FlatTensors(self._clipped.parameters)
-        for names, vector in zip(self._scale.names, self._scale.vectors, strict=True):
+        if scale is None or bounds == self._copied:
+            return
+        if self.scale is None:
+            self.scale = FlatTensors(self._clipped.parameters)
+        for names, vector in zip(self.scale.names, self.scale.vectors, strict=True):
             vector.copy_(flatten([scale[name] for name in names], vector.dtype))
-        return self._scale
+        self._copied = bounds
 
 
-@dataclass
-class _Graph:
-    """The graph of one shape, its inputs and its results."""
-
-    replay: Callable[[], None]
-    batch: _Batch  # its inputs
-    real: Tensor  # bool [rows]: whose losses count
-    losses: Tensor
-    found: ClipResult
-    explanation: Explanation
-    tables: Any  # read by kernels
+class _RunsModelDifferently(ValueError):
+    """The model does not run once on all rows, so its padding rows cannot be told apart."""
 
 
-def _capture(sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> _Graph:
-    engine = sums.engine
-    real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)
-    scale, into = workspace.copy_scale(), workspace.sums
-    found: list[ClipResult] = []
-    losses: list[Tensor] = []
+class _Shape:
+    """Batches of one shape: their inputs, what a run computes from them, and the graph of the run."""
 
-    def on_batch(recorded: PhysicalBatch) -> None:
-        if found or recorded.examples != batch.examples:
-            raise ValueError("a captured function must run the model once, on all examples")
-        found.append(sums.clip_and_sum_into(into, recorded, scale))
+    def __init__(self, sums: ClippedSums, batch: _Batch, workspace: _GraphWorkspace) -> None:
+        self._sums, self._workspace = sums, workspace
+        self.batch = batch  # its inputs
+        self.real = torch.ones(batch.examples, dtype=torch.bool, device=batch.device)  # whose losses count
+        self.losses: Tensor
+        self.found: ClipResult
+        self.explanation: Explanation
+        self.has_run = False
+        self.runs_once = self.can_be_captured = True
+        self.replay: Callable[[], None] | None = None
+        self.tables: Any = None  # read by the graph's kernels
 
-    def run() -> None:
-        found.clear()
-        each = batch.losses()
-        losses[:] = [each.detach()]  # autograd's nodes belong to this run's stream and must not outlive it
-        torch.where(real, each, 0.0).sum().backward()
-        engine.flush()
+    def run(self) -> None:
+        """Differentiate the inputs, and clip and sum them into the workspace; nothing here waits for the device."""
+        engine, found = self._sums.engine, list[ClipResult]()
 
-    ordinary, engine.on_batch = engine.on_batch, on_batch
-    try:
-        with choose.held_tables() as tables:
-            replay = _graph_of(run, workspace)
-    except BaseException:  # interrupts too, since padding rows must never be released
-        engine.discard()
-        engine.end_step()
-        raise
-    finally:
-        engine.on_batch = ordinary
-    return _Graph(replay, batch, real, losses[0], found[0], sums.explain(), tables)
+        def on_batch(recorded: PhysicalBatch) -> None:
+            if found or recorded.examples != self.batch.examples:
+                raise _RunsModelDifferently("a captured function must run the model once, on all examples")
+            scale = None if self._sums.scale is None else self._workspace.scale
+            found.append(self._sums.clip_and_sum_into(self._workspace.sums, recorded, scale))
+
+        drawn = None if self.has_run or self.batch.device.type == "cpu" else host_generators()
+        ordinary, engine.on_batch = engine.on_batch, on_batch
+        try:
+            with _no_masks_from_values():
+                each = self.batch.losses()
+                torch.where(self.real, each, 0.0).sum().backward()
+            engine.flush()
+            if not found:
+                raise _RunsModelDifferently("a captured function must differentiate the model")
+        except BaseException:  # interrupts too, since padding rows must never be released
+            engine.discard()
+            engine.end_step()
+            raise
+        finally:
+            engine.on_batch = ordinary
+        self.losses = each.detach()  # autograd's nodes belong to this run's stream and must not outlive it
+        (self.found,), self.explanation = found, self._sums.explain()
+        if drawn not in (None, host_generators()):
+            self.can_be_captured = False  # a graph would repeat what the host drew, such as which layers to skip
+        self.has_run = True
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:
@@ -264,9 +285,10 @@ def _padded_rows(examples: int, multiple: int | None) -> int:
     return -(-examples // multiple) * multiple
 
 
-def _can_capture(devices: Sequence[torch.device]) -> bool:
+def _can_capture(devices: Sequence[torch.device], sums: ClippedSums) -> bool:
     # Plain functions wait for the device, and a graph would keep reading the weights that an outer autocast cast once.
-    return len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
+    is_ready = len(devices) == 1 and choose.available(devices[0]) and not torch.is_autocast_enabled(devices[0].type)
+    return is_ready and sum(parameter.numel() for parameter in sums.parameters.values()) <= MAX_PARAMETERS
 
 
 def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[], None]:
@@ -284,8 +306,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
             # Relaxed, because tables are written to pinned memory that is allocated during the capture.
             graph.capture_begin(pool=workspace.memory, capture_error_mode="relaxed")
             try:
-                with _no_mask_for_none():
-                    run()
+                run()
             finally:
                 graph.capture_end()
         except BaseException:
@@ -294,13 +315,18 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
     return graph.replay
 
 
-def _no_mask_for_none() -> contextlib.AbstractContextManager[None]:
-    """Keep Transformers from building a mask where none was given; 5.17 does so in captures, which slows attention."""
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    is_tracing = getattr(masking, "is_tracing", None)
-    if is_tracing is None:
-        return contextlib.nullcontext()
-    return replaced(masking, is_tracing=lambda tensor=None: tensor is not None and is_tracing(tensor))
+@contextlib.contextmanager
+def _no_masks_from_values() -> Iterator[None]:
+    """Let the masks of transformers depend on which arguments are given, never on their values.
+
+    A capture cannot read values, and a run without a graph must round like a replay. Without a mask, none is built.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("masking_utils", "modeling_attn_mask_utils"):
+            module: Any = sys.modules.get(f"transformers.{name}")
+            if hasattr(module, "is_tracing"):
+                stack.enter_context(replaced(module, is_tracing=lambda tensor=None: tensor is not None))
+        yield
 
 
 def _clean_up_failed_capture(workspace: _GraphWorkspace) -> None:

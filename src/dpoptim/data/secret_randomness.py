@@ -77,11 +77,15 @@ def seed_generators(seed: int) -> None:
 
 def generator_states() -> dict[str, bytes]:
     """The states of the seeded generators by name, to see which ones were used."""
-    of_numpy: Any = np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return host_generators() | {f"torch.cuda {number}": state.numpy().tobytes() for number, state in enumerate(gpus)}
+
+
+def host_generators() -> dict[str, bytes]:
+    """The states of the generators that need no accelerator."""
+    of_numpy: Any = np.random.get_state()
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        **{f"torch.cuda {number}": state.numpy().tobytes() for number, state in enumerate(gpus)},
         "numpy.random": of_numpy[1].tobytes() + repr(of_numpy[2:]).encode(),
         "random": repr(random.getstate()).encode(),
     }
