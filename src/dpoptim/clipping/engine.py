@@ -41,8 +41,8 @@ _ENGINE = "_dpoptim_engine"
 _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on every small module would cost time
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
-_losses_checked: weakref.WeakKeyDictionary[nn.Module, LayerAxes] = weakref.WeakKeyDictionary()
-"""Models whose loss has passed `check_example_independence`, and their layers' axes; engines read it in `attach`."""
+_losses_checked: weakref.WeakKeyDictionary[nn.Module, ModelCheck] = weakref.WeakKeyDictionary()
+"""Models whose loss has passed a check, which engines read in `attach`."""
 
 
 @contextlib.contextmanager
@@ -164,8 +164,9 @@ class Engine:
                 guard = partial(self._refuse_unseen_gradient, self.names[id(parameter)])
                 self._handles.append(parameter.register_hook(guard))
         self._handles += self._watch_calls()
-        self._loss_is_checked = self.model in _losses_checked
-        self._seen.update(_losses_checked.get(self.model, LayerAxes()))
+        self._loss_is_checked = False
+        if (check := _losses_checked.get(self.model)) is not None:
+            self._rely_on(check)
         return previous
 
     def detach(self) -> None:
@@ -224,6 +225,9 @@ class Engine:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_whole = module is self.model
         nested = self._called not in (None, module) and not is_whole  # an interrupted call begins again
+        if ModelCheck.running is not None and is_whole:
+            signature = self._signature(Arguments.of((args, kwargs), type(module).__name__))
+            ModelCheck.running.see_call(self, signature)
         if nested or not self.recording or self.checking:
             return
         if not is_whole and torch._C._current_graph_task_id() != -1:
@@ -262,9 +266,7 @@ class Engine:
         """Check that examples do not mix, once per call signature."""
         if (arguments.examples or 0) < 2:
             return
-        modes = [part.training for part in self._modules]
-        signature = (modes, arguments.structure, arguments.signature())
-        checked = self._checked.setdefault(module, [])
+        signature, checked = self._signature(arguments), self._checked.setdefault(module, [])
         if signature in checked:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -285,10 +287,16 @@ class Engine:
         if is_conclusive:
             checked.append(signature)
 
-    def check_losses(self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool) -> bool:
+    def _signature(self, arguments: Arguments) -> Any:
+        return [part.training for part in self._modules], arguments.structure, arguments.signature()
+
+    def check_losses(
+        self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool, covers_calls: bool = False
+    ) -> bool:
         """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
 
-        This engine relies on the result, and with `lasting` every engine of the model that attaches later.
+        This engine relies on the result, and with `lasting` every engine of the model that attaches later. With
+        `covers_calls`, for the loss that is trained, such calls of the model need no check of their own.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
@@ -308,11 +316,16 @@ class Engine:
         self.buffers.look()
         self.buffers.check(waiting=False)
         if is_conclusive:
-            self._loss_is_checked = True
-            self._seen.update(check.seen)
+            check.calls = check.calls if covers_calls else []
+            self._rely_on(check)
             if lasting:
-                _losses_checked[self.model] = self._seen
+                _losses_checked[self.model] = check
         return is_conclusive
+
+    def _rely_on(self, check: ModelCheck) -> None:
+        self._loss_is_checked = True
+        self._seen.update(check.seen)
+        self._checked.setdefault(self.model, []).extend(check.calls)
 
     def expand_to_batch(self, tensor: Tensor, layer: str, *, has_labels: bool = False) -> Tensor:
         """Return the tensor with the batch as first axis; shared rows are expanded."""

@@ -84,9 +84,19 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
     Traceback (most recent call last):
     dpoptim.validation.example_independence.ExampleMixingError: examples mix: output 0 of loss_fn changes ...
     """
+    _check_losses(model, loss_fn, batch, covers_calls=False)
+
+
+def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
+    """Check the loss that will be trained: calls of the model as in this batch are not checked again."""
+    _check_losses(model, loss_fn, batch, covers_calls=True)
+
+
+def _check_losses(model: nn.Module, loss_fn: LossFunction, batch: Any, *, covers_calls: bool) -> None:
     engine = Engine(model, lambda _: None)
     with _attached(engine):
-        if not engine.check_losses(partial(_losses, model, loss_fn), batch, lasting=True):
+        losses = partial(_losses, model, loss_fn)
+        if not engine.check_losses(losses, batch, lasting=True, covers_calls=covers_calls):
             raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
 
 

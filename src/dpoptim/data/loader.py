@@ -134,7 +134,7 @@ class PrivateLoader:
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""
         if self.lengths is None or self.micro_batch_tokens is None:
-            size = self.micro_batch_size or len(indices) or 1
+            size = self._even_size(len(indices))
             return [indices[start : start + size].tolist() for start in range(0, len(indices), size)]
         positions = cut_by_length(
             self.lengths[indices],
@@ -144,6 +144,12 @@ class PrivateLoader:
             multiple=part_multiple(self.plan.batch_size),
         )
         return [indices[part].tolist() for part in positions]
+
+    def _even_size(self, examples: int) -> int:
+        """The size of as few parts as possible: equal, but for a multiple that keeps the number of shapes small."""
+        most, multiple = self.micro_batch_size or max(examples, 1), part_multiple(self.plan.batch_size)
+        size = -(-examples // max(1, -(-examples // most)))
+        return min(most, -(-max(size, 1) // multiple) * multiple)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint. It contains the key's fingerprint, never the key."""

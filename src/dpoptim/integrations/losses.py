@@ -119,13 +119,13 @@ class BatchLosses:
             )
         if self.task in ("text-classification", "image-classification"):
             return class_losses(logits_of(model(**inputs)), labels, _config(model))
-        places = None
+        places = inputs.pop("places", None)
         if self.task == "causal-lm":
             labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # position t predicts token t + 1
         elif self.task == "seq2seq-lm" and inputs.get("decoder_input_ids") is None:
             inputs["decoder_input_ids"] = _shifted(model, labels)
-        elif self.task == "masked-lm" and self.targets_only:
-            labels, places = _gathered(labels)
+        elif self.task == "masked-lm" and self.targets_only and places is None:
+            labels, places = gathered(labels)
         return _of_tokens(self.task, model, inputs, labels, places, self.targets_only).losses
 
 
@@ -217,9 +217,12 @@ def _shifted(model: nn.Module, labels: Tensor) -> Any:
     return shift(labels=labels)
 
 
-def _gathered(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer."""
+def gathered(labels: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer.
+
+    The second axis is rounded up to a `multiple`, within the width of the labels.
+    """
     is_target = labels != IGNORED
-    most = max(1, int(is_target.sum(1).max()))
+    most = min(-(-max(1, int(is_target.sum(1).max())) // multiple) * multiple, labels.shape[1])
     places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]
     return labels.gather(1, places), places

@@ -107,6 +107,7 @@ class ModelCheck:
     def __init__(self, owner: object, buffers: StateChangeGuard, *, allow_mixing: bool) -> None:
         self.owner, self.buffers, self.allow_mixing = owner, buffers, allow_mixing
         self.seen, self.has_gradients = LayerAxes(), False
+        self.calls: list[Any] = []  # signatures of the calls of the whole model
         self._gradients: Gradients = []
         self._runs: list[tuple[int, list[LayerShapes]]] = []  # the number of examples, and what the layers got
 
@@ -144,6 +145,11 @@ class ModelCheck:
     def _take(self) -> Gradients:
         taken, self._gradients = self._gradients, []
         return taken
+
+    def see_call(self, owner: object, signature: Any) -> None:
+        """Record a call of the whole model."""
+        if owner is self.owner and signature not in self.calls:
+            self.calls.append(signature)
 
     def see(self, owner: object, layer: str, module: nn.Module, args: Any) -> None:
         """Record a call of a layer."""

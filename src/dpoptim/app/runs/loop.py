@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim.app.data.examples import Batch
 from dpoptim.app.progress import StepTimes, two_digits
 from dpoptim.app.recipes.defaults import learning_rate_at, optimizer_of
 from dpoptim.app.runs.metrics import Diagnostics
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data import private_loader
+from dpoptim.data.lengths import part_multiple
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
@@ -44,6 +46,8 @@ class Loop:
             prepared.dataset, setup.plan, key=key, bucket=prepared.bucket, collate_fn=prepared.collate,
             pin_memory=setup.device.type == "cuda", digest=digest, **cut,
         )  # fmt: skip
+        rows = part_multiple(setup.plan.batch_size)
+        self._differentiate = self._optimizer.captured(self._losses, pad_to_multiple=rows)
         self._diagnostics = Diagnostics(self._optimizer)
         self.spent = EpsilonSpent(self.plan)
         self._times = StepTimes(over=recipe.log_every)
@@ -101,11 +105,9 @@ class Loop:
                 if is_logged:
                     self._diagnostics.before()
                 counted = copy.copy(optimizer.mechanism.counts_not_private) if is_logged and recipe.debug else None
-            with self._setup.precision():
-                loss = self._setup.prepared.loss_per_example(self._setup.model, batch)
-            loss.sum().backward()
+            loss = self._differentiate(batch)
             if recipe.debug:
-                losses.append(loss.detach())
+                losses.append(loss)
             optimizer.step()
             opens = loader.step_ends
             if opens:
@@ -122,6 +124,10 @@ class Loop:
                 entry["seconds"] = seconds
                 entry["examples_per_second"] = two_digits(self.plan.batch_size / seconds) if seconds else None
                 yield entry
+
+    def _losses(self, batch: Batch) -> Tensor:
+        with self._setup.precision():
+            return self._setup.prepared.loss_per_example(self._setup.model, batch)
 
     def _not_private(self, losses: list[Tensor], before: Any) -> dict[str, Any]:
         """Values of the step's own examples; `before` are the counts before the step."""

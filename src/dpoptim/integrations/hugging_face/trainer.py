@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from dpoptim.clipping import Released, check_example_independence
+from dpoptim.clipping import Captured, Released, check_training_loss
 from dpoptim.data import PrivateLoader, fingerprint_records, private_loader
+from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
+from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
@@ -101,6 +104,8 @@ class PrivateTrainer(transformers.Trainer):
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
         self._held_out: list[Any] = []  # datasets that have passed the check
         self._steps: StepLoader | None = None
+        self._shapes: Callable[[Any], Any] = lambda batch: batch
+        self._captured: Captured | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
         self._ledger: StepLedger | None = None
@@ -175,8 +180,11 @@ class PrivateTrainer(transformers.Trainer):
         check_padding(self.model, self.loss_per_example, batch, records)
         self.model.train()
         with state_restored(self.model):
-            given = batch(copy.deepcopy(records))
-            check_example_independence(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
+            given = collate(copy.deepcopy(records))
+            if self.args.device.type == "cuda":
+                self._shapes = BatchShapes(self.model, self.loss_per_example, _width(given))
+            given = self._prepare_inputs(self._shapes(given))
+            check_training_loss(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
 
     def _used_columns(self, dataset: Any) -> Any:
         return self._remove_unused_columns(dataset) if hasattr(dataset, "remove_columns") else dataset
@@ -255,8 +263,7 @@ class PrivateTrainer(transformers.Trainer):
         seed_for_step(self.private_optimizer)
         shown, examples = torch.zeros((), device=self.args.device), 0
         for part in inputs:
-            losses = self._losses(model, self._prepare_inputs(part))
-            self.accelerator.backward(losses.sum())
+            losses = self._differentiate(model, self._shapes(part))
             if self.privacy.debug_loss:
                 shown, examples = shown + losses.detach().sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
@@ -264,8 +271,20 @@ class PrivateTrainer(transformers.Trainer):
         seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
 
+    def _differentiate(self, model: nn.Module, batch: Any) -> Tensor:
+        """Run the backward of a micro-batch, as a CUDA graph if possible; return its losses."""
+        if not has_rows(batch):
+            losses = self._losses(model, self._prepare_inputs(batch))
+            self.accelerator.backward(losses.sum())
+            return losses
+        if self._captured is None:
+            assert self.private_optimizer is not None
+            rows = part_multiple(self.plan.batch_size)
+            self._captured = self.private_optimizer.captured(partial(self._losses, model), pad_to_multiple=rows)
+        return self._captured(dict(batch) if isinstance(batch, Mapping) else batch)
+
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), without_packing(batch):
             losses = self.loss_per_example(model, batch)
         if losses.ndim != 1:
             raise ValueError(
@@ -326,7 +345,7 @@ class PrivateTrainer(transformers.Trainer):
             if self.private_optimizer is not None:
                 self.private_optimizer.detach()
                 if not ready and self.private_optimizer.mechanism.step == 0:  # train() may be called again
-                    self.optimizer = self.private_optimizer = self._secrets = None
+                    self.optimizer = self.private_optimizer = self._secrets = self._captured = None
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: each trial would spend its own ε."""
@@ -396,6 +415,11 @@ class PrivateTrainer(transformers.Trainer):
         assert self.private_optimizer is not None
         self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
+
+
+def _width(batch: Any) -> int | None:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
 
 
 class StepLoader:

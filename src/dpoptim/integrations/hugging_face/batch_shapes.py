@@ -1,0 +1,88 @@
+"""Give the batches of a collator few shapes, so that each shape can run as a CUDA graph.
+
+Everything here runs on the host, before a batch is sent to the device, and changes no loss: padding is masked and has
+no targets, a mask of ones is the same as none, and the places of targets are where the labels are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpoptim.clipping.layers.hugging_face.rewritten import replaced
+from dpoptim.integrations.losses import BatchLosses, gathered
+from dpoptim.integrations.token_losses import IGNORED, without_peft
+
+_WIDTHS = 8  # the padded widths of a run
+_TARGETS = 16  # masked language models: the number of targets is rounded up to a multiple of this
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
+
+
+def has_rows(batch: Any) -> bool:
+    """Whether all tensors of a batch have the examples on their first axis."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(tensor.ndim and len(tensor) == len(tensors[0]) for tensor in tensors)
+
+
+@contextlib.contextmanager
+def without_packing(batch: Any) -> Iterator[None]:
+    """Keep transformers from looking for packed texts in positions that the model counts itself: it would wait."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    has_positions = isinstance(batch, Mapping) and "position_ids" in batch
+    if has_positions or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+    else:
+        with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
+            yield
+
+
+class BatchShapes:
+    """Prepares the batches of a run for graphs.
+
+    Args:
+        model: A Hugging Face model.
+        losses: The loss of each example.
+        longest: The width of the longest record; no batch is padded beyond it.
+    """
+
+    def __init__(self, model: Any, losses: Any, longest: int | None) -> None:
+        inner = without_peft(model)
+        pad_id = getattr(getattr(inner, "config", None), "pad_token_id", None)
+        self._padding = {**_PADDING, "input_ids": pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0}
+        mask = inspect.signature(type(inner).forward).parameters.get("attention_mask")
+        self._mask_is_optional = mask is not None and mask.default is None
+        self._gathers = isinstance(losses, BatchLosses) and losses.task == "masked-lm" and losses.targets_only
+        self._longest = longest
+
+    def __call__(self, batch: Any) -> Any:
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+            return batch
+        inputs = self._padded(dict(batch))
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        if self._mask_is_optional and isinstance(mask, Tensor) and bool((mask == 1).all()):
+            del inputs["attention_mask"]
+        if self._gathers and isinstance(labels, Tensor):
+            inputs["labels"], inputs["places"] = gathered(labels, multiple=_TARGETS)
+        return inputs
+
+    def _padded(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Pad everything of the width of the tokens, if it is known how and a mask hides the padding."""
+        shape = inputs["input_ids"].shape
+        if self._longest is None or len(shape) != 2 or shape[1] >= self._longest or "attention_mask" not in inputs:
+            return inputs
+        alike = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.shape[1:2] == shape[1:]}
+        if not alike <= self._padding.keys() or any(inputs[name].shape != shape for name in alike):
+            return inputs
+        step = -(-self._longest // _WIDTHS)
+        width = min(-(-shape[1] // step) * step, self._longest)
+        for name in alike:
+            wide = inputs[name].new_full((shape[0], width), self._padding[name])
+            wide[:, : shape[1]] = inputs[name]
+            inputs[name] = wide
+        return inputs
