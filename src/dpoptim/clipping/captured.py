@@ -161,7 +161,7 @@ class Captured:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
         bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
-        self._workspace.copy_scale(bounds)
+        self._workspace.copy_scale()
         shape.batch.fill(batch)
         shape.real[: batch.examples], shape.real[batch.examples :] = True, False
         try:
@@ -212,20 +212,18 @@ class _GraphWorkspace:
         self._clipped = sums
         self.sums = FlatTensors(sums.parameters)
         self.scale: FlatTensors | None = None
-        self._copied: Hashable = None
         self.memory: Any = None
         self.stream: Any = None
 
-    def copy_scale(self, bounds: Hashable) -> None:
-        """Copy the current scale, unless its copy has the same bounds, to the address that graphs read."""
+    def copy_scale(self) -> None:
+        """Copy the current scale to the address that graphs read."""
         scale = self._clipped.scale
-        if scale is None or bounds == self._copied:
+        if scale is None:
             return
         if self.scale is None:
             self.scale = FlatTensors(self._clipped.parameters)
         for names, vector in zip(self.scale.names, self.scale.vectors, strict=True):
             vector.copy_(flatten([scale[name] for name in names], vector.dtype))
-        self._copied = bounds
 
 
 class _RunsModelDifferently(ValueError):
