@@ -297,8 +297,7 @@ def _graph_of(run: Callable[[], None], workspace: _GraphWorkspace) -> Callable[[
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         run()
     torch.cuda.synchronize()
-    if torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
-        torch.cuda.empty_cache()  # a graph has its own memory, and torch frees none during a capture
+    torch.cuda.empty_cache()  # a graph has its own memory, and torch frees none during a capture
     with torch.cuda.stream(workspace.stream):
         try:
             # Relaxed, because tables are written to pinned memory that is allocated during the capture.

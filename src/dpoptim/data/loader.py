@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 from torch import Tensor
@@ -134,8 +135,10 @@ class PrivateLoader:
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""
         if self.lengths is None or self.micro_batch_tokens is None:
-            size = self._even_size(len(indices))
-            return [indices[start : start + size].tolist() for start in range(0, len(indices), size)]
+            if self.micro_batch_size is None or not len(indices):
+                return [indices.tolist()] if len(indices) else []
+            parts = -(-len(indices) // self.micro_batch_size)
+            return [part.tolist() for part in np.array_split(indices, parts)]  # even parts have few shapes
         positions = cut_by_length(
             self.lengths[indices],
             max_tokens=self.micro_batch_tokens,
@@ -144,12 +147,6 @@ class PrivateLoader:
             multiple=part_multiple(self.plan.batch_size),
         )
         return [indices[part].tolist() for part in positions]
-
-    def _even_size(self, examples: int) -> int:
-        """The size of as few parts as possible: equal, but for a multiple that keeps the number of shapes small."""
-        most, multiple = self.micro_batch_size or max(examples, 1), part_multiple(self.plan.batch_size)
-        size = -(-examples // max(1, -(-examples // most)))
-        return min(most, -(-max(size, 1) // multiple) * multiple)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint. It contains the key's fingerprint, never the key."""
