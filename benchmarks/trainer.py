@@ -4,6 +4,7 @@
     python benchmarks/trainer.py --only trainer --profile    # also show where the host's time goes
     python benchmarks/trainer.py --only 1.2B --ways off,scaled --repeats 10
     python benchmarks/trainer.py --json FILE --write FILE    # results, and markdown tables
+    python benchmarks/trainer.py --only 8B --append --json FILE   # add cases to results of the same commit and machine
     python benchmarks/trainer.py --from FILE --write FILE    # redo the tables of earlier results
 
 Cases named "trainer" run the same model, data and TrainingArguments, with bf16 and otherwise the defaults, in two ways:
@@ -492,6 +493,16 @@ def read(file: Path) -> dict[str, Any]:
     return record
 
 
+def cases_to_keep(record: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    """Return the cases of an earlier file; raise ValueError if they were measured in a different setting."""
+    earlier = read(file)
+    for key in ("commit", "machine", "versions", "repeats"):
+        if earlier[key] != record[key]:
+            raise ValueError(f"{file} has {key} {earlier[key]}, not {record[key]}. Write to a new file.")
+    kept: list[dict[str, Any]] = earlier["cases"]
+    return kept
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(parser)
@@ -507,6 +518,7 @@ def main() -> int:
         help="timed steps, or blocks of steps of a trainer (default: 20)",
     )
     parser.add_argument("--profile", action="store_true", help="also profile PrivateTrainer, and show the profiles")
+    parser.add_argument("--append", action="store_true", help="keep the other cases of the --json file")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     add_json(parser)
     add_write(parser)
@@ -534,11 +546,19 @@ def main() -> int:
         if all(missing_packages(case.needs) for case, _ in chosen):
             require_packages(parser, *dict.fromkeys(name for case, _ in chosen for name in case.needs))
         record = setting(options.device, options.commit) | {"repeats": options.repeats, "cases": []}
+        if options.append:
+            if not options.json:
+                parser.error("--append needs --json")
+            with one_line_errors(parser):
+                record["cases"] = cases_to_keep(record, options.json) if options.json.exists() else []
+    order = [case.name for case, _ in cases(options.device)]
     for case, ways in chosen:
         if missing := missing_packages(case.needs):
             report(f"skipping {case.name}, which needs {with_pip(missing)}")
             continue
-        record["cases"].append(measured(case, ways, options.repeats, options.profile))
+        others = [done for done in record["cases"] if done["name"] != case.name]
+        new = measured(case, ways, options.repeats, options.profile)
+        record["cases"] = sorted([*others, new], key=lambda done: order.index(done["name"]))
         if options.json:
             save(record, options.json)
     show(record, Console(width=None if Console().is_terminal else 200), profile=options.profile)

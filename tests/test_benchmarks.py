@@ -66,6 +66,22 @@ def test_loops_are_timed(trainer, monkeypatch, tmp_path):
     assert all("scaled/plain" in ratios for ratios in found.values())
 
 
+def test_cases_are_added_to_results_of_the_same_setting(trainer, monkeypatch, tmp_path, capsys):
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(trainer, "measured", lambda case, ways, repeats, profile: fake_case(case.name, ways))
+    for only in ("llama tiny lora", "gpt-2", "gpt-2"):
+        run(trainer, monkeypatch, "--only", only, "--append", "--json", record)
+    names = [case["name"] for case in json.loads(record.read_text())["cases"]]
+    assert names == ["GPT-2 tiny trainer 4x2x16", "Llama tiny LoRA 4x16", "Llama tiny LoRA checkpointed 4x16"]
+    with pytest.raises(SystemExit):
+        run(trainer, monkeypatch, "--only", "bert", "--append", "--json", record, "--commit", "abc")
+    assert "not abc. Write to a new file." in capsys.readouterr().err
+
+
+def fake_case(name: str, ways: list[str]) -> dict[str, Any]:
+    return {"name": name, "kind": "loop", "ways": {way: {"ms": 1.0} for way in ways}, "ratios": {}}
+
+
 def test_steps_of_the_warm_up_are_not_timed(trainer, monkeypatch):
     case = trainer.TrainerCase(
         model_name="none", device="cpu", model=None, sizes=(1, 1, 1), vocabulary=2, warm=3, block=2
