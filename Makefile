@@ -50,6 +50,7 @@ bench: $(VENV)/.dev
 bench-all: $(VENV)/.dev
 	@$(BIN)/python benchmarks/steps.py --json benchmarks/results/steps.json --write benchmarks/steps.md
 	@$(BIN)/python benchmarks/picture.py benchmarks/results/steps.json -o docs/images/speed.png
+	@$(BIN)/python benchmarks/trainer.py --profile --json benchmarks/results/trainer.json --write benchmarks/trainer.md
 	@$(BIN)/python benchmarks/noise.py --write benchmarks/noise.md
 	@$(BIN)/python benchmarks/growth.py --json benchmarks/results/growth.json --plot docs/images/growth.png
 	@$(BIN)/python benchmarks/small.py --separate --json benchmarks/results/small.json --write benchmarks/small.md

@@ -1,8 +1,8 @@
 """Models, batches and losses of the benchmarks.
 
-The models are Hugging Face's BERT, GPT-2 and ViT, and a ResNet-50 with GroupNorm. Opacus rejects the first three or
-measures wrong norms (tied weights, bare parameters, position ids without the batch axis, GPT-2's Conv1D). It trains
-`Substitute` instead: the same sizes, untied, in layers that it supports.
+The models are Hugging Face's BERT, GPT-2, Llama and ViT, and a ResNet-50 with GroupNorm. Opacus rejects BERT, GPT-2 and
+ViT or measures wrong norms (tied weights, bare parameters, position ids without the batch axis, GPT-2's Conv1D). It
+trains `Substitute` instead: the same sizes, untied, in layers that it supports. Llama is not compared with Opacus.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpoptim
+from dpoptim.integrations.losses import BatchLosses
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[Any, Batch], Tensor]
@@ -28,7 +29,7 @@ class Case:
     Attributes:
         plain_loss: The usual loss, from stored logits.
         loss: The same with dpoptim's fused cross-entropy.
-        peer_model, peer_loss: The model that Opacus trains.
+        peer_model, peer_loss: The model that Opacus trains; None where Opacus is not compared.
         compiled_micro_batch: The examples per compiled call; None for all.
         together: Whether all methods fit into memory at the same time.
         note: How the model of Opacus differs.
@@ -42,8 +43,8 @@ class Case:
     batch: Callable[[], Batch]
     plain_loss: Loss
     loss: Loss
-    peer_model: Callable[[], nn.Module]
-    peer_loss: Loss
+    peer_model: Callable[[], nn.Module] | None = None
+    peer_loss: Loss | None = None
     compiled_micro_batch: int | None = None
     together: bool = True
     note: str = ""
@@ -248,6 +249,50 @@ def gpt2(device: str, examples: int, positions: int, *, lora: bool = False) -> C
         peer_model=lambda: Substitute("gpt2", **sizes, lora=16 if lora else 0),
         peer_loss=peer_text_loss,
         note="Linear for Conv1D" if lora else "untied",
+        needs=("transformers", "peft") if lora else ("transformers",),
+    )
+
+
+LLAMAS = {  # 1,213,302,784 and 8,030,261,248 parameters; the second has the sizes of Llama 3
+    "1.2B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 32000},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128},
+}
+
+
+def llama(
+    device: str, size: str, examples: int, positions: int, *, lora: bool = False, checkpointed: bool = False
+) -> Case:
+    """Return a Llama that predicts the next token; "plain" uses the loss that the model itself computes."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    fused = BatchLosses(task="causal-lm", targets_only=True)  # what PrivateTrainer chooses for this model
+
+    def model() -> nn.Module:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, **LLAMAS[size])
+        with torch.device(device):  # on a CPU, making billions of weights takes minutes
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            if checkpointed:
+                made.gradient_checkpointing_enable({"use_reentrant": False})
+            if lora:
+                from peft import LoraConfig, get_peft_model
+
+                made = get_peft_model(made, LoraConfig(r=16, task_type="CAUSAL_LM"))
+        return made.train()
+
+    def batch() -> Batch:
+        return (torch.randint(0, LLAMAS[size]["vocab_size"], (examples, positions), generator=seeded()).to(device),)
+
+    kind = f"Llama {size}" + (" LoRA" if lora else "") + (" checkpointed" if checkpointed else "")
+    return Case(
+        name=f"{kind} {examples}x{positions}",
+        device=device,
+        dtype=dtype,
+        model=model,
+        batch=batch,
+        plain_loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0], use_cache=False).loss,
+        loss=lambda model, batch: fused(model, {"input_ids": batch[0], "labels": batch[0]}),
         needs=("transformers", "peft") if lora else ("transformers",),
     )
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from experiments import provenance
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "opacus")
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "opacus")
 WAYS = ("plain", "compiled", "off", "flat", "scaled", "captured", "opacus", "opacus ghost")
 PEERS = ("opacus", "opacus ghost")
 RATIOS = (
@@ -23,7 +23,7 @@ RATIOS = (
 )  # fmt: skip
 SETTING = ("date", "commit", "machine", "versions")
 CASE = ("name", "note", "together", "compiled_micro_batch", "ways")
-Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb"} or {"error"}
+Found = dict[str, dict[str, Any]]  # way: {"ms", "low_ms", "high_ms", "gb", ...} or {"error"}
 
 
 def setting(device: str, commit: str | None = None) -> dict[str, Any]:
@@ -88,7 +88,11 @@ def spelled(name: str) -> str:
 
     >>> spelled("GPT-2 32x1024 LoRA r=16"), spelled("ViT-B/16 256")
     ('GPT-2 LoRA r=16, 32 texts × 1024 tokens', 'ViT-B/16, 256 images')
+    >>> spelled("GPT-2 trainer 16x4x512")
+    'GPT-2 trainer, 16 × 4 texts × 512 tokens'
     """
+    if found := re.fullmatch(r"(.+) (\d+)x(\d+)x(\d+)", name):
+        return "{}, {} × {} texts × {} tokens".format(*found.groups())
     if found := re.fullmatch(r"(.+) (\d+)x(\d+)(.*)", name):
         model, examples, tokens, rest = found.groups()
         return f"{model}{rest}, {examples} texts × {tokens} tokens"

@@ -164,6 +164,14 @@ def measured(case: Case, ways: Sequence[str], repeats: int, progress: Progress) 
     return found
 
 
+def peaks(allocated: int = 0, reserved: int = 0) -> dict[str, float]:
+    """Return the peak memory in GiB above what was there before: of tensors, and of all that PyTorch reserved."""
+    return {
+        "gb": (torch.cuda.max_memory_allocated() - allocated) / 2**30,
+        "reserved_gb": (torch.cuda.max_memory_reserved() - reserved) / 2**30,
+    }
+
+
 def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress) -> Found:
     """Measure each run, a (case, method) pair; all of them take turns in every round."""
     found: Found = {}
@@ -175,14 +183,14 @@ def timed(runs: Mapping[str, tuple[Case, str]], repeats: int, progress: Progress
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if cuda else 0
+        before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
         try:
             step = steps_of(case, way)
             for _ in range(3):
                 step()
             wait()
             running[name] = step
-            found[name] = {"gb": (torch.cuda.max_memory_allocated() - before) / 2**30} if cuda else {}
+            found[name] = peaks(*before) if cuda else {}
         except Exception as error:
             found[name] = {"error": first_words(error)}
         progress(f"{case.name}, {way}: {found[name].get('error', 'warm')}")

@@ -1,0 +1,138 @@
+"""benchmarks/trainer.py runs on tiny models, times what it should, and writes a table that it can read again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the script as a module that starts no new process."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    module: Any = importlib.import_module("trainer")
+
+    def in_this_process(case: Any, way: str, *, profile: bool) -> dict[str, Any]:
+        return module.profiles(case, way) if profile else module.start(case, way)
+
+    monkeypatch.setattr(module, "in_new_process", in_this_process)
+    yield module
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["trainer.py", "--device", "cpu", *map(str, arguments)])
+    status: int = trainer.main()
+    return status
+
+
+def test_trainers_are_timed_and_profiled(trainer, monkeypatch, tmp_path):
+    record, table, again = tmp_path / "trainer.json", tmp_path / "trainer.md", tmp_path / "again.md"
+    options = ["--only", "bert tiny", "--repeats", 2, "--profile", "--json", record, "--write", table]
+    assert run(trainer, monkeypatch, *options) == 0
+    (case,) = json.loads(record.read_text())["cases"]
+    assert list(case["ways"]) == ["stock", "private"]
+    for found in case["ways"].values():
+        assert found["first_s"] > 0
+        assert found["low_ms"] <= found["ms"] <= found["high_ms"]
+    assert case["ratios"]["private/stock"] == case["ways"]["private"]["ms"] / case["ways"]["stock"]["ms"]
+    for when in ("first step", "steady step"):
+        host = case["host"][when]
+        assert all(host["groups"][group] > 0 for group in ("dpoptim", "torch", "transformers", "other"))
+        assert len(host["rows"]) == trainer.TOP
+    assert run(trainer, monkeypatch, "--from", record, "--write", again) == 0
+    assert again.read_text() == table.read_text()
+    assert "| BERT tiny trainer, 4 × 2 texts × 16 tokens |" in table.read_text()
+
+
+def test_loops_are_timed(trainer, monkeypatch, tmp_path):
+    record = tmp_path / "loops.json"
+    assert run(trainer, monkeypatch, "--only", "llama", "--ways", "plain,scaled", "--repeats", 2, "--json", record) == 0
+    found = {case["name"]: case["ratios"] for case in json.loads(record.read_text())["cases"]}
+    kinds = ("", " checkpointed", " LoRA", " LoRA checkpointed")
+    assert list(found) == [f"Llama tiny{kind} 4x16" for kind in kinds]
+    assert all("scaled/plain" in ratios for ratios in found.values())
+
+
+def test_cases_are_added_to_results_of_the_same_setting(trainer, monkeypatch, tmp_path, capsys):
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(trainer, "measured", lambda case, ways, repeats, profile: fake_case(case.name, ways))
+    for only in ("llama tiny lora", "gpt-2", "gpt-2"):
+        run(trainer, monkeypatch, "--only", only, "--append", "--json", record)
+    names = [case["name"] for case in json.loads(record.read_text())["cases"]]
+    assert names == ["GPT-2 tiny trainer 4x2x16", "Llama tiny LoRA 4x16", "Llama tiny LoRA checkpointed 4x16"]
+    with pytest.raises(SystemExit):
+        run(trainer, monkeypatch, "--only", "bert", "--append", "--json", record, "--commit", "abc")
+    assert "not abc. Write to a new file." in capsys.readouterr().err
+
+
+def fake_case(name: str, ways: list[str]) -> dict[str, Any]:
+    return {"name": name, "kind": "loop", "ways": {way: {"ms": 1.0} for way in ways}, "ratios": {}}
+
+
+def test_steps_of_the_warm_up_are_not_timed(trainer, monkeypatch):
+    case = trainer.TrainerCase(
+        model_name="none", device="cpu", model=None, sizes=(1, 1, 1), vocabulary=2, warm=3, block=2
+    )
+    now = 0.0
+
+    def train(case: Any, way: str, steps: int, after_step: Callable[[int], None]) -> None:
+        nonlocal now
+        for step in range(1, steps + 1):
+            now += 100.0 if step <= 3 else {"stock": 1.0, "private": 2.0}[way]
+            after_step(step)
+
+    monkeypatch.setattr(trainer, "train", train)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    found = trainer.steady(case, ["stock", "private"], 4, lambda line: None)
+    assert found["stock"] == {"ms": 1e3, "low_ms": 1e3, "high_ms": 1e3}
+    assert found["private"]["ms"] == 2e3
+
+
+def test_a_method_that_fails_keeps_the_others(trainer, monkeypatch):
+    def train(case: Any, way: str, steps: int, after_step: Callable[[int], None]) -> None:
+        if way == "private":
+            raise RuntimeError("no memory left")
+        for step in range(1, steps + 1):
+            after_step(step)
+
+    monkeypatch.setattr(trainer, "train", train)
+    found = trainer.steady(trainer.cases("cpu")[0][0], ["private", "stock"], 2, lambda line: None)
+    assert found["private"] == {"error": "RuntimeError: no memory left"}
+    assert "ms" in found["stock"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "gpt-5"], "no case matches --only gpt-5; choose from GPT-2 tiny trainer 4x2x16; "),
+        (["--ways", "stock,fast"], "unknown method 'fast' in --ways; choose from stock, "),
+        (["--only", "llama", "--ways", "stock"], "no case that matches --only llama has the methods stock"),
+        (["--from", __file__], "is not JSON"),
+    ],
+)
+def test_wrong_options_are_one_line_errors(trainer, monkeypatch, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(trainer, monkeypatch, *options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_new_process_measures_the_first_step(trainer, monkeypatch):
+    monkeypatch.undo()  # the real `in_new_process`
+    found = trainer.in_new_process(trainer.cases("cpu")[0][0], "private", profile=False)
+    assert found["first_s"] > 0
+    assert found["constructed_s"] > 0
