@@ -42,7 +42,7 @@ def test_the_first_batch_does_not_fit(tmp_path, monkeypatch, capsys):
     assert line.startswith("dpoptim: Out of memory while clipping. Known use: parameters ")
     assert "What to change first: --micro-batch-tokens 4096 (the guarantee and the expected batch of 16 stay" in line
     assert "in a new run, --lora-rank 16" in line
-    assert "0 steps have been released, and nothing of step 1." in line
+    assert "Nothing of step 1 has been released." in line
     assert line.endswith("Step 0 is saved. Resume with: dpoptim train --resume run --micro-batch-tokens 4096")
     assert log_of(tmp_path / "run")[-1]["reason"] == "error: OutOfMemoryError"
     monkeypatch.undo()
@@ -61,7 +61,7 @@ def test_a_late_failure_loses_no_step(owner, name, call, tmp_path, monkeypatch):
         train(recipe, tmp_path / "run")
     step = int(checkpoints(tmp_path / "run" / "checkpoints")[-1].name[-2:])
     assert 10 < step < 15
-    assert f"{step} steps have been released, and nothing of step {step + 1}." in failed.value.__notes__[0]
+    assert f"Nothing of step {step + 1} has been released." in failed.value.__notes__[0]
     assert f"Step {step} is saved." in failed.value.__notes__[-1]
     assert resume(tmp_path / "run", micro_batch_size=4)["reason"] == "finished"
     steps = [entry["step"] for entry in log_of(tmp_path / "run") if entry["kind"] == "step"]

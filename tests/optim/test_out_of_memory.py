@@ -77,8 +77,8 @@ def test_a_failed_part_is_taken_again_in_smaller_parts(error, monkeypatch):
         "stay the same).",
         "If that is not enough: create the optimizer with clipping_memory=0 (saves up to 67.1 MB, clips more slowly); "
         "train only LoRA factors.",
-        "1 steps have been released, and nothing of step 2. Smaller batches round differently and cannot repeat a "
-        "released step, so resume from a checkpoint of step 1.",
+        "Nothing of step 2 has been released. Smaller batches round differently and cannot repeat a released step, so "
+        "resume from a checkpoint of step 1.",
     ]
     losses(model, next(batches)).sum().backward()
     with pytest.raises(ValueError, match=r"an earlier part of this batch failed.*start_step=1"):

@@ -90,7 +90,7 @@ def advice(optimizer: PrivateOptimizer, doing: str) -> str:
     else:
         stays = f"the guarantee and the expected batch of {batch} stay the same"
         changes = [smaller and f"{smaller} ({stays})", clipping, noise, remedies.fewer_parameters]
-        state = f"{step} steps have been released, and nothing of step {step + 1}."
+        state = f"Nothing of step {step + 1} has been released."
         if step and smaller:
             state += (
                 " Smaller batches round differently and cannot repeat a released step, so resume from a checkpoint of "

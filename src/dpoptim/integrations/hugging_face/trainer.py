@@ -322,7 +322,7 @@ class PrivateTrainer(transformers.Trainer):
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         except Exception as error:
-            if self.private_optimizer is not None:
+            if self.private_optimizer is not None and self.model.training:  # not in an evaluation
                 add_advice(error, self.private_optimizer, RUNNING)
             raise
         finally:
