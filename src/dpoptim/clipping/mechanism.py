@@ -96,6 +96,7 @@ class PrivateMechanism:
         self._external_batches = external_batches
         self.needs_loader = False  # refuse batches that no private_loader drew
         self.loader_key_fingerprint: str | None = None
+        self.part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a physical batch
         self._has_loader = False
         self._batch_is_open = False
         self._at_last_ticket = 0  # examples counted up to then
@@ -168,7 +169,7 @@ class PrivateMechanism:
             if saved != own and ratio(saved) > (1 + 1e-6) * ratio(own):
                 raise ValueError(f"the state's {stream} strategy has a larger sensitivity than the plan accounts for")
         self._drop(everything=True)
-        self._batch_is_open = self._has_loader = False
+        self._has_loader = False
         batch_handshake.bind(self._drawn_for, self)
         self.step = step
         self._set_strategies(strategies)
@@ -205,7 +206,11 @@ class PrivateMechanism:
             self._begin_ticket(ticket)
         elif not self._external_batches:
             self._check_without_ticket()
-        self._sums.engine.flush()
+        try:
+            self._sums.engine.flush()
+        except BaseException:  # the rest of the batch is refused
+            self._drop(everything=True)
+            raise
         examples = self._sums.examples
         arrived, self._at_last_ticket = examples - self._at_last_ticket, examples
         if ticket is None:
@@ -231,7 +236,12 @@ class PrivateMechanism:
                 "the batches are drawn with a key or run_id that is not the run's. Load the state_dict of the run's "
                 "loader, or pass its private_loader(key=..., run_id=...)"
             )
-        self.loader_key_fingerprint = ticket.key_fingerprint
+        self.loader_key_fingerprint, self.part_limit = ticket.key_fingerprint, ticket.part_limit
+        if not ticket.opens_batch and not self._batch_is_open:
+            self._refuse_batch(
+                "an earlier part of this batch failed, so the rest cannot count. Create the loader with its own key, "
+                f"run_id and start_step={self.step}"
+            )
         if ticket.is_placeholder:
             self._drop(everything=True)
         elif ticket.opens_batch and self._batch_is_open:  # the loop abandoned a logical batch
@@ -260,11 +270,11 @@ class PrivateMechanism:
         if everything:
             self._sums.engine.discard()
         self._sums.clear_sums()
+        self._batch_is_open = False
         self._at_last_release = self._at_last_ticket = self._sums.examples
 
     def _refuse_batch(self, why: str) -> NoReturn:
         self._drop(everything=True)
-        self._batch_is_open = False
         raise ValueError(why)
 
     def _check_ready(self) -> None:
@@ -317,7 +327,7 @@ class PrivateMechanism:
             return
         self._nonfinite_reported = True
         line = "an example's gradient was not finite and was left out; counts_not_private counts such examples"
-        warnings.warn(line, RuntimeWarning, stacklevel=6)
+        warnings.warn(line, RuntimeWarning, stacklevel=7)
 
     def _square(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> FlatTensors | None:
         batch_size = self.plan.batch_size

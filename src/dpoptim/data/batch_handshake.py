@@ -23,6 +23,7 @@ class Ticket:
     is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
     opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped
     closes_batch: bool  # the last of its step; noise is added and the update is made
+    part_limit: tuple[str, int] | None = None  # the loader's public setting that bounds a part, and its value
 
 
 @dataclass(frozen=True)

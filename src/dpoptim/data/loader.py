@@ -129,8 +129,14 @@ class PrivateLoader:
                 is_placeholder=not parts,
                 opens_batch=number == 0,
                 closes_batch=number >= len(parts) - 1,
+                part_limit=self._part_limit,
             )
             yield part, ticket
+
+    @property
+    def _part_limit(self) -> tuple[str, int] | None:
+        limits = {"micro_batch_tokens": self.micro_batch_tokens, "micro_batch_size": self.micro_batch_size}
+        return next(((name, limit) for name, limit in limits.items() if limit is not None), None)
 
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""

@@ -25,8 +25,8 @@ def require(module: str, purpose: str) -> Any:
         raise ValueError(f"{purpose} needs the package {package}; run: pip install {source}") from error
 
 
-def first_line(error: BaseException, *, most: int = 200) -> str:
-    """The first line of an error's message, cut to `most` characters; the error's type if the message is empty."""
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, cut to 200 characters; the error's type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= 200 else text[:199] + "…"

@@ -8,8 +8,7 @@ One hook gathers the encoder's output at the targets, another takes out the inpu
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from dpoptim.clipping import linear_cross_entropy
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.generic import generic
+from dpoptim.validation.eval_mode import in_eval_mode
 
 IGNORED = -100
 """The label of a position where nothing is predicted."""
@@ -57,19 +57,6 @@ def logits_of(output: Any) -> Tensor:
 def without_peft(model: Any) -> Any:
     """The model inside the wrapper of peft, with its LoRA layers; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients, then restore the mode of each module."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def can_read_targets(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, ParameterBundle
 from dpoptim.optim.geometries import Flat, Geometry
+from dpoptim.optim.out_of_memory import CLIPPING, UPDATING, Remedies, advising
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
 from dpoptim.privacy import Gradient, PrivacyPlan, Release
@@ -53,6 +54,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Attributes:
         observers: Functions called in every step with what was released, before the parameters move. They must not
             change it. At that moment `mechanism.scale` is still the scale of the step.
+        remedies: What an out-of-memory error in `step()` recommends.
 
     Raises:
         ValueError: If an argument has the wrong type or is out of range, or if a trainable parameter is in no group.
@@ -108,6 +110,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         )
         self.rule, self.geometry, self.second_moment = rule, geometry, second_moment
         self.observers: list[Callable[[Released], None]] = []
+        self.remedies = Remedies()
+        self.clipping_memory, self.parameter_bytes = clipping_memory, sum(p.nbytes for p in model.parameters())
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._members = self._bundle_members()
         self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in self._members]
@@ -158,13 +162,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Close the batch: release it with noise, then update the parameters. Return what `closure` returns."""
+        """Close the batch: release it with noise, then update the parameters. Return what `closure` returns.
+
+        If memory runs out, the batch is dropped, and a note on the error says what to change.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.mechanism.close_physical_batch():
-            return loss
+        with advising(self, CLIPPING):
+            if not self.mechanism.close_physical_batch():
+                return loss
+        with advising(self, UPDATING):
+            self._release_and_update()
+        return loss
+
+    def _release_and_update(self) -> None:
         released = self.mechanism.privatize()
         for observer in self.observers:
             observer(released)
@@ -184,7 +197,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for bundle, noisy in zip(self._bundles(), noisy_vectors, strict=True):
             self.geometry.observe(bundle, noisy)
         self._set_scale()
-        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further groups: the guarantee covers a fixed set of parameters."""

@@ -46,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"dpoptim: {error}", file=sys.stderr)
         return 2
+    except (RuntimeError, MemoryError) as error:
+        from dpoptim.optim.out_of_memory import noted_advice
+
+        if noted_advice(error) is None:
+            raise
+        print(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("dpoptim: interrupted", file=sys.stderr)
         return 130

@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add_setting(groups[group], flag)
     run = parser.add_argument_group("command")
     run.add_argument("--run-dir", metavar="DIR", help="where to write the run (default: runs/MODEL-TIME)")
-    run.add_argument("--resume", metavar="DIR", help="continue a run; takes no settings except --device")
+    run.add_argument("--resume", metavar="DIR", help="continue a run; takes only --device and --micro-batch-*")
     run.add_argument("--dry-run", action="store_true", help="print the plan, memory and time; write nothing")
     run.add_argument("--quick", action="store_true", help="run the demonstration with little text and few steps")
     run.add_argument("--verbose", action="store_true", help="with --dry-run, also print the statement and the recipe")
@@ -92,14 +92,15 @@ def _resume(options: argparse.Namespace, over: dict[str, Any], progress: Progres
     from dpoptim.app import resume
     from dpoptim.app.runs.run_log import is_finished
 
-    settings = [flag for flag, field in flags().items() if field.name in over.keys() - {"device"}]
+    allowed = {"device", "micro_batch_size", "micro_batch_tokens"}
+    settings = [flag for flag, field in flags().items() if field.name in over.keys() - allowed]
     if options.recipe is not None or options.run_dir is not None or options.dry_run or options.quick or settings:
         given = settings[0] if settings else "other arguments"
         raise ValueError(f"--resume uses the run's own recipe and takes no {given}; leave it out")
     if Path(options.resume, "request.json").is_file():
         raise ValueError(f"{options.resume} is a comparison; resume it with the `dpoptim compare` command that made it")
     was_finished = is_finished(Path(options.resume).expanduser())
-    summary = resume(options.resume, device=options.device, progress=progress)
+    summary = resume(options.resume, **over, progress=progress)
     if was_finished:
         say(f"already finished: all {summary['steps']} steps were taken")
     return _report(summary, options)

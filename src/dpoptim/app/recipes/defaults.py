@@ -26,6 +26,7 @@ from dpoptim.integrations.named_settings import (
 )
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
+from dpoptim.optim.out_of_memory import Remedies, halved
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 VALIDATION_FRACTION = 0.05  # one record in twenty is enough to see a trend
@@ -117,7 +118,28 @@ def optimizer_of(
 ) -> PrivateOptimizer:
     """Create the optimizer of a complete recipe, attached to the model."""
     values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
-    return make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
+    optimizer = make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
+    optimizer.remedies = remedies_of(recipe)
+    return optimizer
+
+
+def remedies_of(recipe: Recipe) -> Remedies:
+    """What saves memory in a run, as flags of `dpoptim train`."""
+    fewer = f"a --lora-rank below {recipe.lora_rank}" if recipe.lora_rank else "--lora-rank 16"
+    shorter = "" if recipe.micro_batch_tokens is None else ", or a shorter --max-length"
+    return Remedies(
+        smaller_batches=smaller_micro_batch(recipe),
+        clipping="",
+        noise="in a new run, --noise independent",
+        fewer_parameters="" if recipe.model in BUILT_IN else f"in a new run, {fewer}{shorter}",
+    )
+
+
+def smaller_micro_batch(recipe: Recipe) -> str:
+    """The flag that halves the micro-batches of a complete recipe; "" if they cannot be smaller."""
+    name = "micro_batch_size" if recipe.micro_batch_tokens is None else "micro_batch_tokens"
+    smaller = halved(name, getattr(recipe, name))
+    return f"--{name.replace('_', '-')} {smaller}" if smaller else ""
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:

@@ -14,6 +14,7 @@ from dpoptim.app.models.prepared import random_batch
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
+from dpoptim.optim.out_of_memory import RUNNING, advising, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,10 @@ def estimate(setup: RunSetup) -> Estimate:
     for warm in (True, False):
         for part in parts[: 1 if warm else 3]:
             began = _now(device)
-            with setup.precision():
-                loss = prepared.loss_per_example(setup.model, random_batch(prepared, part))
-            loss.sum().backward()
+            with advising(optimizer, RUNNING):
+                with setup.precision():
+                    loss = prepared.loss_per_example(setup.model, random_batch(prepared, part))
+                loss.sum().backward()
             if not warm:
                 seconds.append(_now(device) - began)
         began = _now(device)
@@ -58,12 +60,10 @@ def estimate(setup: RunSetup) -> Estimate:
         update = _now(device) - began
     working = max(0, _peak(device) - before)
     optimizer.detach()
-    kept = [value for state in optimizer.state.values() for value in state.values()]
-    kept += (optimizer.mechanism.scale or {}).values()
     step_seconds = len(parts) * float(np.mean(seconds)) + update
     return Estimate(
         parameter_bytes=sum(value.nbytes for value in setup.model.parameters()),
-        optimizer_bytes=sum(value.nbytes for value in kept),
+        optimizer_bytes=state_bytes(optimizer),
         noise_bytes=optimizer.mechanism.noise_memory_bytes,
         working_bytes=working,
         step_seconds=step_seconds,

@@ -21,6 +21,7 @@ from dpoptim.data.lengths import part_multiple
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.run_identity import recipe_settings, run_header
 from dpoptim.noise import NoiseKey
+from dpoptim.optim.out_of_memory import RUNNING, add_advice
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
@@ -50,6 +51,7 @@ class Loop:
         self._differentiate = self._optimizer.captured(self._losses, pad_to_multiple=rows)
         self._diagnostics = Diagnostics(self._optimizer)
         self.spent = EpsilonSpent(self.plan)
+        self.step = 0  # the number of steps taken
         self._times = StepTimes(over=recipe.log_every)
 
     @property
@@ -57,17 +59,16 @@ class Loop:
         """The plan, with the release that the optimizer chose."""
         return self._optimizer.plan
 
-    @property
-    def step(self) -> int:
-        """The number of steps taken."""
-        return self._loader.next_step
-
     def open_ledger(self, path: Path, *, step: int | None) -> StepLedger:
         """Record every step from here on, after the checkpoint of `step`; None begins a new run."""
         settings = recipe_settings(self._setup.recipe.to_dict())
         ledger = StepLedger.open(path, run_header(self._optimizer, settings=settings, data=self._digest), step=step)
         self._optimizer.mechanism.before_step = ledger.before_step
         return ledger
+
+    def add_advice(self, error: Exception) -> None:
+        """Note on an out-of-memory error which settings save memory."""
+        add_advice(error, self._optimizer, RUNNING)
 
     def close(self) -> None:
         """Detach the optimizer from the model."""
@@ -79,7 +80,7 @@ class Loop:
             "step": self.step,
             "model": self._setup.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "loader": self._loader.state_dict(),
+            "loader": {**self._loader.state_dict(), "next_step": self.step},  # a step that failed is drawn again
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -87,6 +88,7 @@ class Loop:
         self._setup.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._loader.load_state_dict(state["loader"])
+        self.step = state["step"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if self.step == self.plan.steps:
@@ -111,6 +113,7 @@ class Loop:
             optimizer.step()
             opens = loader.step_ends
             if opens:
+                self.step = number + 1
                 seed_generators(recipe.seed)  # drop the secret state
                 spent = self.spent.at(number + 1)
                 entry: dict[str, Any] = {"step": number + 1, "learning_rate": rate, "epsilon": spent}

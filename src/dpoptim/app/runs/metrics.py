@@ -17,9 +17,9 @@ from dpoptim.app.models.prepared import Prepared
 from dpoptim.clipping import Released
 from dpoptim.data.lengths import cut_by_length
 from dpoptim.integrations.released_norms import norm_of, released_norms
-from dpoptim.integrations.token_losses import in_eval_mode
 from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
 from dpoptim.theory import second_moment_bias
+from dpoptim.validation.eval_mode import in_eval_mode
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MOST_SORTED = 1 << 20

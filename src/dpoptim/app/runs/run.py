@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -25,6 +25,7 @@ from dpoptim.app.format import plain
 from dpoptim.app.models.loading import load_model
 from dpoptim.app.models.prepared import not_finite
 from dpoptim.app.progress import ProgressReporter, two_digits
+from dpoptim.app.recipes.defaults import smaller_micro_batch
 from dpoptim.app.recipes.recipe import BUILT_IN, Recipe, read_recipe
 from dpoptim.app.runs.loop import Loop
 from dpoptim.app.runs.metrics import evaluate
@@ -35,6 +36,7 @@ from dpoptim.integrations.losses import Task
 from dpoptim.integrations.named_settings import name_of_noise
 from dpoptim.integrations.optional import first_line
 from dpoptim.noise import NoiseKey
+from dpoptim.optim.out_of_memory import is_out_of_memory
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import EpsilonSpent
 from dpoptim.privacy.statement import headline
@@ -82,13 +84,21 @@ def train(recipe: Recipe, directory: str | Path, *, progress: ProgressReporter |
 
 
 def resume(
-    directory: str | Path, *, device: str | None = None, progress: ProgressReporter | None = None
+    directory: str | Path,
+    *,
+    device: str | None = None,
+    micro_batch_size: int | None = None,
+    micro_batch_tokens: int | None = None,
+    progress: ProgressReporter | None = None,
 ) -> dict[str, Any]:
     """Resume a run at its last checkpoint; it continues bit for bit on the same machine.
 
     Args:
         directory: The run directory.
         device: A different device. Defaults to the recipe's.
+        micro_batch_size: A different limit, which replaces the recipe's. Refused if steps were released after the last
+            checkpoint: their sums would round differently.
+        micro_batch_tokens: The same, in tokens.
         progress: Shows the run. Defaults to silence.
 
     Returns:
@@ -106,9 +116,26 @@ def resume(
         return _summary(place, place.read_plan())
     recipe, plan, key = place.read()
     with progress:
+        limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
+        if changes := {name: limit for name, limit in limits.items() if limit is not None}:
+            recipe = recipe.replace(**changes)
+            _check_repeats_nothing(place, changes)
+            write_text(place.recipe_file, recipe.to_toml())  # later sessions must repeat the same sums
         recipe = recipe if device is None else recipe.replace(device=device)
         setup = prepare_run(recipe, plan=plan, stage=progress.stage)
         return _run(setup, place, progress, key)
+
+
+def _check_repeats_nothing(place: RunDirectory, changes: Mapping[str, int]) -> None:
+    """Refuse different micro-batches if steps were released after the last checkpoint."""
+    saved = max(map(step_of, checkpoints(place.checkpoints)), default=0)
+    released = released_count(place.steps_file)
+    if released > saved:
+        name, value = next(iter(changes.items()))
+        raise ValueError(
+            f"{name}={value} would change how step {saved + 1} rounds, and it was released after the last checkpoint. "
+            f"Resume without it, stop with Ctrl-C after step {released}, and change it then."
+        )
 
 
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
@@ -126,8 +153,6 @@ def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: 
             with stopping_between_steps() as stop:
                 try:
                     return _Run(setup, place, progress, log, loop, stop).train(resumed_from=step)
-                except torch.OutOfMemoryError as error:
-                    raise ValueError("out of memory; set a smaller micro_batch_size or micro_batch_tokens") from error
                 except OSError as error:
                     found = checkpoints(place.checkpoints)
                     command = f"continue with: dpoptim train --resume {place.path}"
@@ -182,6 +207,10 @@ class _Run:
             else:
                 self._save_model()
         except BaseException as error:
+            if isinstance(error, Exception) and is_out_of_memory(error):
+                self.loop.add_advice(error)
+                with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                    self._save_before_failed_step(error)
             with contextlib.suppress(OSError):  # the disk may be full; the last checkpoint is complete
                 self._log_end(ending_by(error), began)
             raise
@@ -242,6 +271,14 @@ class _Run:
     def _checkpoint(self) -> None:
         path = save_checkpoint(self.place.checkpoints, self.loop.step, self.loop.state_dict())
         self.log.write("checkpoint", step=self.loop.step, path=str(path.relative_to(self.place.path)))
+
+    def _save_before_failed_step(self, error: Exception) -> None:
+        """Save the steps taken: smaller micro-batches may resume only where no released step is repeated."""
+        if released_count(self.place.steps_file) != self.loop.step or not_finite(self.setup.model):
+            return
+        self._checkpoint()
+        command = f"dpoptim train --resume {self.place.path} {smaller_micro_batch(self.setup.recipe)}"
+        error.add_note(f"Step {self.loop.step} is saved. Resume with: {command.rstrip()}")
 
     def _save_model(self) -> None:
         """Save with `save_pretrained` and the tokenizer; a plain module as model.pt."""

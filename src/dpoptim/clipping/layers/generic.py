@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Materialized
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
+from dpoptim.validation.eval_mode import in_eval_mode
 from dpoptim.validation.model_check import batch_axis
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
@@ -124,10 +125,8 @@ def _check(
     run: Callable[[dict[str, Tensor]], Any], module: nn.Module, name: str, examples: int, args: Any, kwargs: Any
 ) -> None:
     """Refuse a module whose result changes when its examples run one at a time."""
-    modes = [(part, part.training) for part in module.modules()]
     try:
-        module.eval()
-        with torch.no_grad():
+        with in_eval_mode(module):
             expected = type(module).forward(module, *args, **kwargs)
             got = run({key: p.expand(examples, *p.shape) for key, p in module.named_parameters() if p.requires_grad})
     except (RuntimeError, ValueError, TypeError) as error:
@@ -135,9 +134,6 @@ def _check(
             f"layer '{name}' ({type(module).__name__}) has no specific rule and cannot run one example at a time by "
             f"torch.func.vmap ({str(error).splitlines()[0]}). Freeze it, or build it from layers that have a rule"
         ) from error
-    finally:
-        for part, training in modes:
-            part.training = training
     for ours, theirs in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
         if isinstance(theirs, Tensor) and not _same(ours, theirs):
             raise ValueError(

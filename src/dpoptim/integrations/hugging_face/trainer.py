@@ -24,6 +24,7 @@ from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
+from dpoptim.integrations.hugging_face.out_of_memory import trainer_remedies
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
@@ -31,6 +32,7 @@ from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
+from dpoptim.optim.out_of_memory import RUNNING, add_advice
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
@@ -308,6 +310,7 @@ class PrivateTrainer(transformers.Trainer):
             self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
         assert self.private_optimizer is not None
+        self.private_optimizer.remedies = trainer_remedies(self.args, self.plan)
         observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
@@ -337,6 +340,10 @@ class PrivateTrainer(transformers.Trainer):
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except Exception as error:
+            if self.private_optimizer is not None and self.model.training:  # not in an evaluation
+                add_advice(error, self.private_optimizer, RUNNING)
+            raise
         finally:
             if self._steps is not None:
                 self._steps.pause()

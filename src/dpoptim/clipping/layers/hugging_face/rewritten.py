@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping.layers.rule import GradientSink, plain
+from dpoptim.validation.eval_mode import in_eval_mode
 
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-bit rounding by less
@@ -40,14 +41,8 @@ def check_same(
     """Compare once per module, without gradients or dropout; raise if our result differs."""
     if module in _compared:
         return
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        with torch.no_grad(), plain(sink):
-            found, expected = torch.as_tensor(ours()), torch.as_tensor(theirs())
-    finally:
-        for part, training in modes:
-            part.training = training
+    with in_eval_mode(module), plain(sink):
+        found, expected = torch.as_tensor(ours()), torch.as_tensor(theirs())
     if not _same(found, expected):
         raise ValueError(
             f"layer '{name}' ({type(module).__name__}) does not compute what its rule does in this version of "
