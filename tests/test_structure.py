@@ -93,6 +93,7 @@ RELEASED_VALUES = {
 FOR_USERS = {  # losses, checks and public data
     "dpoptim.clipping.PublicGradients",
     "dpoptim.clipping.check_example_independence",
+    "dpoptim.clipping.check_training_loss",
     "dpoptim.clipping.linear_cross_entropy",
     "dpoptim.clipping.public_data",
 }

@@ -27,12 +27,12 @@ from dpoptim.arguments import check_whole
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.clipping.engine import PhysicalBatch
 from dpoptim.clipping.explanation import Explanation
-from dpoptim.clipping.layers.hugging_face.rewritten import replaced
 from dpoptim.clipping.mechanism import PrivateMechanism
 from dpoptim.data.secret_randomness import host_generators
 from dpoptim.kernels import choose
 from dpoptim.kernels.clip_weights import ClipResult
 from dpoptim.kernels.flat import FlatTensors, flatten
+from dpoptim.validation.temporary_changes import replaced
 
 MAX_GRAPHS = 64  # more shapes are not captured: each graph takes memory and a fraction of a second
 MAX_PARAMETERS = 1 << 29  # larger models keep a GPU busy, and graphs would need memory for one more sum of gradients

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpoptim.data.secret_randomness import generator_states, save_rng_states, seed_generators
 from dpoptim.kernels.norms import full_precision
-from dpoptim.validation.eval_mode import in_eval_mode
+from dpoptim.validation.temporary_changes import in_eval_mode
 
 _SEEDS = 32  # seeds to try until masks leave every record a target
 _MAX_COPIED = 500_000_000  # parameters of a 16-bit model that is copied to float32

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dpoptim.clipping import linear_cross_entropy
 from dpoptim.clipping.layers import choose_rules
 from dpoptim.clipping.layers.generic import generic
-from dpoptim.validation.eval_mode import in_eval_mode
+from dpoptim.validation.temporary_changes import in_eval_mode
 
 IGNORED = -100
 """The label of a position where nothing is predicted."""

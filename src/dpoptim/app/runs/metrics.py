@@ -19,7 +19,7 @@ from dpoptim.data.lengths import cut_by_length
 from dpoptim.integrations.released_norms import norm_of, released_norms
 from dpoptim.optim import Adam, NoiseCorrected, OfNoisyGradient, OfReleasedSquare, PrivateOptimizer
 from dpoptim.theory import second_moment_bias
-from dpoptim.validation.eval_mode import in_eval_mode
+from dpoptim.validation.temporary_changes import in_eval_mode
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MOST_SORTED = 1 << 20

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from dpoptim.clipping.gradient_factors import Materialized
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, differentiated_once, plain
-from dpoptim.validation.eval_mode import in_eval_mode
 from dpoptim.validation.model_check import batch_axis
+from dpoptim.validation.temporary_changes import in_eval_mode
 
 _checked: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 """The argument axes for which each module has been compared with its own forward."""

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpoptim.clipping.layers.hugging_face.rewritten import replaced
 from dpoptim.integrations.losses import BatchLosses, gathered
 from dpoptim.integrations.token_losses import IGNORED, without_peft
+from dpoptim.validation.temporary_changes import replaced
 
 _WIDTHS = 8  # the padded widths of a run
 _TARGETS = 16  # masked language models: the number of targets is rounded up to a multiple of this

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping.layers.generic import PerExampleCopy
-from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
+from dpoptim.clipping.layers.hugging_face.rewritten import check_same
 from dpoptim.clipping.layers.linear import apply_linear
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable, trainable
+from dpoptim.validation.temporary_changes import replaced
 
 
 def deberta_encoder(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

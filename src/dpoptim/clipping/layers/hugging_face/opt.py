@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dpoptim.clipping.layers.embedding import embedding
 from dpoptim.clipping.layers.generic import generic
-from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
+from dpoptim.clipping.layers.hugging_face.rewritten import check_same
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable
+from dpoptim.validation.temporary_changes import replaced
 
 
 def opt_decoder_layer(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

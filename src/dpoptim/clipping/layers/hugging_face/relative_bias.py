@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dpoptim.clipping.layers.hugging_face.rewritten import check_same, replaced
+from dpoptim.clipping.layers.hugging_face.rewritten import check_same
 from dpoptim.clipping.layers.rule import GradientSink, any_trainable
+from dpoptim.validation.temporary_changes import replaced
 
 
 def t5_attention(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

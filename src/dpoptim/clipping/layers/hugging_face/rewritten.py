@@ -6,33 +6,18 @@ batch. The first call of each module is compared with the original, so a differe
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping.layers.rule import GradientSink, plain
-from dpoptim.validation.eval_mode import in_eval_mode
+from dpoptim.validation.temporary_changes import in_eval_mode
 
 _compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _TOLERANCE = 2e-2  # relative; a different computation differs by far more, 16-bit rounding by less
-
-
-@contextlib.contextmanager
-def replaced(module: Any, **attributes: Any) -> Iterator[None]:
-    """Replace methods or parts of one module in this context."""
-    own = module.__dict__
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del own[name]
-        own.update(before)
 
 
 def check_same(

@@ -1,9 +1,10 @@
-"""Run a module in eval mode for a while."""
+"""Change modules for a while."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,3 +21,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a Python module, or methods and parts of an `nn.Module`."""
+    own = module.__dict__
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
