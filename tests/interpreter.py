@@ -29,7 +29,7 @@ def _accept_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
 
-    from dpoptim.kernels import choose, normals_triton, outer_triton, tables_triton
+    from dpoptim.kernels import choose, cross_entropy_triton, normals_triton, outer_triton, tables_triton
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
@@ -40,6 +40,7 @@ def _accept_cpu_tensors() -> None:
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "_processors"): lambda device: 2,
+        (cross_entropy_triton, "processors"): lambda device: 2,
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
         (normals_triton, "libdevice"): rounded,

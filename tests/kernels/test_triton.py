@@ -16,11 +16,11 @@ from tests.kernels.test_norms import check_first_left_out, check_square_sums, ch
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
 SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
-CLASSES = [None, 2047, 2048, 30_001, 50_257]
+CLASSES = [None, 2047, 2048, 30_001, 32_768, 50_257]
 EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
 if IS_INTERPRETED:  # slow, and it rounds to bfloat16 differently from GPUs
     DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 33, 6, 130)]
-    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [8]
+    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 4100], 2, 600, 130, [8]
 CASES = list(itertools.product(SHAPES, (False, True), DTYPES))
 if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both dtypes
     CASES = [case for case in CASES if (case[0] == SHAPES[0]) != (case[1] == (case[2] == torch.float16))]
@@ -232,11 +232,31 @@ def test_clip_weights_match_a_loop_over_examples(factor, has_bound, dtype):
 
 @needs_triton
 @pytest.mark.gpu
-def test_invalid_label_drops_only_its_example():
-    logits = made(3, 20, dtype=torch.float32, device=DEVICE)
-    losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
+@pytest.mark.parametrize("classes", [17, 17_000])
+def test_invalid_label_drops_only_its_example(classes):
+    logits = made(3, classes + 3, dtype=torch.float32, device=DEVICE)
+    losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, classes, 5], device=DEVICE), classes)
     assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]
-    assert logits[:, :17].isnan().all(1).tolist() == [False, True, False]
+    assert logits[:, :classes].isnan().all(1).tolist() == [False, True, False]
+    assert not logits[:, classes:].any()
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [700, 17_000])
+def test_softmax_gradient_of_extreme_logits(classes):
+    """Lanes without a finite logit, logits far apart, and rows that are not finite."""
+    logits = made(6, classes + 4, dtype=torch.float32, device=DEVICE)
+    logits[0, 8:] = -math.inf
+    logits[1] *= 1e4
+    logits[2] -= 1e4
+    logits[3, 5] = math.nan
+    logits[4, 5] = math.inf
+    logits[5, 3] = -math.inf
+    labels, exact = torch.full((6,), 3, device=DEVICE), logits.double()
+    found, expected = (norms.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+    for ours, theirs in (*zip(found, expected, strict=True), (logits, exact)):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 @needs_triton

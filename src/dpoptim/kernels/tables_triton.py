@@ -26,6 +26,12 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class HeldTables:
     """Tables that the kernels of a CUDA graph read at every replay, in memory that outlives the graph.
 
