@@ -93,6 +93,12 @@ class TestKernels:
         exact = norms.row_squares(ids, values.double(), wide, rows)
         for found, expected in zip(norms.row_squares(ids, values, scale, rows), exact, strict=True):
             close(found, expected, 1e-6)
+        table = made(rows, cols, seed=9, dtype=dtype, device=DEVICE)
+        assert torch.equal(norms.look_up(ids, table), table[ids])
+        assert torch.equal(norms.look_up(ids[:1].int().expand(5, -1), table), table[ids[:1]].expand(5, -1, -1))
+        if IS_INTERPRETED:  # on a GPU, as in torch, the assertion ends the process
+            with pytest.raises(Exception, match="not in the table"):
+                norms.look_up(ids + rows, table)
         weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
         total = norms.row_weighted_sum(ids, values, weights, rows)
         close(total, norms.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
@@ -156,6 +162,7 @@ class TestKernels:
                 (norms.outer_weighted_sum(left, right, weights), (rows, cols)),
                 (norms.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
                 (norms.position_sums(values, values[..., 0]), (examples, cols)),
+                (norms.look_up(ids, left.new_zeros(rows, cols)), (examples, positions, cols)),
             ):
                 assert found.shape == size
                 assert not found.any()

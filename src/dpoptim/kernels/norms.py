@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpoptim.kernels import norms_c
@@ -189,6 +190,15 @@ def with_padding(values: Tensor) -> Tensor:
     if even and stride % 8 == 0 and held >= rows * stride:
         return values.as_strided((*values.shape[:2], stride), values.stride())
     return values
+
+
+def look_up(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table, [*ids.shape, width]; an id that is not in the table raises, on a GPU as a failed assertion."""
+    if on_gpu(ids, table) and table.is_contiguous():
+        from dpoptim.kernels import rows_triton
+
+        return rows_triton.look_up(ids, table)
+    return F.embedding(ids, table)
 
 
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
