@@ -172,6 +172,27 @@ class TestKernels:
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
         check_normalised("layer_norm", grad, inputs, weight, bias, (1e-5,), 2e-6)
 
+    def test_rms_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, offset = made(width, seed=2, dtype=dtype, device=DEVICE), float(scaled)
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        exact = [tensor.double() for tensor in (grad, inputs, weight)]
+        found, expected = (
+            normalization.rms_norm(x, w, 1e-5, offset=offset) for _, x, w in ((grad, inputs, weight), exact)
+        )
+        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        close(found[0], expected[0], rounding)
+        close(found[1], expected[1], 2e-6)
+        own = normalization.rms_norm_gradient(grad, inputs, weight, found[1], offset=offset)
+        plain = normalization.rms_norm_gradient(*exact, expected[1], offset=offset)
+        close(own[0], plain[0], rounding)
+        close(own[1], plain[1], 2e-6)
+        wide, _ = normalization.rms_norm(inputs, weight, 1e-5, offset=offset, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        close(wide, expected[0], 2e-6)
+
     def test_group_norm(self, shape, scaled, dtype):
         examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
         channels = groups * each
