@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from dpoptim.kernels.adam_triton import inverse_root_of
+from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
-from dpoptim.kernels.tables_triton import cdiv, table_of
+from dpoptim.kernels.tables_triton import cdiv, shift_of, table_of
 
 BLOCKS = 128  # ChaCha20 blocks per program, of 64 bytes or eight normals each
 
@@ -107,17 +109,14 @@ def _normals_of_block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
     return z0, z1, z2, z3, z4, z5, z6, z7
 
 
-@triton.jit
-def _store(out, value, element, first, stop, at, LANE: tl.constexpr):
-    index = element + LANE
-    tl.store(out + (at + index - first), value.to(out.dtype.element_ty), mask=(index >= first) & (index < stop))
-
-
-@triton.jit(do_not_specialize=["step", "lags"])
-def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, step, lags, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["step", "lags", "stddev", "divisor"])
+def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, step, lags, stddev, divisor, scale,
+             shifts, settings, ADDS: tl.constexpr, SCALE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+    """Store a row of noise; if ADDS, replace `out` by (out + stddev·row / scale) / divisor instead."""
     tile = tl.program_id(0)
     tensor = tl.load(tile_tensor + tile)
-    block = tl.load(tile_block + tile) + tl.arange(0, BLOCKS)
+    first_block = tl.load(tile_block + tile)
+    block = first_block + tl.arange(0, BLOCKS)
     first = tl.load(firsts + tensor)
     stop = tl.load(stops + tensor)
     at = tl.load(ats + tensor)
@@ -153,15 +152,22 @@ def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, s
         s5 += coef * z5
         s6 += coef * z6
         s7 += coef * z7
-    element = block.to(tl.int64) * 8
-    _store(out, s0, element, first, stop, at, 0)
-    _store(out, s1, element, first, stop, at, 1)
-    _store(out, s2, element, first, stop, at, 2)
-    _store(out, s3, element, first, stop, at, 3)
-    _store(out, s4, element, first, stop, at, 4)
-    _store(out, s5, element, first, stop, at, 5)
-    _store(out, s6, element, first, stop, at, 6)
-    _store(out, s7, element, first, stop, at, 7)
+    dtype = out.dtype.element_ty
+    even = tl.interleave(tl.interleave(s0.to(dtype), s4.to(dtype)), tl.interleave(s2.to(dtype), s6.to(dtype)))
+    odd = tl.interleave(tl.interleave(s1.to(dtype), s5.to(dtype)), tl.interleave(s3.to(dtype), s7.to(dtype)))
+    row = tl.interleave(even, odd)  # s0[0], s1[0], ..., s7[0], s0[1], ...
+    index = first_block.to(tl.int64) * 8 + tl.arange(0, 8 * BLOCKS)
+    inside = (index >= first) & (index < stop)
+    to = out + (at - first) + index
+    if ADDS:
+        if SCALE is not None:
+            divided_by = tl.load(scale + (tl.load(shifts + tensor) - first) + index, mask=inside, other=1.0)
+            if SCALE == "root":
+                factor, floor = tl.load(settings + 2 * tensor), tl.load(settings + 2 * tensor + 1)
+                divided_by = inverse_root_of(divided_by, factor, floor)
+            row = tl.div_rn(row, divided_by)
+        row = tl.div_rn(tl.fma(row, stddev, tl.load(to, mask=inside, other=0.0)), divisor)
+    tl.store(to, row, mask=inside)
 
 
 @triton.jit(do_not_specialize=["lags"])
@@ -180,29 +186,59 @@ class DeviceNormals:
     """Make the normals of elements [start, stop) of several tensors, each with its subkey, in one launch."""
 
     def __init__(self, subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
-        tiles = [
-            (index, block)
-            for index, (start, stop) in enumerate(ranges)
-            for block in range(start // 8, -(-stop // 8), BLOCKS)
+        blocks = [
+            np.arange(start // 8, cdiv(stop, 8) if stop > start else start // 8, BLOCKS) for start, stop in ranges
         ]
+        tiles = [np.repeat(np.arange(len(ranges)), [len(own) for own in blocks]), np.concatenate([[], *blocks])]
         ends = np.cumsum([0, *(stop - start for start, stop in ranges)])
         self.numel = int(ends[-1])
         self._device = device
         self._subkeys = torch.from_numpy(np.frombuffer(b"".join(subkeys), "<i4").copy()).to(device)
-        self._tiles = torch.tensor(tiles, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
+        self._tiles = torch.from_numpy(np.stack(tiles).astype(np.int64)).to(device)
         firsts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         self._ranges = torch.tensor([firsts, stops, ends[:-1].tolist()], dtype=torch.int64, device=device)
 
     def combined(self, step: int, coefs: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
         out = torch.empty(self.numel, dtype=dtype, device=self._device)
+        self._launch(out, step, coefs, 0.0, 1.0, out, self._tiles, self._tiles, ADDS=False, SCALE=None)
+        return out
+
+    def add_to(
+        self, sums: torch.Tensor, step: int, coefs: Sequence[float], *, stddev: float,
+        scale: Sequence[torch.Tensor | LazyInverseRoot] | None, divisor: float,
+    ) -> bool:  # fmt: skip
+        """Compute sums ← (sums + stddev·row / scale) / divisor in place, with `row` as in `combined`.
+
+        `scale` has one entry per tensor. Return False, and do nothing, where only plain functions apply.
+        """
+        if sums.dtype != torch.float32 or not sums.is_contiguous():
+            return False
+        base, shifts, settings, kind = sums, self._tiles, self._tiles, None
+        if scale is not None:
+            lazy = [own for own in scale if isinstance(own, LazyInverseRoot)]
+            tensors = [own.moment if isinstance(own, LazyInverseRoot) else own for own in scale]
+            is_plain = all(own.dtype == torch.float32 and own.is_contiguous() for own in tensors)
+            if not is_plain or not all(own.exponent == 0.5 and not own.start for own in lazy):
+                return False
+            if lazy and len(lazy) < len(scale):
+                return False
+            base = next((own for own in tensors if own.numel()), sums)
+            shifts = table_of(tuple(shift_of(own, base) for own in tensors), torch.int64, self._device)
+            kind = "root" if lazy else "tensor"
+            if lazy:
+                numbers = tuple(number for own in lazy for number in (own.factor, own.floor))
+                settings = table_of(numbers, torch.float32, self._device)
+        self._launch(sums, step, coefs, stddev, divisor, base, shifts, settings, ADDS=True, SCALE=kind)
+        return True
+
+    def _launch(self, out: torch.Tensor, step: int, coefs: Sequence[float], *others: object, **kind: object) -> None:
         if self.numel:
             factors = table_of(tuple(coefs), torch.float64, self._device)
             _normals[(self._tiles.shape[1],)](
-                out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors),
-                BLOCKS=BLOCKS, enable_fp_fusion=False,
+                out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors), *others,
+                BLOCKS=BLOCKS, enable_fp_fusion=False, **kind,
             )  # fmt: skip
-        return out
 
 
 def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:

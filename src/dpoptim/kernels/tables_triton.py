@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -84,8 +85,19 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
 
 @functools.lru_cache(maxsize=64)
 def _parts_on(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, first: int) -> Tensor:
-    rows = [(i, start, *size) for i, size in enumerate(sizes, first) for start in range(0, size[0], span)]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    counts = np.array([cdiv(size[0], span) for size in sizes], np.int64)
+    which = np.repeat(np.arange(len(sizes)), counts)  # numpy, since a large model has a million rows
+    starts = span * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
+    rows = np.column_stack([which + first, starts, np.array(sizes, np.int64).reshape(-1, 2)[which]])
+    return torch.from_numpy(rows.astype(np.int64, copy=False)).to(device)
+
+
+def shift_of(tensor: Tensor, base: Tensor) -> int:
+    """How many elements `tensor` begins after `base`, which may be a different tensor of the same dtype and device.
+
+    Kernels find tensors by it if their addresses change at every step but not their places relative to each other.
+    """
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
 
 
 def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
