@@ -89,17 +89,16 @@ def adam_step_(
 
 
 @triton.jit
-def inverse_root_of(moment, factor, floor):
-    """1 / (factor·√max(moment, 0) + floor), with the same bits in every kernel, whether or not it fuses operations."""
-    root = tl.sqrt_rn(tl.where(moment < 0, 0.0, moment))
-    return tl.div_rn(1.0, tl.fma(root, factor, floor))
+def root_of(moment, factor, floor):
+    """factor·√max(moment, 0) + floor, with the same bits in every kernel, whether or not it fuses operations."""
+    return tl.fma(tl.sqrt_rn(tl.where(moment < 0, 0.0, moment)), factor, floor)
 
 
 @triton.jit(do_not_specialize=["factor", "floor"])
 def _inverse_root(moment, out, numel, factor, floor, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(moment + at, mask=at < numel, other=0.0)
-    tl.store(out + at, inverse_root_of(value, factor, floor), mask=at < numel)
+    tl.store(out + at, tl.div_rn(1.0, root_of(value, factor, floor)), mask=at < numel)
 
 
 def inverse_root(moment: Tensor, factor: float, floor: float) -> Tensor:
