@@ -85,11 +85,12 @@ def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device
 
 @functools.lru_cache(maxsize=64)
 def _parts_on(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, first: int) -> Tensor:
-    counts = np.array([cdiv(size[0], span) for size in sizes], np.int64)
-    which = np.repeat(np.arange(len(sizes)), counts)  # numpy, since a large model has a million rows
-    starts = span * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
-    rows = np.column_stack([which + first, starts, np.array(sizes, np.int64).reshape(-1, 2)[which]])
-    return torch.from_numpy(rows.astype(np.int64, copy=False)).to(device)
+    numels = np.array(sizes, np.int64)[:, 0]
+    programs = -(-numels // span)
+    tensor = np.repeat(np.arange(len(sizes)), programs)
+    start = (np.arange(programs.sum()) - (programs.cumsum() - programs)[tensor]) * span
+    rows = np.column_stack([tensor + first, start, np.array(sizes, np.int64)[tensor]])
+    return torch.from_numpy(rows).to(device)
 
 
 def shift_of(tensor: Tensor, base: Tensor) -> int:

@@ -20,7 +20,7 @@ from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
 from dpoptim.privacy import Gradient, PrivacyPlan, Release
 
-COMPUTED_FROM = 1 << 28  # parameters from which on the scale is computed when it is read
+MAX_STORED_SCALE = 1 << 29  # parameters; on a GPU, larger models compute their scale when it is read
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -295,7 +295,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _computes_scale(self) -> bool:
         """Whether to compute the scale at every read: that takes time on the host, but no memory."""
-        return self._numel >= COMPUTED_FROM and choose.on_gpu(*self._names)
+        return self._numel > MAX_STORED_SCALE and choose.on_gpu(*self._names)
 
     @torch.no_grad()
     def _set_scale(self) -> None:
