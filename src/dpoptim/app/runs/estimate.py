@@ -14,7 +14,6 @@ from dpoptim.app.models.prepared import random_batch
 from dpoptim.app.recipes.defaults import optimizer_of
 from dpoptim.app.runs.setup import RunSetup
 from dpoptim.data.lengths import cut_by_length, part_multiple
-from dpoptim.kernels.inverse_root import ComputedScale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,7 @@ def estimate(setup: RunSetup) -> Estimate:
     working = max(0, _peak(device) - before)
     optimizer.detach()
     kept = [value for state in optimizer.state.values() for value in state.values()]
-    scale = optimizer.mechanism.scale
-    kept += [] if scale is None or isinstance(scale, ComputedScale) else scale.values()
+    kept += (optimizer.mechanism.scale or {}).values()
     step_seconds = len(parts) * float(np.mean(seconds)) + update
     return Estimate(
         parameter_bytes=sum(value.nbytes for value in setup.model.parameters()),
