@@ -179,19 +179,18 @@ class TestKernels:
         if scaled:  # at a stride
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
         exact = [tensor.double() for tensor in (grad, inputs, weight)]
-        found, expected = (
-            normalization.rms_norm(x, w, 1e-5, offset=offset) for _, x, w in ((grad, inputs, weight), exact)
-        )
+        found, _, rstd = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset)
+        expected, _, exact_rstd = normalization.rms_norm(*exact[1:], None, 1e-5, offset=offset)
         rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-        close(found[0], expected[0], rounding)
-        close(found[1], expected[1], 2e-6)
-        own = normalization.rms_norm_gradient(grad, inputs, weight, found[1], offset=offset)
-        plain = normalization.rms_norm_gradient(*exact, expected[1], offset=offset)
+        close(found, expected, rounding)
+        close(rstd, exact_rstd, 2e-6)
+        own = normalization.rms_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+        plain = normalization.rms_norm_gradient(*exact, None, exact_rstd, offset=offset)
         close(own[0], plain[0], rounding)
         close(own[1], plain[1], 2e-6)
-        wide, _ = normalization.rms_norm(inputs, weight, 1e-5, offset=offset, dtype=torch.float32)
+        wide, *_ = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset, dtype=torch.float32)
         assert wide.dtype == torch.float32
-        close(wide, expected[0], 2e-6)
+        close(wide, expected, 2e-6)
 
     def test_group_norm(self, shape, scaled, dtype):
         examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm

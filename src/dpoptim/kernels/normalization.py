@@ -39,41 +39,38 @@ def layer_norm_gradient(
 
 
 def rms_norm(
-    inputs: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """(x̂·(weight + offset) in `dtype`, rstd) of inputs x [..., width]: x̂ = x·rstd, rstd = 1/√(mean x² + eps)."""
-    if on_gpu(inputs, weight) and inputs.shape[-1] <= _widest():
+    inputs: Tensor, weight: Tensor, bias: None, eps: float, *, offset: float = 0.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, None, Tensor]:
+    """(x̂·(weight + offset) in `dtype`, None, rstd) of x [..., width]: x̂ = x·rstd, rstd = 1/√(mean x² + eps)."""
+    if on_gpu(inputs, weight):
         from dpoptim.kernels import normalization_triton
 
-        output, _, rstd = normalization_triton.layer_norm(inputs, weight, None, eps, offset=offset, dtype=dtype)
-        return output, rstd
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            output, _, rstd = normalization_triton.layer_norm(inputs, weight, None, eps, offset=offset, dtype=dtype)
+            return output, None, rstd
     x = wide(inputs)
     rstd = (x.square().mean(-1) + eps).rsqrt()
-    return (x * rstd[..., None] * (wide(weight) + offset)).to(dtype or inputs.dtype), rstd
+    return (x * rstd[..., None] * (wide(weight) + offset)).to(dtype or inputs.dtype), None, rstd
 
 
 def rms_norm_gradient(
-    grad: Tensor, inputs: Tensor, weight: Tensor, rstd: Tensor, *, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(gradient of the inputs; Σ_t grad·x̂ for each example, wide [examples, width]) behind `rms_norm`.
+    grad: Tensor, inputs: Tensor, weight: Tensor, mean: None, rstd: Tensor, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, None]:
+    """(gradient of the inputs; Σ_t grad·x̂ for each example, wide [examples, width]; None) behind `rms_norm`.
 
     `grad` and `inputs` are [examples, positions, width], `rstd` is [examples, positions].
     """
-    if on_gpu(grad, inputs, weight, rstd) and inputs.shape[-1] <= _widest():
+    if on_gpu(grad, inputs, weight, rstd):
         from dpoptim.kernels import normalization_triton
 
-        return normalization_triton.layer_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)[:2]
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            found = normalization_triton.layer_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+            return found[0], found[1], None
     g, normalised = wide(grad), wide(inputs) * rstd[..., None]
     scaled = g * (wide(weight) + offset)
     along = (scaled * normalised).mean(-1, keepdim=True)
     to_inputs = (scaled - normalised * along) * rstd[..., None]
-    return to_inputs.to(inputs.dtype), (g * normalised).sum(1)
-
-
-def _widest() -> int:
-    from dpoptim.kernels import normalization_triton
-
-    return normalization_triton.WIDEST
+    return to_inputs.to(inputs.dtype), (g * normalised).sum(1), None
 
 
 def group_norm(inputs: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

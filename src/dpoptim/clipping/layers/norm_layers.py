@@ -8,6 +8,7 @@ what they compute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,10 +75,10 @@ class _WholeNorm(torch.autograd.Function):
         ctx: Any,
         inputs: Tensor,
         weight: nn.Parameter,
-        bias: nn.Parameter,
-        norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        bias: nn.Parameter | None,
+        norm: Callable[..., tuple[Tensor, Tensor | None, Tensor]],
         settings: tuple[Any, ...],  # further arguments of the norm
-        gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
         record: Recorder,
     ) -> Tensor:
         ctx.record, ctx.weight, ctx.bias, ctx.gradient = record, weight, bias, gradient
@@ -126,25 +127,6 @@ def _has_both(module: Any, inputs: Tensor) -> bool:
     return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: nn.Parameter, eps: float, kind: RmsNormKind, record: Recorder
-    ) -> Tensor:
-        ctx.record, ctx.weight, ctx.kind = record, weight, kind
-        dtype = torch.promote_types(inputs.dtype, weight.dtype) if kind.promotes else inputs.dtype
-        output, rstd = normalization.rms_norm(inputs, weight, eps, offset=kind.offset, dtype=dtype)
-        ctx.save_for_backward(inputs, weight, rstd)
-        return output
-
-    @staticmethod
-    @differentiated_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        to_inputs, by_weight = normalization.rms_norm_gradient(grad, *ctx.saved_tensors, offset=ctx.kind.offset)
-        ctx.record(ctx.weight, Materialized(by_weight))
-        return to_inputs, None, None, None, None
-
-
 class RmsNormKind(NamedTuple):
     """How a class of RMS norm computes x̂ ⊙ (weight + offset), x̂ = x/√(mean x² + eps)."""
 
@@ -179,7 +161,7 @@ def _try_rms_norm(module: Any, eps: str) -> RmsNormKind | None:
     except (RuntimeError, TypeError, ValueError):
         return None
     for offset in (0.0, 1.0):
-        expected, _ = normalization.rms_norm(inputs, weight, getattr(module, eps), offset=offset)
+        expected, *_ = normalization.rms_norm(inputs, weight, None, getattr(module, eps), offset=offset)
         if output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
             return RmsNormKind(offset, promotes, eps)
     return None
@@ -196,7 +178,11 @@ def rms_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], 
         normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
         return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
     inputs = sink.expand_to_batch(inputs, name)
-    output = apply_fast(_RmsNorm, by_position(inputs), module.weight, getattr(module, kind.eps), kind, sink.recorder())
+    dtype = torch.promote_types(inputs.dtype, module.weight.dtype) if kind.promotes else inputs.dtype
+    norm = partial(normalization.rms_norm, offset=kind.offset, dtype=dtype)
+    gradient = partial(normalization.rms_norm_gradient, offset=kind.offset)
+    settings = (norm, (getattr(module, kind.eps),), gradient)
+    output = apply_fast(_WholeNorm, by_position(inputs), module.weight, None, *settings, sink.recorder())
     return output if inputs.ndim == 3 else output.reshape(inputs.shape)
 
 
