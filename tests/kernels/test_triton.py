@@ -178,6 +178,26 @@ class TestKernels:
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
         check_normalised("layer_norm", grad, inputs, weight, bias, (1e-5,), 2e-6)
 
+    def test_rms_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, offset = made(width, seed=2, dtype=dtype, device=DEVICE), float(scaled)
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        exact = [tensor.double() for tensor in (grad, inputs, weight)]
+        found, _, rstd = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset)
+        expected, _, exact_rstd = normalization.rms_norm(*exact[1:], None, 1e-5, offset=offset)
+        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        close(found, expected, rounding)
+        close(rstd, exact_rstd, 2e-6)
+        own = normalization.rms_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+        plain = normalization.rms_norm_gradient(*exact, None, exact_rstd, offset=offset)
+        close(own[0], plain[0], rounding)
+        close(own[1], plain[1], 2e-6)
+        wide, *_ = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        close(wide, expected, 2e-6)
+
     def test_group_norm(self, shape, scaled, dtype):
         examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
         channels = groups * each
