@@ -76,8 +76,12 @@ DOT_ELEMENTS = 1 << 16
 def self_products(vectors: Tensor) -> Tensor:
     """⟨v, v⟩ for each row v, float64, in one pass over memory."""
     total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
+    has_mkl = vectors.device.type == "cpu" and torch.backends.mkl.is_available()
     for part in vectors.split(DOT_ELEMENTS, 1):
-        total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
+        if has_mkl:  # its products of single rows and columns are many times slower
+            total += torch.linalg.vector_norm(part, dim=1).double().square_()
+        else:
+            total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
     return total
 
 
@@ -125,6 +129,9 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 @torch.no_grad()
 def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
+    found = norms_c.quadratic_forms(matrices, factors)
+    if found is not None:
+        return found
     examples, positions, _ = factors.shape
     total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
     # On a CPU, take one example at a time, whose products are still in the cache when they are summed.
