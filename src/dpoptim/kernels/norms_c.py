@@ -60,7 +60,7 @@ typedef double wide __attribute__((vector_size(4 * WIDTH)));
 /* One element of what is summed: (product * factor)^2, or product * factor. */
 static inline __attribute__((always_inline)) double term(float product, float factor, int squared) {
     const float x = product * factor;
-    return squared ? (double)x * x : x;
+    return squared ? (double)x * x : (double)x;
 }
 
 static double one_row(const float *left, const float *right, const float *factor, int64_t positions, int64_t col,
@@ -184,7 +184,8 @@ void outer_squares(const float *left, const float *right, const float *scale, do
                 out[j] += high_tiles(packed + row - band, r, scale + row * cols, lanes, HIGH, positions, cols, BAND,
                                      right_stride, cols, 1);
             for (; row < stop; row++)
-                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride, 1);
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride,
+                                  1);
             out[j] += sum_lanes(lanes);
         }
     }
@@ -230,17 +231,21 @@ def _right(loops: ctypes.CDLL) -> bool:
     """
     vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
     scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
+    pairs = F.pad(scale[:15, :5].reshape(3, 5, 5).triu(), (0, 3)).contiguous()
     for value in (1.0, torch.nan, torch.inf):
         vectors[1, 2, 3] = value
-        out, wide = torch.empty(2, 3, dtype=torch.float64), vectors.double()
+        out, wide = torch.empty(3, 3, dtype=torch.float64), vectors.double()
         first, factors = vectors.view(3, -1), scale.view(-1)[: 5 * 37].contiguous()
         loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
         pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
         loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
+        pointers = (pairs.data_ptr(), vectors.data_ptr(), out[2].data_ptr())
+        loops.quadratic_forms(*pointers, 3, 5, 37, pairs.shape[2], 5 * 37, 37)
         expected = torch.stack(
             [
                 (wide.view(3, -1) * factors.double()).square().sum(1),
                 ((wide.mT @ wide) * scale.double()).square().sum((1, 2)),
+                (pairs[..., :5] * (wide @ wide.mT)).sum((1, 2)),
             ]
         )
         finite = expected.isfinite()
@@ -321,5 +326,6 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | 
         pointers = (vectors.data_ptr(), factors.data_ptr(), into.data_ptr())
         loops.scaled_squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
 
-    in_threads([partial(measure, *given) for given in zip(grads, scales, parts, strict=True)])
+    jobs = [partial(measure, *given) for given in zip(grads, scales, parts, strict=True)]
+    in_threads(jobs[::-1])  # the last gradients may still be in a cache
     return parts.sum(0)
