@@ -72,16 +72,22 @@ FAINT_WEIGHT = 1e-12
 DOT_ELEMENTS = 1 << 16
 """How many products are summed in float32 before the sum continues in float64."""
 
+NORM_ELEMENTS = 1 << 12
+"""The same for a norm that is summed in a single register."""
+
 
 def self_products(vectors: Tensor) -> Tensor:
     """⟨v, v⟩ for each row v, float64, in one pass over memory."""
     total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
-    has_mkl = vectors.device.type == "cpu" and torch.backends.mkl.is_available()
+    if vectors.device.type == "cpu" and torch.backends.mkl.is_available():
+        # MKL's products of single rows and columns are many times slower than norms.
+        whole = vectors.shape[1] // NORM_ELEMENTS * NORM_ELEMENTS
+        for part in (vectors[:, :whole].unflatten(1, (-1, NORM_ELEMENTS)), vectors[:, None, whole:]):
+            if part.numel():
+                total += torch.linalg.vector_norm(part, dim=2).double().square_().sum(1)
+        return total
     for part in vectors.split(DOT_ELEMENTS, 1):
-        if has_mkl:  # its products of single rows and columns are many times slower
-            total += torch.linalg.vector_norm(part, dim=1).double().square_()
-        else:
-            total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
+        total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
     return total
 
 

@@ -239,8 +239,9 @@ def _right(loops: ctypes.CDLL) -> bool:
         loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
         pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
         loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
-        pointers = (pairs.data_ptr(), vectors.data_ptr(), out[2].data_ptr())
-        loops.quadratic_forms(*pointers, 3, 5, 37, pairs.shape[2], 5 * 37, 37)
+        loops.quadratic_forms(
+            pairs.data_ptr(), vectors.data_ptr(), out[2].data_ptr(), 3, 5, 37, pairs.shape[2], 5 * 37, 37
+        )
         expected = torch.stack(
             [
                 (wide.view(3, -1) * factors.double()).square().sum(1),
