@@ -24,7 +24,8 @@ def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float
 
         return adam_triton.inverse_root(moment, factor, floor)
     root = moment.clamp(min=0).pow_(exponent)
-    return torch.add(torch.tensor(floor, dtype=root.dtype, device="cpu"), root, alpha=factor).reciprocal_()
+    lowest = torch.tensor(floor, dtype=root.dtype, device="cpu")
+    return torch.add(lowest, root, alpha=factor, out=root).reciprocal_()
 
 
 @dataclass(frozen=True)

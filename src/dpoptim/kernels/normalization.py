@@ -35,7 +35,8 @@ def layer_norm_gradient(
     width, mean, rstd = inputs.shape[-1:], mean[..., None], rstd[..., None]
     back = torch.ops.aten.native_layer_norm_backward
     to_inputs = back(grad, inputs, width, mean, rstd, weight, None, [True, False, False])[0]
-    return to_inputs, (wide(grad) * (wide(inputs) - mean) * rstd).sum(1), wide(grad).sum(1)
+    normalised = (wide(inputs) - mean).mul_(rstd)
+    return to_inputs, normalised.mul_(wide(grad)).sum(1), wide(grad).sum(1)
 
 
 def rms_norm(

@@ -24,10 +24,10 @@ WORDS_PER_BLOCK = BLOCK_BYTES // 8
 MAX_BLOCKS = 2**32
 MAX_STEP = 2**64
 
-_CHUNK = 2**17  # words per job on a CPU core, long enough that threads seldom wait for each other
+_CHUNK = 2**18  # words per job on a CPU core, long enough that threads seldom wait for each other
 _DEVICE_CHUNK = 2**22  # elements worked on at a time on an accelerator, and in sums of several rows
 _WORTH_COMPILING = 2**20  # from this many normals on, a second of compiling pays off
-_ZEROS = memoryview(bytes(2**16))  # plaintext of the cipher, short enough to stay in a core's cache
+_ZEROS = memoryview(bytes(2**18))  # plaintext of the cipher, short enough to stay in a core's cache
 
 
 def keystream(subkey: bytes, *, step: int, first_block: int, blocks: int) -> NDArray[np.uint8]:
