@@ -31,6 +31,12 @@ def _accept_cpu_tensors() -> None:
 
     from dpoptim.kernels import choose, normals_triton, outer_triton, tables_triton
 
+    aligned = outer_triton._loadable
+
+    def loadable(tensor: Tensor) -> Tensor:
+        """The interpreter takes bfloat16 for integers in products."""
+        return aligned(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
@@ -40,6 +46,8 @@ def _accept_cpu_tensors() -> None:
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "_processors"): lambda device: 2,
+        (outer_triton, "_loadable"): loadable,
+        (outer_triton, "_multiply"): lambda a, b: a.float() @ b.float(),  # a CPU has no product of mixed dtypes
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
         (normals_triton, "libdevice"): rounded,

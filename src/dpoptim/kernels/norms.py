@@ -143,8 +143,7 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
     if outer_on_gpu(left, right, weights):
         from dpoptim.kernels import outer_triton
 
-        total: Tensor = outer_triton.outer_weighted_sum(left, right, weights)
-        return total if out is None else out.copy_(total)
+        return outer_triton.outer_weighted_sum(left, right, weights, out)
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
