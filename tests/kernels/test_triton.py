@@ -43,18 +43,19 @@ def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.usefixtures("way")
 class TestOuterWeightedSum:
     """Sums of outer products: tiles of one example after another, and one product over all examples."""
 
-    @pytest.fixture(params=[0, 1 << 20], ids=["tiles", "one product"])
-    def _way(self, request, monkeypatch):
+    @pytest.fixture(params=[False, True], ids=["tiles", "one product"])
+    def way(self, request, monkeypatch):
         from dpoptim.kernels import outer_triton
 
-        monkeypatch.setattr(outer_triton, "SHORT", request.param)
+        monkeypatch.setattr(outer_triton, "_is_one_product", lambda left, right: request.param)
 
     # examples, positions, rows, cols: one position; nothing a multiple of anything; either factor the narrower one
     @pytest.mark.parametrize("shape", [(9, 1, 24, 16), (8, 5, 30, 19), (11, 18, 17, 140)])
-    def test_is_exact_up_to_float32(self, shape, _way):
+    def test_is_exact_up_to_float32(self, shape):
         examples, positions, rows, cols = shape
         left = made(examples, positions, rows, dtype=torch.bfloat16, device=DEVICE)
         right = made(examples, positions, cols, seed=1, dtype=torch.bfloat16, device=DEVICE)
@@ -72,7 +73,7 @@ class TestOuterWeightedSum:
         transposed = torch.empty(cols, rows, device=DEVICE).T
         close(norms.outer_weighted_sum(left, right, weights, out=transposed), total, 1e-6)
 
-    def test_leaves_out_examples_of_weight_0(self, _way):
+    def test_leaves_out_examples_of_weight_0(self):
         left = made(8, 3, 40, dtype=torch.bfloat16, device=DEVICE)
         right = made(8, 3, 24, seed=1, dtype=torch.bfloat16, device=DEVICE)
         weights = made(8, seed=2, dtype=torch.float32, device=DEVICE)
@@ -83,7 +84,7 @@ class TestOuterWeightedSum:
         assert not norms.outer_weighted_sum(left, right, torch.zeros_like(weights)).any()
 
     @pytest.mark.parametrize("weight", [1e-11, 1e-30])
-    def test_tiny_weights_keep_all_bits(self, weight, _way):
+    def test_tiny_weights_keep_all_bits(self, weight):
         """A long gradient has a tiny weight; weight·factor is close to the smallest number of float32."""
         left = made(8, 3, 40, dtype=torch.bfloat16, device=DEVICE)
         right = made(8, 3, 24, seed=1, dtype=torch.bfloat16, device=DEVICE)

@@ -101,7 +101,7 @@ def _outer_of_parts(left, right, weights, parts, out, examples, blocks, rows, co
     down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
     inside = (down[:, None] < rows) & (across[None, :] < cols)
     place = parts + down[:, None].to(tl.int64) * stride + across[None, :]
-    sums = tl.load(place + 2 * gap, mask=inside, other=0.0)
+    sums = tl.load(place + gap + gap, mask=inside, other=0.0)  # the smallest first
     sums += tl.load(place + gap, mask=inside, other=0.0)
     sums += tl.load(place, mask=inside, other=0.0)
     # 0·NaN and 0·inf are NaN: an example of weight 0 may not be finite. Parts of faint weights may underflow.
@@ -290,10 +290,12 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
 def _is_one_product(left: Tensor, right: Tensor) -> bool:
     """Whether one product over all positions of all examples is faster than tiles of one example after another.
 
-    It takes three times the operations, at the speed of the library. A tile costs as much as some 30 positions beside
-    its own, and its positions are padded.
+    It takes three times the operations, at the speed of the library, and two more launches. A tile takes as long as
+    some 30 positions for each example beside the positions themselves, and those are padded.
     """
-    return left.dtype == right.dtype == torch.bfloat16 and left.shape[1] <= SHORT and len(left) >= 8
+    (examples, positions, rows), cols = left.shape, right.shape[2]
+    is_short = left.dtype == right.dtype == torch.bfloat16 and positions <= SHORT
+    return is_short and examples * positions * rows * cols >= 1 << 32
 
 
 def _sum_in_one_product(left: Tensor, right: Tensor, weights: Tensor, tiles: _Tiles, out: Tensor) -> None:
@@ -304,20 +306,20 @@ def _sum_in_one_product(left: Tensor, right: Tensor, weights: Tensor, tiles: _Ti
     The error is therefore that of weighting and adding in float32: at most about 2^-24 of the size of each term.
     """
     (examples, positions, rows), cols = left.shape, right.shape[2]
-    narrow, other = (left, right) if rows < cols else (right, left)
-    width = narrow.shape[2]
-    pitch = cdiv(width, 8) * 8  # rows that start at multiples of 16 bytes
+    narrow, other = (left, tiles.right.base) if rows < cols else (right, tiles.left.base)
     narrow = narrow if narrow.stride(2) == 1 else narrow.contiguous()
+    width = narrow.shape[2]
+    pitch = cdiv(width, 8) * 8  # rows that start at multiples of 16 bytes, as the other factor's do
     weighted = narrow.new_empty(examples * positions, 3 * pitch)
     block = min(1024, next_power_of_2(pitch))
     _weight_in_parts[(examples * positions, cdiv(pitch, block))](
         narrow, weights, weighted, positions, width, pitch, narrow.stride(0), narrow.stride(1), BLOCK=block,
     )  # fmt: skip
-    rest = (tiles.right if rows < cols else tiles.left).base.flatten(0, 1)  # its rows are aligned
+    other = other.flatten(0, 1)
     if rows < cols:
-        products, stride, gap = _multiply(weighted.T, rest), cols, pitch * cols
+        products, stride, gap = _multiply(weighted.T, other), cols, pitch * cols
     else:
-        products, stride, gap = _multiply(rest.T, weighted), 3 * pitch, pitch
+        products, stride, gap = _multiply(other.T, weighted), 3 * pitch, pitch
     _outer_of_parts[(tiles.count,)](
         tiles.left, tiles.right, weights, products, out, examples, tiles.blocks, rows, cols, tiles.across, stride, gap,
         FAINT=FAINT_WEIGHT, **tiles.constants, **tiles.options,
