@@ -270,21 +270,22 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
         return out.zero_()
     given = weights.float().contiguous()
     tiles = _Tiles(left, right)
-    fits = out.dtype == torch.float32 and out.is_contiguous()
-    if _is_one_product(left, right):
-        total = out if fits else torch.empty(rows, cols, device=left.device)
-        _sum_in_one_product(left, right, given, tiles, total)
-        return out if fits else out.copy_(total)
-    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
-    shares = cdiv(examples, share)
-    sums = out[None] if fits and shares == 1 else torch.empty(shares, rows, cols, device=left.device)
-    _outer_weighted_sum[(tiles.count, shares)](
-        tiles.left, tiles.right, given, sums, examples, share, tiles.blocks, rows, cols, tiles.across,
-        **tiles.constants, **tiles.options,
-    )  # fmt: skip
-    if fits:
-        return out if shares == 1 else torch.sum(sums, 0, out=out)
-    return out.copy_(sums.sum(0))
+    in_one_product, shares = _is_one_product(left, right), 1
+    if not in_one_product:
+        share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
+        shares = cdiv(examples, share)
+    is_direct = shares == 1 and out.dtype == torch.float32 and out.is_contiguous()
+    sums = out[None] if is_direct else torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    if in_one_product:
+        _sum_in_one_product(left, right, given, tiles, sums[0])
+    else:
+        _outer_weighted_sum[(tiles.count, shares)](
+            tiles.left, tiles.right, given, sums, examples, share, tiles.blocks, rows, cols, tiles.across,
+            **tiles.constants, **tiles.options,
+        )  # fmt: skip
+    if is_direct:
+        return out
+    return torch.sum(sums, 0, out=out) if out.dtype == torch.float32 else out.copy_(sums.sum(0))
 
 
 def _is_one_product(left: Tensor, right: Tensor) -> bool:
@@ -294,8 +295,8 @@ def _is_one_product(left: Tensor, right: Tensor) -> bool:
     some 30 positions for each example beside the positions themselves, and those are padded.
     """
     (examples, positions, rows), cols = left.shape, right.shape[2]
-    is_short = left.dtype == right.dtype == torch.bfloat16 and positions <= SHORT
-    return is_short and examples * positions * rows * cols >= 1 << 32
+    is_possible = left.dtype == right.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8
+    return is_possible and positions <= SHORT and examples * positions * rows * cols >= 1 << 32
 
 
 def _sum_in_one_product(left: Tensor, right: Tensor, weights: Tensor, tiles: _Tiles, out: Tensor) -> None:
