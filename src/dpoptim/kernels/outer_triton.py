@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dpoptim.kernels.norms import FAINT_WEIGHT
+from dpoptim.kernels.clip_weights import FAINT_WEIGHT
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
 
 SHORT = 24
