@@ -40,6 +40,12 @@ def _accept_cpu_tensors() -> None:
         tables_triton,
     )
 
+    aligned = outer_triton._loadable
+
+    def loadable(tensor: Tensor) -> Tensor:
+        """The interpreter takes bfloat16 for integers in products."""
+        return aligned(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
@@ -56,6 +62,8 @@ def _accept_cpu_tensors() -> None:
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "_processors"): lambda device: 2,
         (cross_entropy_triton, "processors"): lambda device: 2,
+        (outer_triton, "_loadable"): loadable,
+        (outer_triton, "_multiply"): lambda a, b: a.float() @ b.float(),  # a CPU has no product of mixed dtypes
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
         (adam_triton, "table_of"): table_of,

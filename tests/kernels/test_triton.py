@@ -45,6 +45,59 @@ def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.usefixtures("way")
+class TestOuterWeightedSum:
+    """Sums of outer products: tiles of one example after another, and one product over all examples."""
+
+    @pytest.fixture(params=[False, True], ids=["tiles", "one product"])
+    def way(self, request, monkeypatch):
+        from dpoptim.kernels import outer_triton
+
+        monkeypatch.setattr(outer_triton, "_is_one_product", lambda left, right: request.param)
+
+    # examples, positions, rows, cols: one position; nothing a multiple of anything; either factor the narrower one
+    @pytest.mark.parametrize("shape", [(9, 1, 24, 16), (8, 5, 30, 19), (11, 18, 17, 140)])
+    def test_is_exact_up_to_float32(self, shape):
+        examples, positions, rows, cols = shape
+        left = made(examples, positions, rows, dtype=torch.bfloat16, device=DEVICE)
+        right = made(examples, positions, cols, seed=1, dtype=torch.bfloat16, device=DEVICE)
+        weights = made(examples, seed=2, dtype=torch.float32, device=DEVICE).abs()
+        weights[1] = 0
+        each = left.double().mT @ right.double()
+        total = torch.einsum("j,jrc->rc", weights.double(), each)
+        out = torch.full((rows, cols), torch.nan, device=DEVICE)
+        assert norms.outer_weighted_sum(left, right, weights, out=out) is out
+        close(out, total, 1e-6)
+        assert torch.equal(out, norms.outer_weighted_sum(left, right, weights))
+        padded = torch.full((examples, positions, rows + 8 - rows % 8), torch.nan, dtype=left.dtype, device=DEVICE)
+        padded[..., :rows] = left
+        assert torch.equal(out, norms.outer_weighted_sum(padded[..., :rows], right, weights))
+        transposed = torch.empty(cols, rows, device=DEVICE).T
+        close(norms.outer_weighted_sum(left, right, weights, out=transposed), total, 1e-6)
+
+    def test_leaves_out_examples_of_weight_0(self):
+        left = made(8, 3, 40, dtype=torch.bfloat16, device=DEVICE)
+        right = made(8, 3, 24, seed=1, dtype=torch.bfloat16, device=DEVICE)
+        weights = made(8, seed=2, dtype=torch.float32, device=DEVICE)
+        weights[[0, 3]] = 0
+        total = torch.einsum("j,jrc->rc", weights.double(), left.double().mT @ right.double())
+        left[0, 1], left[3, 2, 5], right[3, 0, 7] = torch.nan, torch.inf, -torch.inf
+        close(norms.outer_weighted_sum(left, right, weights), total, 1e-6)
+        assert not norms.outer_weighted_sum(left, right, torch.zeros_like(weights)).any()
+
+    @pytest.mark.parametrize("weight", [1e-11, 1e-30])
+    def test_tiny_weights_keep_all_bits(self, weight):
+        """A long gradient has a tiny weight; weight·factor is close to the smallest number of float32."""
+        left = made(8, 3, 40, dtype=torch.bfloat16, device=DEVICE)
+        right = made(8, 3, 24, seed=1, dtype=torch.bfloat16, device=DEVICE)
+        weights = torch.full((8,), weight, device=DEVICE)
+        left, right = left / weight, right * 1e-8
+        total = torch.einsum("j,jrc->rc", weights.double(), left.double().mT @ right.double())
+        close(norms.outer_weighted_sum(left, right, weights), total, 1e-6)
+
+
+@needs_triton
+@pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "scaled", "dtype"), CASES)
 class TestKernels:
     """Kernels and plain functions from the same numbers of a narrow dtype: both accumulate in float32 or more."""
