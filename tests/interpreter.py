@@ -63,7 +63,6 @@ def _accept_cpu_tensors() -> None:
         (outer_triton, "_processors"): lambda device: 2,
         (cross_entropy_triton, "processors"): lambda device: 2,
         (outer_triton, "_loadable"): loadable,
-        (outer_triton, "_multiply"): lambda a, b: a.float() @ b.float(),  # a CPU has no product of mixed dtypes
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
         (adam_triton, "table_of"): table_of,

@@ -45,15 +45,8 @@ def check_normalised(kind, grad, inputs, weight, bias, settings, bound):
 
 @needs_triton
 @pytest.mark.gpu
-@pytest.mark.usefixtures("way")
 class TestOuterWeightedSum:
-    """Sums of outer products: tiles of one example after another, and one product over all examples."""
-
-    @pytest.fixture(params=[False, True], ids=["tiles", "one product"])
-    def way(self, request, monkeypatch):
-        from dpoptim.kernels import outer_triton
-
-        monkeypatch.setattr(outer_triton, "_is_one_product", lambda left, right: request.param)
+    """Sums of outer products, tiles of one example after another."""
 
     # examples, positions, rows, cols: one position; nothing a multiple of anything; either factor the narrower one
     @pytest.mark.parametrize("shape", [(9, 1, 24, 16), (8, 5, 30, 19), (11, 18, 17, 140)])

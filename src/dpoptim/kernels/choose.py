@@ -29,7 +29,7 @@ def on_current_device(*tensors: Tensor | None) -> bool:
     """Return whether kernels can be launched for these tensors, which only the current device allows."""
     if not torch.cuda.is_initialized() or not _has_triton():
         return False
-    here = torch.cuda.current_device()
+    here = torch._C._cuda_getDevice()  # torch.cuda.current_device() takes longer, and this runs for every layer
     return all(tensor is None or tensor.get_device() == here for tensor in tensors)
 
 

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from dpoptim.kernels import choose
 
-FAINT_WEIGHT = 1e-12
-"""Below this weight a gradient is so long that its factors may come close to the limits of float32."""
-
 
 class ClipResult(NamedTuple):
     """The clip weight of each example of a physical batch."""

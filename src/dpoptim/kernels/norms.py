@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dpoptim.kernels import norms_c
 from dpoptim.kernels.choose import on_gpu, outer_on_gpu
-from dpoptim.kernels.clip_weights import FAINT_WEIGHT
 
 BLOCK_ELEMENTS = 1 << 24
 """Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
@@ -67,6 +66,9 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
         total += self_products(scaled.reshape(len(grad), grad.shape[1:].numel()))
     return total
 
+
+FAINT_WEIGHT = 1e-12
+"""Below this weight a gradient is so long that its factors may come close to the limits of float32."""
 
 DOT_ELEMENTS = 1 << 16
 """How many products are summed in float32 before the sum continues in float64."""

@@ -14,11 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dpoptim.kernels.clip_weights import FAINT_WEIGHT
 from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
-
-SHORT = 24
-"""Up to this many positions per example, sums over examples are one product of two matrices."""
 
 
 @triton.jit
@@ -50,69 +46,20 @@ def _outer_squares(left, right, scale, out, examples, group, blocks, rows, cols,
         tl.store(out + (example * tiles + tile) * BR + tl.arange(0, BR), tl.sum(total * total, 1))
 
 
-@triton.jit
-def _weighted(left, right, weights, first, last, blocks, row, col, BR: tl.constexpr, BC: tl.constexpr,
-              BT: tl.constexpr):  # fmt: skip
-    """Σ_j weights[j]·_product of example j, for j from `first` to `last`."""
-    sums = tl.zeros([BR, BC], tl.float32)
-    for example in tl.range(first, last, flatten=True):
-        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
-        weight = tl.load(weights + example)
-        sums = tl.where(weight != 0, sums + total * weight, sums)
-    return sums
-
-
 @triton.jit(do_not_specialize=["examples", "share"])
 def _outer_weighted_sum(left, right, weights, out, examples, share, blocks, rows, cols, tiles_across,
                         BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
     down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
+    sums = tl.zeros([BR, BC], tl.float32)
     first = tl.program_id(1) * share
-    last = tl.minimum(first + share, examples)
-    sums = _weighted(left, right, weights, first, last, blocks, row, col, BR, BC, BT)
+    for example in tl.range(first, tl.minimum(first + share, examples), flatten=True):
+        total = _product(left, right, example, blocks, row, col, BR, BC, BT)
+        weight = tl.load(weights + example)
+        sums = tl.where(weight != 0, sums + total * weight, sums)  # one instruction for each element
     place = (tl.program_id(1).to(tl.int64) * rows + down[:, None]) * cols + across[None, :]
     tl.store(out + place, sums, mask=(down[:, None] < rows) & (across[None, :] < cols))
-
-
-@triton.jit(do_not_specialize=["positions"])
-def _weight_in_parts(factor, weights, out, positions, width, pitch, example_stride, position_stride,
-                     BLOCK: tl.constexpr):  # fmt: skip
-    """Write weight·factor as the sum of three bfloat16 numbers; they lie `pitch` apart."""
-    row = tl.program_id(0).to(tl.int64)
-    example, position = row // positions, row % positions
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    weight = tl.load(weights + example)
-    place = factor + example * example_stride + position * position_stride + col
-    value = tl.load(place, mask=col < width, other=0.0).to(tl.float32)
-    rest = tl.where(weight != 0, value * weight, 0.0)
-    for part in tl.static_range(3):
-        rounded = rest.to(tl.bfloat16)
-        tl.store(out + (row * 3 + part) * pitch + col, rounded, mask=col < pitch)
-        rest = rest - rounded.to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["examples"])
-def _outer_of_parts(left, right, weights, parts, out, examples, blocks, rows, cols, tiles_across, stride, gap,
-                    FAINT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Add the products of the three parts; take a tile example by example if that sum cannot be used."""
-    tile = tl.program_id(0)
-    row, col = (tile // tiles_across) * BR, (tile % tiles_across) * BC
-    down, across = row + tl.arange(0, BR), col + tl.arange(0, BC)
-    inside = (down[:, None] < rows) & (across[None, :] < cols)
-    place = parts + down[:, None].to(tl.int64) * stride + across[None, :]
-    sums = tl.load(place + gap + gap, mask=inside, other=0.0)  # the smallest first
-    sums += tl.load(place + gap, mask=inside, other=0.0)
-    sums += tl.load(place, mask=inside, other=0.0)
-    # 0·NaN and 0·inf are NaN: an example of weight 0 may not be finite. Parts of faint weights may underflow.
-    unusable = tl.sum(tl.sum((sums - sums != 0).to(tl.int32), 1), 0)
-    for start in range(0, examples, 1024):
-        at = start + tl.arange(0, 1024)
-        weight = tl.abs(tl.load(weights + at, mask=at < examples, other=0.0))
-        unusable += tl.sum(((weight != 0) & (weight < FAINT)).to(tl.int32), 0)
-    if unusable > 0:
-        sums = _weighted(left, right, weights, 0, examples, blocks, row, col, BR, BC, BT)
-    tl.store(out + down[:, None].to(tl.int64) * cols + across[None, :], sums, mask=inside)
 
 
 @triton.jit
@@ -209,8 +156,10 @@ def _sizes(
     if dtype == torch.float32:
         return 64, 64, 32, 4, 3, 3
     halves = cdiv(positions, 32)
+    if not held:
+        return (128, 256, 64, 8, 4, 1) if halves % 2 == 0 and min(rows, cols) >= 1024 else (128, 128, 32, 4, 4, 3)
     if halves % 2 == 0:
-        return 128, 128, 64, 8, 5, 1
+        return (64, 128, 64, 4, 3, 3) if positions <= 256 else (128, 128, 64, 8, 5, 1)
     if halves > 6 and min(rows, cols) >= 256:
         return 128, 256, 32, 8, 5, 1
     return 64, 128, 32, 4, 5, 3
@@ -268,67 +217,18 @@ def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor
         out = torch.empty(rows, cols, dtype=weights.dtype, device=left.device)
     if not left.numel() or not right.numel():
         return out.zero_()
-    given = weights.float().contiguous()
     tiles = _Tiles(left, right)
-    in_one_product, shares = _is_one_product(left, right), 1
-    if not in_one_product:
-        share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
-        shares = cdiv(examples, share)
+    share = _examples_together(tiles.count, examples, tiles.slots, most=examples, overhead=2.0)
+    shares = cdiv(examples, share)
     is_direct = shares == 1 and out.dtype == torch.float32 and out.is_contiguous()
-    sums = out[None] if is_direct else torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
-    if in_one_product:
-        _sum_in_one_product(left, right, given, tiles, sums[0])
-    else:
-        _outer_weighted_sum[(tiles.count, shares)](
-            tiles.left, tiles.right, given, sums, examples, share, tiles.blocks, rows, cols, tiles.across,
-            **tiles.constants, **tiles.options,
-        )  # fmt: skip
+    sums = out if is_direct else torch.empty(shares, rows, cols, dtype=torch.float32, device=left.device)
+    _outer_weighted_sum[(tiles.count, shares)](
+        tiles.left, tiles.right, weights.float().contiguous(), sums, examples, share, tiles.blocks, rows, cols,
+        tiles.across, **tiles.constants, **tiles.options,
+    )  # fmt: skip
     if is_direct:
         return out
     return torch.sum(sums, 0, out=out) if out.dtype == torch.float32 else out.copy_(sums.sum(0))
-
-
-def _is_one_product(left: Tensor, right: Tensor) -> bool:
-    """Whether one product over all positions of all examples is faster than tiles of one example after another.
-
-    It takes three times the operations, at the speed of the library, and two more launches. A tile takes as long as
-    some 30 positions for each example beside the positions themselves, and those are padded.
-    """
-    (examples, positions, rows), cols = left.shape, right.shape[2]
-    is_possible = left.dtype == right.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8
-    return is_possible and positions <= SHORT and examples * positions * rows * cols >= 1 << 32
-
-
-def _sum_in_one_product(left: Tensor, right: Tensor, weights: Tensor, tiles: _Tiles, out: Tensor) -> None:
-    """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t] as the product of two matrices, with the narrower factor weighted.
-
-    In bfloat16 the weighted factor would lose 16 of its 24 bits. Three bfloat16 numbers hold 8 bits each, so their sum
-    is the float32 product weight·factor exactly. Products of bfloat16 numbers are exact in float32 and are added there.
-    The error is therefore that of weighting and adding in float32: at most about 2^-24 of the size of each term.
-    """
-    (examples, positions, rows), cols = left.shape, right.shape[2]
-    narrow, other = (left, tiles.right.base) if rows < cols else (right, tiles.left.base)
-    narrow = narrow if narrow.stride(2) == 1 else narrow.contiguous()
-    width = narrow.shape[2]
-    pitch = cdiv(width, 8) * 8  # rows that start at multiples of 16 bytes, as the other factor's do
-    weighted = narrow.new_empty(examples * positions, 3 * pitch)
-    block = min(1024, next_power_of_2(pitch))
-    _weight_in_parts[(examples * positions, cdiv(pitch, block))](
-        narrow, weights, weighted, positions, width, pitch, narrow.stride(0), narrow.stride(1), BLOCK=block,
-    )  # fmt: skip
-    other = other.flatten(0, 1)
-    if rows < cols:
-        products, stride, gap = _multiply(weighted.T, other), cols, pitch * cols
-    else:
-        products, stride, gap = _multiply(other.T, weighted), 3 * pitch, pitch
-    _outer_of_parts[(tiles.count,)](
-        tiles.left, tiles.right, weights, products, out, examples, tiles.blocks, rows, cols, tiles.across, stride, gap,
-        FAINT=FAINT_WEIGHT, **tiles.constants, **tiles.options,
-    )  # fmt: skip
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor | None, values: Tensor | None) -> Tensor:
