@@ -208,6 +208,8 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
         tiles.left, tiles.right, given, out, examples, group, tiles.blocks, tiles.rows, tiles.cols, tiles.across,
         SCALED=scale is not None, **tiles.constants, **tiles.options,
     )  # fmt: skip
+    if out.numel() > 1 << 20:  # torch copies what it sums in a different dtype
+        out = out.view(examples, tiles.count, tiles.high).sum(2)
     return out.sum(1, dtype=torch.float64)
 
 
