@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.clipping import Captured, Released, check_training_loss
-from dpoptim.data import PrivateLoader, fingerprint_records, private_loader
+from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
@@ -105,6 +105,7 @@ class PrivateTrainer(transformers.Trainer):
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
         self._held_out: list[Any] = []  # datasets that have passed the check
+        self._read: tuple[Any, NoiseKey, RecordFingerprint] | None = None  # the training examples
         self._steps: StepLoader | None = None
         self._shapes: Callable[[Any], Any] = lambda batch: batch
         self._captured: Captured | None = None
@@ -142,7 +143,6 @@ class PrivateTrainer(transformers.Trainer):
         dataset, collate = self._used_columns(self.train_dataset), self.data_collator
         if dataset is self.train_dataset:  # it has no named columns
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        self._check_held_out(self.eval_dataset)
         key, lengths = self._run_secrets().key, dict[int, int]()  # in tokens, of inputs and labels
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
@@ -152,7 +152,9 @@ class PrivateTrainer(transformers.Trainer):
             values = record.values() if isinstance(record, Mapping) else ()
             lengths[place] = sum(len(v) for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
 
-        self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
+        found = fingerprint_records(dataset, key, name="train_dataset", look=look)
+        self._read, self._data_digest = (self.train_dataset, key, found), found.digest
+        self._check_held_out(self.eval_dataset)
         by_length = sorted(lengths, key=lengths.__getitem__)
         self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
         loader = private_loader(
@@ -212,9 +214,12 @@ class PrivateTrainer(transformers.Trainer):
             return
         if held_out is self.train_dataset:
             raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
-        key = NoiseKey.generate()
         try:
-            training = fingerprint_records(self._used_columns(self.train_dataset), key)
+            if self._read is None or self._read[0] is not self.train_dataset:
+                key = NoiseKey.generate()
+                read = fingerprint_records(self._used_columns(self.train_dataset), key)
+                self._read = self.train_dataset, key, read
+            _, key, training = self._read
             found = fingerprint_records(self._used_columns(held_out), key)
         except (ValueError, TypeError, RuntimeError):  # random or unsized examples cannot be compared
             self._held_out.append(held_out)
