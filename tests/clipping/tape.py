@@ -82,6 +82,12 @@ def tape_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
+def never_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the padded operations of graphs without graphs, as the first batch of each shape does."""
+    monkeypatch.setattr(captured, "_can_capture", lambda devices, sums: True)
+    monkeypatch.setattr(captured, "MAX_GRAPHS", 0)
+
+
 def _is_in_a_graph(parameter: Tensor) -> bool:
     """Return whether a live autograd graph ends at this leaf; a capture would reuse its node."""
 

@@ -127,9 +127,15 @@ def test_other_batches_keep_their_widths(what):
     assert all(found[name].shape == value.shape for name, value in batch.items())
 
 
-def test_labels_that_are_not_tokens_are_not_padded():
-    batch = {**text_batch([6, 4]), "labels": torch.tensor([0, 1])}
-    assert padded(batch)["labels"].shape == (2,)
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.ones(2, 6), torch.ones(2, 6).long()])
+def test_labels_that_are_not_tokens_are_not_padded(labels):
+    """Six classes are not six tokens."""
+    found = padded({**text_batch([6, 4]), "labels": labels})
+    assert found["labels"] is labels
+    assert found["input_ids"].shape == (2, 8)
+
+
+def test_other_inputs_stay_as_they_are():
     images = {"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
     assert padded(images) is images
     rows = torch.zeros(2, 3)
@@ -149,14 +155,14 @@ class Inherits(transformers.BertForSequenceClassification):
 def test_a_mask_of_ones_is_dropped_where_the_model_has_none_by_default():
     full = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "attention_mask": torch.ones(2, 8, dtype=torch.int64)}
     model = model_of("bert classes")
-    assert "attention_mask" not in BatchShapes(model, None, 8)(full)
-    assert "attention_mask" in BatchShapes(model, None, 16)(
-        {**full, "attention_mask": text_batch([8, 7])["attention_mask"]}
-    )
-    assert "attention_mask" in BatchShapes(NeedsMask(), None, 8)(full)
-    assert "attention_mask" in BatchShapes(bert(Inherits), None, 8)(full)
+    losses = losses_for(model)
+    assert "attention_mask" not in BatchShapes(model, losses, 8)(full)
+    assert "attention_mask" in BatchShapes(model, losses, 16)(text_batch([8, 7]))
+    assert "attention_mask" in BatchShapes(NeedsMask(), losses, 8)(full)
+    assert "attention_mask" in BatchShapes(bert(Inherits), losses, 8)(full)
+    assert "attention_mask" in BatchShapes(model, lambda model, batch: batch["attention_mask"], 8)(full)
     twos = {**full, "attention_mask": 2 * full["attention_mask"]}  # packed texts are numbered
-    assert "attention_mask" in BatchShapes(model, None, 8)(twos)
+    assert "attention_mask" in BatchShapes(model, losses, 8)(twos)
     assert "attention_mask" in full
 
 
@@ -207,6 +213,8 @@ def test_packed_texts_stay_packed():
         ({"a": torch.zeros(3, 2), "b": [torch.zeros(3)]}, True),
         ({"a": torch.zeros(3, 2), "flag": True}, True),
         (torch.zeros(3), True),
+        (transformers.BatchEncoding({"a": torch.zeros(3, 2), "b": torch.zeros(3)}), True),
+        (transformers.BatchEncoding({"a": torch.zeros(3, 2), "b": torch.zeros(2)}), False),
         ({"a": torch.zeros(3, 2), "b": torch.zeros(())}, False),
         ({"a": torch.zeros(3, 2), "b": torch.zeros(2)}, False),
         ({"a": 1}, False),

@@ -108,6 +108,7 @@ class PrivateTrainer(transformers.Trainer):
         self._read: tuple[Any, NoiseKey, RecordFingerprint] | None = None  # the training examples
         self._steps: StepLoader | None = None
         self._shapes: Callable[[Any], Any] = lambda batch: batch
+        self._all_have_rows = True  # whether the collator returns nothing that examples share, such as class weights
         self._captured: Captured | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
@@ -185,6 +186,7 @@ class PrivateTrainer(transformers.Trainer):
         self.model.train()
         with state_restored(self.model):
             given = collate(copy.deepcopy(records))
+            self._all_have_rows = has_rows(given) and has_rows(collate(copy.deepcopy(records[:1])))
             if self.args.device.type == "cuda":
                 self._shapes = BatchShapes(self.model, self.loss_per_example, _width(given))
             given = self._prepare_inputs(self._shapes(given))
@@ -272,7 +274,7 @@ class PrivateTrainer(transformers.Trainer):
         for part in inputs:
             losses = self._differentiate(model, self._shapes(part))
             if self.privacy.debug_loss:
-                shown, examples = shown + losses.detach().sum(), examples + len(losses)
+                shown, examples = shown + losses.sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
                 self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
         seed_generators(self.args.seed)  # forget the secret seed
@@ -280,10 +282,10 @@ class PrivateTrainer(transformers.Trainer):
 
     def _differentiate(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the backward of a micro-batch, as a CUDA graph if possible; return its losses."""
-        if not has_rows(batch):
+        if not self._all_have_rows or not has_rows(batch):
             losses = self._losses(model, self._prepare_inputs(batch))
             self.accelerator.backward(losses.sum())
-            return losses
+            return losses.detach()
         if self._captured is None:
             assert self.private_optimizer is not None
             rows = part_multiple(self.plan.batch_size)
