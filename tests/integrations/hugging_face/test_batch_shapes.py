@@ -102,7 +102,7 @@ def test_each_argument_has_its_own_padding():
     model = model_of("roberta masked-lm")
     batch = batch_for("roberta masked-lm", model, [6, 4])
     batch["token_type_ids"] = torch.ones_like(batch["input_ids"])
-    shapes = BatchShapes(model, None, LONGEST)  # another loss, which reads labels as they are
+    shapes = BatchShapes(model, None, LONGEST)  # a different loss, which reads all labels
     found = shapes(batch)
     expected = {"input_ids": 1, "attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
     assert found.keys() == expected.keys()

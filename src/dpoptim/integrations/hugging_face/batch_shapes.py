@@ -26,7 +26,7 @@ _PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
 
 def has_rows(batch: Any) -> bool:
     """Whether all tensors of a batch have the examples on their first axis."""
-    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)  # a BatchEncoding is no dict
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)  # a BatchEncoding is not a dict
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return bool(tensors) and all(tensor.ndim and len(tensor) == len(tensors[0]) for tensor in tensors)
 
