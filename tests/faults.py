@@ -49,8 +49,8 @@ noise-half: The noise has half the standard deviation that the plan asks for.
 
 noise-repeats: Every step adds the noise of the first step.
     in clipping/mechanism.py, found by clipping/test_mechanism.py -k Level
-    - row = rows.row(self.step)
-    + row = rows.row(0)
+    - rows.add_to(vector, self.step,
+    + rows.add_to(vector, 0,
 
 noise-shared-by-parameters: All parameters get the same normals.
     in noise/normals.py, found by noise/test_streams.py -k independent
@@ -120,18 +120,18 @@ joint-square-for-free: Joint moments get no more noise than the gradient alone.
 
 square-without-noise: Independent and joint moments release the square without noise.
     in clipping/mechanism.py, found by clipping/test_mechanism.py -k Level
-    - self._add_noise("square", squares, None)
+    - self._add_noise("square", squares, None, 1)
     + pass
 
 actual-batch-size: The sum is divided by the actual number of examples, not by the expected batch size.
     in clipping/mechanism.py, found by clipping/test_mechanism.py -k Level
-    - vector /= self.plan.batch_size
-    + vector /= max(1, examples)
+    - self.scale, self.plan.batch_size)
+    + self.scale, max(1, examples))
 
 scale-divided-twice: The noise is divided by the square of the scale.
-    in clipping/mechanism.py, found by clipping/test_mechanism.py -k Level
-    - flatten([scale[name] for name in names], vector.dtype), value
-    + flatten([scale[name] ** 2 for name in names], vector.dtype), value
+    in noise/streams.py, found by clipping/test_mechanism.py -k Level
+    - flatten(tensors, sums.dtype), value
+    + flatten(tensors, sums.dtype) ** 2, value
 
 empty-batch-skipped: A step whose sample is empty releases nothing, which shows that it was empty.
     in clipping/mechanism.py, found by optim/test_training.py -k empty

@@ -11,6 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,20 +29,37 @@ needs_triton = pytest.mark.skipif(
 def _accept_cpu_tensors() -> None:
     """Patch the kernels so that they accept CPU tensors."""
     import triton.language as tl
+    from triton.runtime import interpreter
 
-    from dpoptim.kernels import choose, normals_triton, outer_triton, tables_triton
+    from dpoptim.kernels import (
+        adam_triton,
+        choose,
+        cross_entropy_triton,
+        normals_triton,
+        outer_triton,
+        tables_triton,
+    )
 
     def table_of(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=dtype)
 
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:  # the interpreter's own rounds to bfloat16 down
+        if target != tl.bfloat16:
+            return own_convert(data, source, target, mode)
+        return torch.from_numpy(data.astype(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    own_convert = interpreter._convert_float
     # numpy rounds these correctly, as CUDA's library does.
     rounded = SimpleNamespace(div_rn=lambda a, b: a / b, sqrt_rn=lambda x: tl.sqrt(x))
     replacements = {
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "_processors"): lambda device: 2,
+        (cross_entropy_triton, "processors"): lambda device: 2,
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
+        (adam_triton, "table_of"): table_of,
+        (interpreter, "_convert_float"): convert,
         (normals_triton, "libdevice"): rounded,
     }
     for (module, name), other in replacements.items():

@@ -105,11 +105,12 @@ def test_replays_add_the_same_sums_as_ordinary_batches(monkeypatch, variant, red
 def test_padding_adds_at_most_an_eighth_of_the_rows():
     assert [captured._padded_rows(examples, None) for examples in (1, 8, 100, 2048)] == [1, 8, 104, 2048]
     assert captured._padded_rows(100, 64) == 128
+    assert captured._padded_rows(1, 64) == 1
 
 
 def test_padding_rows_add_nothing(monkeypatch):
     replays = tape_graphs(monkeypatch)
-    batches = batches_of((8, 4), (8, 4), (3, 4), (8, 4), (7, 4), (1, 4), (1, 4), (8, 4))
+    batches = batches_of((8, 4), (8, 4), (3, 4), (8, 4), (7, 4), (2, 4), (2, 4), (8, 4))
     expected, ordinary = trained("flat", batches, is_captured=False)
     found, optimizer = trained("flat", batches, is_captured=True)
     assert replays == [7]
@@ -322,7 +323,7 @@ def test_losses_may_reorder_their_rows(monkeypatch):
 
     optimizer, run = captured_run(model, reordered)
     seen = seen_by(optimizer)
-    first, last = batches_of((4, 2), (1, 2))
+    first, last = batches_of((4, 2), (2, 2))
     warm(run, *first, optimizer)
     for differentiate in (run, lambda x, y: reordered(x, y).sum().backward()):
         differentiate(*last)
@@ -337,7 +338,7 @@ def test_an_interrupt_drops_a_padded_batch(monkeypatch, where):
     tape_graphs(monkeypatch)
     model = model_of()
     optimizer, run = captured_run(model)
-    ((x, y),) = batches_of((1, 2))
+    ((x, y),) = batches_of((2, 2))
     run(x, y)
     optimizer.step()
     engine = optimizer.mechanism._sums.engine
@@ -357,7 +358,7 @@ def test_an_interrupt_drops_a_padded_batch(monkeypatch, where):
     seen = seen_by(optimizer)
     optimizer.step()
     assert float(seen[0].norm()) < 1e-6
-    assert optimizer.mechanism.counts_not_private.examples == 1
+    assert optimizer.mechanism.counts_not_private.examples == 2
 
 
 def test_a_failed_call_does_not_count(monkeypatch):

@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[2]
         ("tests/kernels/test_triton.py", "not (softmax or outer or norm)"),
         ("tests/kernels/test_captured.py", "scaled or any_content or redrawn"),
         ("tests/kernels/test_adam_triton.py tests/kernels/test_normals_triton.py", ""),
+        ("tests/optim/test_large_models.py", "kernels"),
     ],
-    ids=["products", "sums", "graphs", "adam and noise"],
+    ids=["products", "sums", "graphs", "adam and noise", "steps"],
 )
 def test_kernels_compute_what_the_plain_functions_do(files, chosen):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]

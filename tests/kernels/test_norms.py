@@ -155,6 +155,19 @@ def test_layer_norm_matches_torch_and_autograd():
         close(by_bias[j], b.grad, 1e-12)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_matches_torch_and_autograd(offset):
+    inputs, grad, weight = made(4, 6, 10), made(4, 6, 10, seed=1), made(10, seed=2)
+    output, _, rstd = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset)
+    close(output, torch.nn.functional.rms_norm(inputs, [10], weight + offset, eps=1e-5), 1e-12)
+    to_inputs, by_weight, _ = normalization.rms_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+    for j in range(4):
+        x, w = (tensor.clone().requires_grad_() for tensor in (inputs[j], weight))
+        (torch.nn.functional.rms_norm(x, [10], w + offset, eps=1e-5) * grad[j]).sum().backward()
+        close(to_inputs[j], x.grad, 1e-12)
+        close(by_weight[j], w.grad, 1e-12)
+
+
 @pytest.mark.parametrize(("channels", "groups", "places"), [(6, 3, 10), (5, 1, 4), (4, 4, 7), (8, 2, 1)])
 def test_group_norm_matches_torch_and_autograd(channels, groups, places):
     inputs, grad = made(4, channels, places), made(4, channels, places, seed=1)

@@ -59,11 +59,11 @@ def test_shapes_that_do_not_fit():
         norms_c.outer_squares(left, right, scale[:50])
 
 
-@pytest.mark.parametrize("change", [("sum *= scale", "sum *= 0.999f * scale"), ("+= a * a", "+= 0.999f * a * a")])
-def test_loops_that_are_wrong_are_not_used(monkeypatch, change):
-    wrong = norms_c._SOURCE.replace(*change)
-    assert wrong != norms_c._SOURCE
-    monkeypatch.setattr(norms_c, "_SOURCE", wrong)
+@pytest.mark.parametrize("wrong", ["product * factor", "a * a", "a;"])
+def test_loops_that_are_wrong_are_not_used(monkeypatch, wrong):
+    changed = norms_c._SOURCE.replace(f"= {wrong}", f"= 0.999f * {wrong}")
+    assert changed != norms_c._SOURCE
+    monkeypatch.setattr(norms_c, "_SOURCE", changed)
     assert norms_c._loops.__wrapped__() is None
 
 
@@ -158,13 +158,29 @@ def test_squares_of_many(threads):
     assert torch.equal(again[[0, 2]], found[[0, 2]])
 
 
-@pytest.mark.parametrize("width", [3, norms.DOT_ELEMENTS + 7])
-def test_quadratic_forms(width):
-    generator = torch.Generator().manual_seed(width)
-    matrices = torch.randn(3, 4, 4, generator=generator, dtype=torch.float64)
-    factors = torch.randn(3, 4, width + 2, generator=generator, dtype=torch.float64)[..., :width]
-    expected = ((matrices @ factors) * factors).sum((1, 2))
-    torch.testing.assert_close(norms.quadratic_forms(matrices, factors), expected, rtol=1e-10, atol=1e-9)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(3, 4, 3), (2, 1, 37), (3, 19, 1100), (2, 16, 64), (1, 4, norms.DOT_ELEMENTS + 7)])
+def test_quadratic_forms(sizes, dtype):
+    """In float32 by the loop, in float64 by the plain function; the matrices need not be symmetric."""
+    (examples, positions, width), generator = sizes, torch.Generator().manual_seed(sizes[2])
+    matrices = torch.rand(examples, positions, positions, generator=generator, dtype=dtype)
+    factors = torch.rand(examples, positions, width + 2, generator=generator, dtype=dtype)[..., :width]
+    expected = ((matrices.double() @ factors.double()) * factors.double()).sum((1, 2))
+    found, by_loop = norms.quadratic_forms(matrices, factors), norms_c.quadratic_forms(matrices, factors)
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0)
+    assert by_loop is None if dtype == torch.float64 else torch.equal(by_loop, found)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("at", [(0, 0), (7, 36), (10, 20)])
+def test_non_finite_factors_affect_only_their_example(bad, at):
+    generator = torch.Generator().manual_seed(0)
+    matrices, factors = torch.rand(3, 11, 11, generator=generator), torch.rand(3, 11, 37, generator=generator)
+    expected = norms_c.quadratic_forms(matrices, factors)
+    factors[1][at] = bad
+    found = norms_c.quadratic_forms(matrices, factors)
+    assert not found[1].isfinite()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
 def test_sums_made_in_place():

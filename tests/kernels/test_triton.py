@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,11 +18,11 @@ from tests.kernels.test_norms import check_first_left_out, check_square_sums, ch
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # examples, positions, rows, cols: one of each, odd sizes, larger than a tile, wide ones
 SHAPES = [(1, 1, 1, 1), (3, 7, 5, 9), (9, 33, 65, 130), (4, 77, 301, 128), (2, 40, 16, 300), (17, 5, 200, 3)]
-CLASSES = [None, 2047, 2048, 30_001, 50_257]
+CLASSES = [None, 2047, 2048, 30_001, 32_768, 50_257]
 EXAMPLES, LONG, LOOK_UPS, WIDTHS = 40, 5000, 650, [8, 130]
 if IS_INTERPRETED:  # slow, and it rounds to bfloat16 differently from GPUs
     DTYPES, SHAPES = [torch.float32, torch.float16], [(1, 1, 1, 1), (2, 33, 6, 130)]
-    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 2048, 4100], 2, 600, 130, [8]
+    CLASSES, EXAMPLES, LONG, LOOK_UPS, WIDTHS = [None, 2047, 4100], 2, 600, 130, [8]
 CASES = list(itertools.product(SHAPES, (False, True), DTYPES))
 if IS_INTERPRETED:  # each dtype with and without a scale, each shape with both dtypes
     CASES = [case for case in CASES if (case[0] == SHAPES[0]) != (case[1] == (case[2] == torch.float16))]
@@ -93,6 +95,9 @@ class TestKernels:
         exact = norms.row_squares(ids, values.double(), wide, rows)
         for found, expected in zip(norms.row_squares(ids, values, scale, rows), exact, strict=True):
             close(found, expected, 1e-6)
+        table = made(rows, cols, seed=9, dtype=dtype, device=DEVICE)
+        assert torch.equal(norms.look_up(ids, table), table[ids])
+        assert torch.equal(norms.look_up(ids[:1].int().expand(5, -1), table), table[ids[:1]].expand(5, -1, -1))
         weights = made(examples, seed=7, dtype=torch.float32, device=DEVICE)
         total = norms.row_weighted_sum(ids, values, weights, rows)
         close(total, norms.row_weighted_sum(ids, values.double(), weights.double(), rows), 1e-6)
@@ -156,6 +161,7 @@ class TestKernels:
                 (norms.outer_weighted_sum(left, right, weights), (rows, cols)),
                 (norms.outer_square_sum(left, right, weights, ids, values), (rows, cols)),
                 (norms.position_sums(values, values[..., 0]), (examples, cols)),
+                (norms.look_up(ids, left.new_zeros(rows, cols)), (examples, positions, cols)),
             ):
                 assert found.shape == size
                 assert not found.any()
@@ -171,6 +177,26 @@ class TestKernels:
         if scaled:  # at a stride
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
         check_normalised("layer_norm", grad, inputs, weight, bias, (1e-5,), 2e-6)
+
+    def test_rms_norm(self, shape, scaled, dtype):
+        examples, positions, width = shape[0], shape[1], shape[3] + 3
+        inputs, grad = (made(examples, positions, width, seed=n, dtype=dtype, device=DEVICE) for n in (0, 1))
+        weight, offset = made(width, seed=2, dtype=dtype, device=DEVICE), float(scaled)
+        if scaled:  # at a stride
+            grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
+        exact = [tensor.double() for tensor in (grad, inputs, weight)]
+        found, _, rstd = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset)
+        expected, _, exact_rstd = normalization.rms_norm(*exact[1:], None, 1e-5, offset=offset)
+        rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+        close(found, expected, rounding)
+        close(rstd, exact_rstd, 2e-6)
+        own = normalization.rms_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+        plain = normalization.rms_norm_gradient(*exact, None, exact_rstd, offset=offset)
+        close(own[0], plain[0], rounding)
+        close(own[1], plain[1], 2e-6)
+        wide, *_ = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        close(wide, expected, 2e-6)
 
     def test_group_norm(self, shape, scaled, dtype):
         examples, places, groups, each = shape[0], shape[3] + 3, 1 + shape[2] % 4, shape[1]  # as for layer norm
@@ -232,11 +258,47 @@ def test_clip_weights_match_a_loop_over_examples(factor, has_bound, dtype):
 
 @needs_triton
 @pytest.mark.gpu
-def test_invalid_label_drops_only_its_example():
-    logits = made(3, 20, dtype=torch.float32, device=DEVICE)
-    losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, 17, 5], device=DEVICE), 17)
+@pytest.mark.parametrize("classes", [17, 17_000])
+def test_invalid_label_drops_only_its_example(classes):
+    logits = made(3, classes + 3, dtype=torch.float32, device=DEVICE)
+    losses, lengths = norms.softmax_gradient_(logits, torch.tensor([3, classes, 5], device=DEVICE), classes)
     assert losses.isnan().tolist() == lengths.isnan().tolist() == [False, True, False]
-    assert logits[:, :17].isnan().all(1).tolist() == [False, True, False]
+    assert logits[:, :classes].isnan().all(1).tolist() == [False, True, False]
+    assert not logits[:, classes:].any()
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [700, 17_000])
+def test_softmax_gradient_of_extreme_logits(classes):
+    """Lanes without a finite logit, logits far apart, and rows that are not finite."""
+    logits = made(6, classes + 4, dtype=torch.float32, device=DEVICE)
+    logits[0, 8:] = -math.inf
+    logits[1] *= 1e4
+    logits[2] -= 1e4
+    logits[3, 5] = math.nan
+    logits[4, 5] = math.inf
+    logits[5, 3] = -math.inf
+    labels, exact = torch.full((6,), 3, device=DEVICE), logits.double()
+    found, expected = (norms.softmax_gradient_(x, labels, classes) for x in (logits, exact))
+    for ours, theirs in (*zip(found, expected, strict=True), (logits, exact)):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+if not IS_INTERPRETED:  # the interpreter ignores assertions
+
+    @needs_triton
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("wrong", [-1, 5])
+    def test_look_up_of_an_unknown_id_fails(wrong):
+        """In a separate process, because a failed assertion makes the device unusable, as it does in torch."""
+        code = (
+            "import torch; from dpoptim.kernels.norms import look_up; torch.zeros(1, device='cuda');"
+            f"look_up(torch.tensor([[1, {wrong}]], device='cuda'), torch.zeros(5, 8, device='cuda')).sum().item()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+        assert done.returncode != 0
+        assert "an id is not in the table" in done.stdout + done.stderr
 
 
 @needs_triton

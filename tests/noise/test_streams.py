@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 from dpoptim.kernels import threads
+from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.noise import (
     BandedToeplitz,
     BufferedToeplitzStrategy,
@@ -75,6 +76,20 @@ def test_rows_have_the_same_bits_on_every_path(
     monkeypatch.setattr(threads, "CHUNK", 7)
     monkeypatch.setattr(normals_module, "_DEVICE_CHUNK", 10)
     assert torch.equal(rows(stream(), STEPS), whole)
+
+
+@every_strategy
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_row_is_added_divided_by_the_scale(strategy: Strategy, scaled: bool) -> None:
+    parts = [TensorPart(name="a", numel=7), TensorPart(name="b", numel=5)]
+    stream = strategy.stream_of(KEY, parts, stream="gradient", dtype=torch.float64)
+    row, sums = stream.row(3).clone(), torch.arange(12.0, dtype=torch.float64)
+    lazy = LazyInverseRoot(torch.full((5,), 4.0, dtype=torch.float64), 0.5, 1.0, 2.0)
+    scale = [torch.full((7,), 0.5, dtype=torch.float64), lazy] if scaled else None
+    divided_by = torch.cat([torch.full((7,), 0.5), torch.full((5,), 0.25)]).double() if scaled else 1.0
+    expected = (sums + 0.3 * row / divided_by) / 8
+    stream.add_to(sums, 3, stddev=0.3, scale=scale, divisor=8)
+    torch.testing.assert_close(sums, expected, rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("bits", [16, 32])

@@ -278,7 +278,12 @@ class _Shape:
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:
-    """Return the number of rows of a graph for this many examples: by default, at most an eighth more."""
+    """Return the number of rows of a graph for this many examples: by default, at most an eighth more.
+
+    A single example gets no padding: copies of it would not show whether the model mixes examples.
+    """
+    if examples == 1:
+        return 1
     multiple = multiple or 1 << max(examples.bit_length() - 4, 0)
     return -(-examples // multiple) * multiple
 

@@ -24,6 +24,7 @@ from dpoptim.clipping.clipped_sums import ClippedSums, ClippingCounts
 from dpoptim.clipping.explanation import Explanation
 from dpoptim.data import batch_handshake
 from dpoptim.kernels.flat import FlatTensors, flatten, group_by_dtype_device
+from dpoptim.kernels.inverse_root import ComputedScale, uncomputed
 from dpoptim.noise import NoiseKey, NoiseMemory, NoiseStream, Strategy, TensorPart, saved_strategy, strategy_state
 from dpoptim.privacy import IndependentMoments, JointMoments, NoiselessSquare, PrivacyPlan, Release
 from dpoptim.privacy.step_ledger import checksums, strategy_digest
@@ -301,9 +302,7 @@ class PrivateMechanism:
         if self.before_step is not None:
             self.before_step(self.step, self._content(sums, square_sums, bound))
         square = self._square(sums, square_sums, bound)  # before noise is added to the sums, in place
-        self._add_noise("gradient", sums, self.scale)
-        for vector in sums.vectors:
-            vector /= self.plan.batch_size
+        self._add_noise("gradient", sums, self.scale, self.plan.batch_size)
         self.step += 1
         stddev = self._stddevs["gradient"] * float(self._row_norms[self.step - 1]) / self.plan.batch_size
         return Released(step=self.step - 1, gradient=sums, square=square, noise_variance=stddev**2)
@@ -311,11 +310,15 @@ class PrivateMechanism:
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
-        if (scale := self.scale) is not None:
+        settings: list[tuple[float, ...]] = []
+        if isinstance(scale := self.scale, ComputedScale):  # a function of these moments and settings
+            vectors += [whole.moment for whole in scale.wholes]
+            settings = [whole.settings for whole in scale.wholes]
+        elif scale is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
                 vectors.append(flatten([scale[name] for name in names], vector.dtype))
         levels = sorted(self._stddevs.items())
-        return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} ".encode() + checksums(vectors)
+        return f"{self.run_id} {self.strategy_digest} {levels} {bound!r} {settings} ".encode() + checksums(vectors)
 
     def _report_nonfinite(self) -> None:
         """Warn once about non-finite gradients if the plan has no noise; otherwise their existence is private."""
@@ -342,7 +345,7 @@ class PrivateMechanism:
                 return sums.mapped(lambda total: (total / batch_size).square())
             case _:
                 return None
-        self._add_noise("square", squares, None)
+        self._add_noise("square", squares, None, 1)
         return squares
 
     def _bounding_factor(self, sums: FlatTensors) -> float:
@@ -351,14 +354,13 @@ class PrivateMechanism:
         norm = float(torch.stack([norm.cpu() for norm in norms]).norm()) / self.plan.batch_size
         return min(1.0, self.plan.clip_norm / norm) if norm > 0 else 1.0
 
-    def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None) -> None:
-        """Add stddev·(this step's noise) / scale to `to`, in place."""
+    def _add_noise(self, stream: str, to: FlatTensors, scale: Mapping[str, Tensor] | None, divisor: float) -> None:
+        """Add stddev·(this step's noise) / scale to `to` and divide by `divisor`, in place."""
         stddev = self._stddevs[stream]
         if stddev == 0:
+            for vector in to.vectors:
+                vector /= divisor
             return
         for names, vector, rows in zip(to.names, to.vectors, self._noise[stream], strict=True):
-            row = rows.row(self.step)
-            if scale is None:
-                vector.add_(row, alpha=stddev)
-            else:
-                vector.addcdiv_(row, flatten([scale[name] for name in names], vector.dtype), value=stddev)
+            divided_by = None if scale is None else uncomputed(scale, names)
+            rows.add_to(vector, self.step, stddev=stddev, scale=divided_by, divisor=divisor)

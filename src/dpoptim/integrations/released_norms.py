@@ -25,9 +25,10 @@ def released_norms(released: Released, scale: Mapping[str, Tensor] | None) -> tu
     """
     scale = scale or {}
     gradient = norm_of(released.gradient.values())
+    numbers = {name: float(value.numel()) for name, value in released.gradient.items()}
     spread = [
-        scale[name].double().pow(-2).sum() if name in scale else gradient.new_tensor(float(value.numel()))
-        for name, value in released.gradient.items()
+        scale[name].reciprocal().square_().sum(dtype=torch.float64) if name in scale else gradient.new_tensor(numel)
+        for name, numel in numbers.items()
     ]
     return gradient, (torch.stack(spread).sum() * released.noise_variance).sqrt()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -21,4 +24,73 @@ def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float
 
         return adam_triton.inverse_root(moment, factor, floor)
     root = moment.clamp(min=0).pow_(exponent)
-    return torch.add(torch.tensor(floor, dtype=root.dtype, device="cpu"), root, alpha=factor).reciprocal_()
+    lowest = torch.tensor(floor, dtype=root.dtype, device="cpu")
+    return torch.add(lowest, root, alpha=factor, out=root).reciprocal_()
+
+
+@dataclass(frozen=True)
+class LazyInverseRoot:
+    """`inverse_root` of moment + start, not computed yet."""
+
+    moment: Tensor
+    exponent: float
+    factor: float
+    floor: float
+    start: float = 0.0
+
+    def tensor(self) -> Tensor:
+        moment = self.moment + self.start if self.start else self.moment
+        return inverse_root(moment, exponent=self.exponent, factor=self.factor, floor=self.floor)
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        return self.exponent, self.factor, self.floor, self.start
+
+
+class ComputedScale(Mapping[str, Tensor]):
+    """The scale of each parameter, computed from the second moment at every read, so that it takes no memory.
+
+    Each of `wholes` is the scale of several parameters, given with views of its moment by name. The moments must not
+    change while the scale is in use. The optimizer changes them only in `step()`, after the sums were released, and
+    then sets a new scale. A change by any other operation of torch is refused.
+
+    >>> moment = torch.tensor([16.0, 0.0, 1.0])
+    >>> scale = ComputedScale([(LazyInverseRoot(moment, 0.5, 1.0, 1.0), {"weight": moment[:2], "bias": moment[2:]})])
+    >>> scale["weight"], scale["bias"]
+    (tensor([0.2000, 1.0000]), tensor([0.5000]))
+    """
+
+    def __init__(self, parts: Sequence[tuple[LazyInverseRoot, Mapping[str, Tensor]]]) -> None:
+        self.wholes = [whole for whole, _ in parts]
+        self._roots = {
+            name: replace(whole, moment=moment) for whole, moments in parts for name, moment in moments.items()
+        }
+        self._token = object()
+        self._begun = self.state
+
+    @property
+    def state(self) -> Hashable:
+        """A value that no other scale has, and that changes with the moments."""
+        return self._token, *(whole.moment._version for whole in self.wholes)
+
+    def lazy(self, name: str) -> LazyInverseRoot:
+        """Return the scale of a parameter, not computed yet."""
+        if self.state != self._begun:
+            raise ValueError(
+                "the second moment, which gives the scale, was changed between two steps. Use load_state_dict() instead"
+            )
+        return self._roots[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.lazy(name).tensor()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._roots)
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+
+def uncomputed(scale: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor | LazyInverseRoot]:
+    """Return the scales of `names`, without computing those of a `ComputedScale`."""
+    return [scale.lazy(name) if isinstance(scale, ComputedScale) else scale[name] for name in names]

@@ -1,4 +1,4 @@
-"""Layer norm and group norm, forward and backward. On a CUDA device with Triton they call a kernel of the same name."""
+"""Layer norm, RMS norm and group norm, forward and backward. On a CUDA device with Triton they call a kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,43 @@ def layer_norm_gradient(
     width, mean, rstd = inputs.shape[-1:], mean[..., None], rstd[..., None]
     back = torch.ops.aten.native_layer_norm_backward
     to_inputs = back(grad, inputs, width, mean, rstd, weight, None, [True, False, False])[0]
-    return to_inputs, (wide(grad) * (wide(inputs) - mean) * rstd).sum(1), wide(grad).sum(1)
+    normalised = (wide(inputs) - mean).mul_(rstd)
+    return to_inputs, normalised.mul_(wide(grad)).sum(1), wide(grad).sum(1)
+
+
+def rms_norm(
+    inputs: Tensor, weight: Tensor, bias: None, eps: float, *, offset: float = 0.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, None, Tensor]:
+    """(x̂·(weight + offset) in `dtype`, None, rstd) of x [..., width]: x̂ = x·rstd, rstd = 1/√(mean x² + eps)."""
+    if on_gpu(inputs, weight):
+        from dpoptim.kernels import normalization_triton
+
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            output, _, rstd = normalization_triton.layer_norm(inputs, weight, None, eps, offset=offset, dtype=dtype)
+            return output, None, rstd
+    x = wide(inputs)
+    rstd = (x.square().mean(-1) + eps).rsqrt()
+    return (x * rstd[..., None] * (wide(weight) + offset)).to(dtype or inputs.dtype), None, rstd
+
+
+def rms_norm_gradient(
+    grad: Tensor, inputs: Tensor, weight: Tensor, mean: None, rstd: Tensor, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor, None]:
+    """(gradient of the inputs; Σ_t grad·x̂ for each example, wide [examples, width]; None) behind `rms_norm`.
+
+    `grad` and `inputs` are [examples, positions, width], `rstd` is [examples, positions].
+    """
+    if on_gpu(grad, inputs, weight, rstd):
+        from dpoptim.kernels import normalization_triton
+
+        if inputs.shape[-1] <= normalization_triton.WIDEST:
+            found = normalization_triton.layer_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
+            return found[0], found[1], None
+    g, normalised = wide(grad), wide(inputs) * rstd[..., None]
+    scaled = g * (wide(weight) + offset)
+    along = (scaled * normalised).mean(-1, keepdim=True)
+    to_inputs = (scaled - normalised * along) * rstd[..., None]
+    return to_inputs.to(inputs.dtype), (g * normalised).sum(1), None
 
 
 def group_norm(inputs: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""Triton kernels of layer norm and group norm; `normalization` has the plain functions.
+"""Triton kernels of layer norm, RMS norm and group norm; `normalization` has the plain functions.
 
-A kernel of layer norm passes over memory once. Group norm has one program per group and example.
+A kernel of layer norm or RMS norm passes over memory once. Group norm has one program per group and example.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ _GROUP_TILE = 4096  # the same for group norm, which reads a group again while i
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _layer_norm(inputs, weight, bias, output, mean, rstd, rows, width, eps, BR: tl.constexpr, BW: tl.constexpr):
+def _layer_norm(inputs, weight, bias, output, mean, rstd, rows, width, eps, offset, RMS: tl.constexpr,
+                BR: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     row, col = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BW)
     there = (row[:, None] < rows) & (col[None, :] < width)
     at = row[:, None] * width + col[None, :]
     x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
-    m = tl.sum(x, 1) / width
-    centred = tl.where(there, x - m[:, None], 0.0)
-    s = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
-    w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
-    b = tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)
-    y = centred * s[:, None] * w[None, :] + b[None, :]
+    if not RMS:
+        m = tl.sum(x, 1) / width
+        tl.store(mean + row, m, mask=row < rows)
+        x = tl.where(there, x - m[:, None], 0.0)
+    s = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    y = x * s[:, None] * (tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32) + offset)[None, :]
+    if not RMS:
+        y += tl.load(bias + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
     tl.store(output + at, y.to(output.dtype.element_ty), mask=there)
-    tl.store(mean + row, m, mask=row < rows)
     tl.store(rstd + row, s, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["positions", "chunk"])
 def _layer_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight, by_bias, positions, width, chunk,
-                         BT: tl.constexpr, BW: tl.constexpr):  # fmt: skip
+                         offset, RMS: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr):  # fmt: skip
     """A chunk of the positions of one example: gradients of the inputs, and the chunk's share of weight and bias."""
     example, part, col = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BW)
-    w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
+    w = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32) + offset
     weighted, plain = tl.zeros([BT, BW], tl.float32), tl.zeros([BT, BW], tl.float32)
     for start in range(part * chunk, min((part + 1) * chunk, positions), BT):
         t = start + tl.arange(0, BT)
@@ -49,18 +51,22 @@ def _layer_norm_gradient(grad, inputs, weight, mean, rstd, to_inputs, by_weight,
         at = (example * positions + t[:, None]) * width + col[None, :]
         g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
         x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
-        m = tl.load(mean + example * positions + t, mask=inside, other=0.0)
         s = tl.load(rstd + example * positions + t, mask=inside, other=0.0)
-        normalised = tl.where(there, (x - m[:, None]) * s[:, None], 0.0)
+        if not RMS:
+            x -= tl.load(mean + example * positions + t, mask=inside, other=0.0)[:, None]
+            plain += g
+        normalised = tl.where(there, x * s[:, None], 0.0)
         weighted += g * normalised
-        plain += g
         g *= w[None, :]
-        along = tl.sum(g * normalised, 1) / width
-        change = (g - (tl.sum(g, 1) / width)[:, None] - normalised * along[:, None]) * s[:, None]
+        change = g - normalised * (tl.sum(g * normalised, 1) / width)[:, None]
+        if not RMS:
+            change -= (tl.sum(g, 1) / width)[:, None]
+        change *= s[:, None]
         tl.store(to_inputs + at, change.to(to_inputs.dtype.element_ty), mask=there)
     into = (example * tl.num_programs(1) + part) * width + col
     tl.store(by_weight + into, tl.sum(weighted, 0), mask=col < width)
-    tl.store(by_bias + into, tl.sum(plain, 0), mask=col < width)
+    if not RMS:
+        tl.store(by_bias + into, tl.sum(plain, 0), mask=col < width)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
@@ -69,26 +75,31 @@ def _tile(width: int) -> tuple[int, int, int]:
     return max(1, _TILE // columns), columns, 4 if columns <= 1024 else 8
 
 
-def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Layer norm; without a bias RMS norm, which has no mean."""
     inputs = inputs.contiguous()
-    output, (rows, width) = torch.empty_like(inputs), (inputs.shape[:-1].numel(), inputs.shape[-1])
-    mean = torch.empty(inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
-    rstd = torch.empty_like(mean)
+    output, (rows, width) = torch.empty_like(inputs, dtype=dtype), (inputs.shape[:-1].numel(), inputs.shape[-1])
+    rstd = torch.empty(inputs.shape[:-1], dtype=torch.float32, device=inputs.device)
+    mean = rstd if bias is None else torch.empty_like(rstd)
     if rows:
         together, columns, warps = _tile(width)
         _layer_norm[(cdiv(rows, together),)](
-            inputs, weight.contiguous(), bias.contiguous(), output, mean, rstd, rows, width, eps,
-            BR=together, BW=columns, num_warps=warps,
+            inputs, weight.contiguous(), inputs if bias is None else bias.contiguous(), output, mean, rstd, rows, width,
+            eps, offset, RMS=bias is None, BR=together, BW=columns, num_warps=warps,
         )  # fmt: skip
     return output, mean, rstd
 
 
 def layer_norm_gradient(
-    grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    grad: Tensor, inputs: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, *, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients behind `layer_norm`; those of RMS norm (mean=None) have nothing useful for the bias."""
     grad, inputs = grad.contiguous(), inputs.contiguous()
     examples, positions, width = grad.shape
-    to_inputs = torch.empty_like(grad)
+    to_inputs = torch.empty_like(inputs)
     if not positions or not examples:
         nothing = torch.zeros(examples, width, dtype=torch.float32, device=grad.device)
         return to_inputs, nothing, nothing
@@ -97,13 +108,14 @@ def layer_norm_gradient(
     chunk = cdiv(cdiv(positions, parts), together) * together
     parts = cdiv(positions, chunk)
     by_weight = torch.empty(examples, parts, width, dtype=torch.float32, device=grad.device)
-    by_bias = torch.empty_like(by_weight)
+    by_bias = by_weight if mean is None else torch.empty_like(by_weight)
     _layer_norm_gradient[(examples, parts)](
-        grad, inputs, weight.contiguous(), mean.contiguous(), rstd.contiguous(), to_inputs, by_weight, by_bias,
-        positions, width, chunk, BT=together, BW=columns, num_warps=warps,
+        grad, inputs, weight.contiguous(), rstd if mean is None else mean.contiguous(), rstd.contiguous(), to_inputs,
+        by_weight, by_bias, positions, width, chunk, offset, RMS=mean is None, BT=together, BW=columns,
+        num_warps=warps,
     )  # fmt: skip
     if parts > 1:
-        return to_inputs, by_weight.sum(1), by_bias.sum(1)
+        return to_inputs, by_weight.sum(1), by_bias if mean is None else by_bias.sum(1)
     return to_inputs, by_weight.view(examples, width), by_bias.view(examples, width)
 
 

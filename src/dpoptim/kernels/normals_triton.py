@@ -14,10 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from dpoptim.kernels.adam_triton import root_of
+from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.kernels.normals import LOG_COEFS, MINUS_2_LN2, ROOT_HALF_BITS, SINE_COEFS
-from dpoptim.kernels.tables_triton import cdiv, table_of
+from dpoptim.kernels.tables_triton import cdiv, shift_of, table_of
 
 BLOCKS = 128  # ChaCha20 blocks per program, of 64 bytes or eight normals each
+_WARPS = 4  # of 32 threads per program
+_STEP = 4  # normals that are loaded and stored at once if all tensors are aligned to that
 
 _LOG = tl.constexpr(LOG_COEFS)
 _SINE = tl.constexpr(SINE_COEFS)
@@ -107,17 +111,15 @@ def _normals_of_block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1):
     return z0, z1, z2, z3, z4, z5, z6, z7
 
 
-@triton.jit
-def _store(out, value, element, first, stop, at, LANE: tl.constexpr):
-    index = element + LANE
-    tl.store(out + (at + index - first), value.to(out.dtype.element_ty), mask=(index >= first) & (index < stop))
-
-
-@triton.jit(do_not_specialize=["step", "lags"])
-def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, step, lags, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["step", "lags", "stddev", "inverse_divisor"])
+def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, step, lags, stddev, inverse_divisor,
+             scale, shifts, settings, ADDS: tl.constexpr, SCALE: tl.constexpr, STEP: tl.constexpr,
+             BLOCKS: tl.constexpr):  # fmt: skip
+    """Store a row of noise; if ADDS, replace `out` by (out + stddev·row / scale)·inverse_divisor instead."""
     tile = tl.program_id(0)
     tensor = tl.load(tile_tensor + tile)
-    block = tl.load(tile_block + tile) + tl.arange(0, BLOCKS)
+    first_block = tl.load(tile_block + tile)
+    block = first_block + tl.arange(0, BLOCKS)
     first = tl.load(firsts + tensor)
     stop = tl.load(stops + tensor)
     at = tl.load(ats + tensor)
@@ -153,15 +155,27 @@ def _normals(out, subkeys, coefs, tile_tensor, tile_block, firsts, stops, ats, s
         s5 += coef * z5
         s6 += coef * z6
         s7 += coef * z7
-    element = block.to(tl.int64) * 8
-    _store(out, s0, element, first, stop, at, 0)
-    _store(out, s1, element, first, stop, at, 1)
-    _store(out, s2, element, first, stop, at, 2)
-    _store(out, s3, element, first, stop, at, 3)
-    _store(out, s4, element, first, stop, at, 4)
-    _store(out, s5, element, first, stop, at, 5)
-    _store(out, s6, element, first, stop, at, 6)
-    _store(out, s7, element, first, stop, at, 7)
+    dtype = out.dtype.element_ty
+    even = tl.interleave(tl.interleave(s0.to(dtype), s4.to(dtype)), tl.interleave(s2.to(dtype), s6.to(dtype)))
+    odd = tl.interleave(tl.interleave(s1.to(dtype), s5.to(dtype)), tl.interleave(s3.to(dtype), s7.to(dtype)))
+    row = tl.interleave(even, odd)  # s0[0], s1[0], ..., s7[0], s0[1], ...
+    at = at - first
+    shift = at if SCALE is None else tl.load(shifts + tensor) - first
+    if STEP > 1:
+        first, stop = tl.multiple_of(first, STEP), tl.multiple_of(stop, STEP)
+        at, shift = tl.multiple_of(at, STEP), tl.multiple_of(shift, STEP)
+    index = first_block.to(tl.int64) * 8 + tl.arange(0, 8 * BLOCKS)
+    inside = (index >= first) & (index < stop)
+    to = out + at + index
+    if ADDS:
+        if SCALE is not None:
+            own = tl.load(scale + shift + index, mask=inside, other=1.0)
+            if SCALE == "root":  # the product replaces two quotients: dividing by the rounded inverse differs by 1e-7
+                row *= root_of(own, tl.load(settings + 2 * tensor), tl.load(settings + 2 * tensor + 1))
+            else:
+                row = tl.div_rn(row, own)
+        row = tl.fma(row, stddev, tl.load(to, mask=inside, other=0.0)) * inverse_divisor
+    tl.store(to, row, mask=inside)
 
 
 @triton.jit(do_not_specialize=["lags"])
@@ -180,29 +194,76 @@ class DeviceNormals:
     """Make the normals of elements [start, stop) of several tensors, each with its subkey, in one launch."""
 
     def __init__(self, subkeys: Sequence[bytes], ranges: Sequence[tuple[int, int]], device: torch.device) -> None:
-        tiles = [
-            (index, block)
-            for index, (start, stop) in enumerate(ranges)
-            for block in range(start // 8, -(-stop // 8), BLOCKS)
-        ]
-        ends = np.cumsum([0, *(stop - start for start, stop in ranges)])
+        self._numels = [stop - start for start, stop in ranges]
+        ends = np.cumsum([0, *self._numels])
         self.numel = int(ends[-1])
+        blocks = [np.arange(start // 8, cdiv(stop, 8), BLOCKS) for start, stop in ranges]
+        tiles = np.repeat(np.arange(len(ranges)), [len(own) for own in blocks]), np.concatenate([*blocks, []])
         self._device = device
         self._subkeys = torch.from_numpy(np.frombuffer(b"".join(subkeys), "<i4").copy()).to(device)
-        self._tiles = torch.tensor(tiles, dtype=torch.int64, device=device).reshape(-1, 2).T.contiguous()
+        self._tiles = torch.from_numpy(np.stack(tiles).astype(np.int64)).to(device)
         firsts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         self._ranges = torch.tensor([firsts, stops, ends[:-1].tolist()], dtype=torch.int64, device=device)
+        self._is_even = not any(number % _STEP for number in (*firsts, *stops))  # then all places in a row are
 
     def combined(self, step: int, coefs: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to `dtype`."""
         out = torch.empty(self.numel, dtype=dtype, device=self._device)
-        if self.numel:
-            factors = table_of(tuple(coefs), torch.float64, self._device)
-            _normals[(self._tiles.shape[1],)](
-                out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors),
-                BLOCKS=BLOCKS, enable_fp_fusion=False,
-            )  # fmt: skip
+        self._launch(out, step, coefs, 0.0, 1.0, None, adds=False)
         return out
+
+    def add_to(
+        self, sums: torch.Tensor, step: int, coefs: Sequence[float], *, stddev: float,
+        scale: Sequence[torch.Tensor | LazyInverseRoot] | None, divisor: float,
+    ) -> bool:  # fmt: skip
+        """Compute sums ← (sums + stddev·row / scale) / divisor in place, with `row` as in `combined`.
+
+        `scale` has one entry per tensor. Return False, and do nothing, where only the plain functions apply.
+        """
+        if sums.dtype != torch.float32 or not sums.is_contiguous() or len(sums) != self.numel:
+            return False
+        if scale is not None and not self._can_read(scale):
+            return False
+        self._launch(sums, step, coefs, stddev, 1 / divisor, scale, adds=True)
+        return True
+
+    def _can_read(self, scale: Sequence[torch.Tensor | LazyInverseRoot]) -> bool:
+        lazy = [own for own in scale if isinstance(own, LazyInverseRoot)]
+        if len(lazy) not in (0, len(scale)) or any(own.exponent != 0.5 or own.start for own in lazy):
+            return False
+        here = self._subkeys.get_device()
+        return all(
+            own.dtype == torch.float32 and own.is_contiguous() and own.get_device() == here and own.numel() == numel
+            for own, numel in zip(_tensors(scale), self._numels, strict=True)
+        )
+
+    def _launch(
+        self, out: torch.Tensor, step: int, coefs: Sequence[float], stddev: float, inverse_divisor: float,
+        scale: Sequence[torch.Tensor | LazyInverseRoot] | None, *, adds: bool,
+    ) -> None:  # fmt: skip
+        if not self.numel:
+            return
+        factors = table_of(tuple(coefs), torch.float64, self._device)
+        base, shifts, settings, kind, is_even = out, factors, factors, None, self._is_even
+        if scale is not None:
+            tensors, kind = _tensors(scale), "tensor"
+            base = next(own for own in tensors if own.numel())
+            places = tuple(shift_of(own, base) if own.numel() else 0 for own in tensors)
+            shifts = table_of(places, torch.int64, self._device)
+            is_even = is_even and not any(place % _STEP for place in places)
+            if isinstance(scale[0], LazyInverseRoot):
+                kind = "root"
+                numbers = [(own.factor, own.floor) for own in scale if isinstance(own, LazyInverseRoot)]
+                settings = table_of(tuple(numbers), torch.float32, self._device)
+        _normals[(self._tiles.shape[1],)](
+            out, self._subkeys, factors, self._tiles[0], self._tiles[1], *self._ranges, step, len(factors), stddev,
+            inverse_divisor, base, shifts, settings, ADDS=adds, SCALE=kind, STEP=_STEP if is_even else 1,
+            BLOCKS=BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _tensors(scale: Sequence[torch.Tensor | LazyInverseRoot]) -> list[torch.Tensor]:
+    return [own.moment if isinstance(own, LazyInverseRoot) else own for own in scale]
 
 
 def add_products(row: torch.Tensor, ring: torch.Tensor, slots: Sequence[int], coefs: Sequence[float]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpoptim.kernels import norms_c
@@ -60,7 +61,7 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     if found is not None:
         return found
     total = torch.zeros(len(grads[0]), dtype=torch.float64, device=grads[0].device)
-    for grad, scale in zip(grads, given, strict=True):
+    for grad, scale in reversed(list(zip(grads, given, strict=True))):  # the last ones may still be in a cache
         scaled = wide(grad) if scale is None else wide(grad) * scale
         total += self_products(scaled.reshape(len(grad), grad.shape[1:].numel()))
     return total
@@ -72,10 +73,20 @@ FAINT_WEIGHT = 1e-12
 DOT_ELEMENTS = 1 << 16
 """How many products are summed in float32 before the sum continues in float64."""
 
+NORM_ELEMENTS = 1 << 12
+"""The same for a norm that is summed in a single register."""
+
 
 def self_products(vectors: Tensor) -> Tensor:
     """⟨v, v⟩ for each row v, float64, in one pass over memory."""
     total = torch.zeros(len(vectors), dtype=torch.float64, device=vectors.device)
+    if vectors.device.type == "cpu" and torch.backends.mkl.is_available():
+        # MKL's products of single rows and columns are many times slower than norms.
+        whole = vectors.shape[1] // NORM_ELEMENTS * NORM_ELEMENTS
+        for part in (vectors[:, :whole].unflatten(1, (-1, NORM_ELEMENTS)), vectors[:, None, whole:]):
+            if part.numel():
+                total += torch.linalg.vector_norm(part, dim=2).double().square_().sum(1)
+        return total
     for part in vectors.split(DOT_ELEMENTS, 1):
         total += torch.bmm(part[:, None], part[:, :, None]).view(-1)
     return total
@@ -125,6 +136,9 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
 @torch.no_grad()
 def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
     """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64."""
+    found = norms_c.quadratic_forms(matrices, factors)
+    if found is not None:
+        return found
     examples, positions, _ = factors.shape
     total = torch.zeros(examples, dtype=torch.float64, device=factors.device)
     # On a CPU, take one example at a time, whose products are still in the cache when they are summed.
@@ -191,6 +205,15 @@ def with_padding(values: Tensor) -> Tensor:
     return values
 
 
+def look_up(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table, [*ids.shape, width]; an id that is not in the table raises, on a GPU as a failed assertion."""
+    if on_gpu(ids, table) and table.is_contiguous():
+        from dpoptim.kernels import rows_triton
+
+        return rows_triton.look_up(ids, table)
+    return F.embedding(ids, table)
+
+
 def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
     """Squared norms of the tables that receive values[j, t] at row ids[j, t], as float64 [examples].
 
@@ -201,15 +224,18 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
         from dpoptim.kernels import rows_triton
 
         return rows_triton.row_squares(ids, values, scale)
-    examples = len(ids)
-    distinct, where = _own_rows(ids, num_rows)
-    sums = _row_sums(where.flatten(), values.flatten(0, 1), len(distinct)).to(wide_dtype(values.dtype))
+    each = wide(values) if scale is None else wide(values) * scale[ids]
+    each_squared = self_products(each.flatten(0, 1)).view(ids.shape)
+    bound = (each_squared.sum(1) * ids.shape[1]).sqrt()
+    slots = _own_slots(ids, num_rows)
+    _, where, counts = torch.unique(slots, return_inverse=True, return_counts=True)
+    repeats = counts[where] > 1
+    total = torch.where(repeats, 0.0, each_squared).sum(1)
+    distinct, where = torch.unique(slots[repeats], return_inverse=True)
+    sums = _row_sums(where, values[repeats], len(distinct)).to(wide_dtype(values.dtype))
     if scale is not None:
         sums *= scale[distinct % num_rows]
-    total = torch.zeros(examples, dtype=torch.float64, device=ids.device)
-    each = wide(values) if scale is None else wide(values) * scale[ids]
-    bound = (each.square().sum((1, 2), dtype=torch.float64) * ids.shape[1]).sqrt()
-    return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
+    return total.index_add_(0, distinct // num_rows, self_products(sums)), bound
 
 
 def row_weighted_sum(
@@ -239,11 +265,9 @@ def row_weighted_sum(
     return into.index_add_(0, distinct, _row_sums(where.flatten(), weighted, len(distinct)).to(into.dtype))
 
 
-def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return example · num_rows + row for every row that an example looks up, and the index of each look-up there."""
-    slots = ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
-    distinct, where = torch.unique(slots, return_inverse=True)
-    return distinct, where
+def _own_slots(ids: Tensor, num_rows: int) -> Tensor:
+    """Return example · num_rows + row for each look-up, so that each example has rows of its own."""
+    return ids + num_rows * torch.arange(len(ids), device=ids.device)[:, None]
 
 
 def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
@@ -260,7 +284,7 @@ def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
 
 def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) -> Tensor:
     """Σ_j (weights[j]·(the table that receives values[j, t] at row ids[j, t]))², element by element."""
-    distinct, where = _own_rows(ids, num_rows)
+    distinct, where = torch.unique(_own_slots(ids, num_rows), return_inverse=True)
     of_examples = row_weighted_sum(where, values, weights, len(distinct))  # each row of each example separately
     return row_weighted_sum((distinct % num_rows)[None], of_examples.square_()[None], weights.new_ones(1), num_rows)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpoptim.kernels.c_compiler import library
@@ -25,6 +26,8 @@ WORTH_COMPILING_SQUARES = 1 << 22
 """The same for squared elements."""
 
 _ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
+
+_ROWS_OF_TILES = 8  # the most that the loops have; zeros fill up the last tile
 
 _BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
@@ -51,35 +54,52 @@ _SOURCE = """
 
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float half __attribute__((vector_size(2 * WIDTH), aligned(4), may_alias));
+typedef double wide __attribute__((vector_size(4 * WIDTH)));
 
-static double one_row(const float *left, const float *right, const float *scale, int64_t positions, int64_t col,
-                      int64_t cols, int64_t left_stride, int64_t right_stride) {
+/* One element of what is summed: (product * factor)^2, or product * factor. */
+static inline __attribute__((always_inline)) double term(float product, float factor, int squared) {
+    const float x = product * factor;
+    return squared ? (double)x * x : (double)x;
+}
+
+static double one_row(const float *left, const float *right, const float *factor, int64_t positions, int64_t col,
+                      int64_t cols, int64_t left_stride, int64_t right_stride, int squared) {
     double total = 0;
     for (; col < cols; col++) {
         float sum = 0;
         for (int64_t t = 0; t < positions; t++) sum += left[t * left_stride] * right[t * right_stride + col];
-        sum *= scale[col];
-        total += (double)sum * sum;
+        total += term(sum, factor[col], squared);
     }
     return total;
 }
 
-static double lanes(const vector *four) {
-    double total = 0;
-    for (int k = 0; k < WIDTH; k++) total += (double)four[0][k] + four[1][k] + four[2][k] + four[3][k];
-    return total;
+/* Add four vectors to float64 sums, each lane to its own. */
+static inline void add_lanes(wide *total, const vector *four) {
+    for (int k = 0; k < 2; k++) {
+        const half *f = (const half *)four + k;
+        total[k] += __builtin_convertvector(f[0], wide) + __builtin_convertvector(f[2], wide) +
+                    __builtin_convertvector(f[4], wide) + __builtin_convertvector(f[6], wide);
+    }
 }
 
-/* Sum of (scale * product)^2 over HIGH rows and all columns, in float32 for each lane of a strip of columns. */
-static double high_tiles(const float *left, const float *right, const float *scale, int64_t positions, int64_t cols,
-                         int64_t left_stride, int64_t right_stride) {
-    double total = 0;
-    vector squares[4] = {{0}};
+static double sum_lanes(const wide *total) {
+    double sum = 0;
+    for (int k = 0; k < WIDTH; k++) sum += total[k / (WIDTH / 2)][k % (WIDTH / 2)];
+    return sum;
+}
+
+/* Sum `term` over HIGH rows and all columns: in float32 for each lane of a strip of columns, added to `total`. The
+   rest of the columns is returned. Rows of `factor` from `rows` on are not read; their products must be 0. */
+static inline __attribute__((always_inline)) double high_tiles(
+    const float *left, const float *right, const float *factor, wide *total, int64_t rows, int64_t positions,
+    int64_t cols, int64_t left_stride, int64_t right_stride, int64_t factor_stride, int squared) {
+    vector sums[4] = {{0}};
     int64_t col = 0;
     for (; col + ACROSS <= cols; col += ACROSS) {
-        if (col % STRIP == 0) {
-            total += lanes(squares);
-            memset(squares, 0, sizeof squares);
+        if (col && col % STRIP == 0) {
+            add_lanes(total, sums);
+            memset(sums, 0, sizeof sums);
         }
         vector sum[HIGH][2] = {{{0}}};
         for (int64_t t = 0; t < positions; t++) {
@@ -100,16 +120,23 @@ static double high_tiles(const float *left, const float *right, const float *sca
         }
 #pragma GCC unroll 8
         for (int i = 0; i < HIGH; i++) {
-            const float *s = scale + i * cols + col;
-            const vector a = sum[i][0] * *(const vector *)s, b = sum[i][1] * *(const vector *)(s + WIDTH);
-            squares[i % 2] += a * a;
-            squares[2 + i % 2] += b * b;
+            const float *f = factor + (i < rows ? i : 0) * factor_stride + col;
+            const vector a = sum[i][0] * *(const vector *)f, b = sum[i][1] * *(const vector *)(f + WIDTH);
+            if (squared) {
+                sums[i % 2] += a * a;
+                sums[2 + i % 2] += b * b;
+            } else {
+                sums[i % 2] += a;
+                sums[2 + i % 2] += b;
+            }
         }
     }
-    total += lanes(squares);
-    for (int i = 0; i < HIGH; i++)
-        total += one_row(left + i, right, scale + i * cols, positions, col, cols, left_stride, right_stride);
-    return total;
+    add_lanes(total, sums);
+    double rest = 0;
+    for (int i = 0; i < rows; i++)
+        rest += one_row(left + i, right, factor + i * factor_stride, positions, col, cols, left_stride, right_stride,
+                        squared);
+    return rest;
 }
 
 /* out[j] = sum of (scale * grads[j])^2, in float32 for each lane of a stretch of elements. */
@@ -117,7 +144,7 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
                     int64_t stride) {
     for (int64_t j = 0; j < examples; j++) {
         const float *g = grads + j * stride;
-        double total = 0;
+        wide lanes[2] = {{0}};
         int64_t at = 0;
         while (numel - at >= 4 * WIDTH) {
             int64_t stop = numel - at > STRETCH ? at + STRETCH : numel;
@@ -128,8 +155,9 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
                     const vector x = ((const vector *)(g + at))[k] * ((const vector *)(scale + at))[k];
                     sum[k] += x * x;
                 }
-            total += lanes(sum);
+            add_lanes(lanes, sum);
         }
+        double total = sum_lanes(lanes);
         for (; at < numel; at++) {
             const float x = g[at] * scale[at];
             total += (double)x * x;
@@ -148,14 +176,38 @@ void outer_squares(const float *left, const float *right, const float *scale, do
         int64_t stop = band + BAND < end ? band + BAND : end;
         for (int64_t j = 0; j < examples; j++) {
             const float *l = left + j * left_example, *r = right + j * right_example;
+            wide lanes[2] = {{0}};
             int64_t row = band;
             for (int64_t t = 0; t < positions; t++)
                 memcpy(packed + t * BAND, l + t * left_stride + band, sizeof(float) * (stop - band));
             for (; row + HIGH <= stop; row += HIGH)
-                out[j] += high_tiles(packed + row - band, r, scale + row * cols, positions, cols, BAND, right_stride);
+                out[j] += high_tiles(packed + row - band, r, scale + row * cols, lanes, HIGH, positions, cols, BAND,
+                                     right_stride, cols, 1);
             for (; row < stop; row++)
-                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride);
+                out[j] += one_row(packed + row - band, r, scale + row * cols, positions, 0, cols, BAND, right_stride,
+                                  1);
+            out[j] += sum_lanes(lanes);
         }
+    }
+}
+
+/* out[j] = sum over t <= i of matrices[j][t][i] <factors[j][t], factors[j][i]>; rows of the matrices have `stride`
+   numbers, a multiple of HIGH, zero from column `positions` on. A strip of columns stays in a cache. */
+void quadratic_forms(const float *matrices, const float *factors, double *out, int64_t examples, int64_t positions,
+                     int64_t cols, int64_t stride, int64_t factor_example, int64_t factor_stride) {
+    for (int64_t j = 0; j < examples; j++) {
+        wide lanes[2] = {{0}};
+        out[j] = 0;
+        for (int64_t col = 0; col < cols; col += STRIP) {
+            const int64_t width = cols - col < STRIP ? cols - col : STRIP;
+            const float *f = factors + j * factor_example + col;
+            for (int64_t i = 0; i < positions; i += HIGH) {
+                const int64_t rows = positions - i < HIGH ? positions - i : HIGH;
+                out[j] += high_tiles(matrices + j * positions * stride + i, f, f + i * factor_stride, lanes, rows,
+                                     i + rows, width, stride, factor_stride, factor_stride, 0);
+            }
+        }
+        out[j] += sum_lanes(lanes);
     }
 }
 """
@@ -167,7 +219,8 @@ def _loops() -> ctypes.CDLL | None:
     if loops is not None:
         loops.outer_squares.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 9, ctypes.c_void_p)
         loops.scaled_squares.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3)
-        loops.outer_squares.restype = loops.scaled_squares.restype = None
+        loops.quadratic_forms.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
+        loops.outer_squares.restype = loops.scaled_squares.restype = loops.quadratic_forms.restype = None
     return loops if loops is not None and _right(loops) else None
 
 
@@ -178,17 +231,22 @@ def _right(loops: ctypes.CDLL) -> bool:
     """
     vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
     scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
+    pairs = F.pad(scale[:15, :5].reshape(3, 5, 5).triu(), (0, 3)).contiguous()
     for value in (1.0, torch.nan, torch.inf):
         vectors[1, 2, 3] = value
-        out, wide = torch.empty(2, 3, dtype=torch.float64), vectors.double()
+        out, wide = torch.empty(3, 3, dtype=torch.float64), vectors.double()
         first, factors = vectors.view(3, -1), scale.view(-1)[: 5 * 37].contiguous()
         loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
         pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
         loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
+        loops.quadratic_forms(
+            pairs.data_ptr(), vectors.data_ptr(), out[2].data_ptr(), 3, 5, 37, pairs.shape[2], 5 * 37, 37
+        )
         expected = torch.stack(
             [
                 (wide.view(3, -1) * factors.double()).square().sum(1),
                 ((wide.mT @ wide) * scale.double()).square().sum((1, 2)),
+                (pairs[..., :5] * (wide @ wide.mT)).sum((1, 2)),
             ]
         )
         finite = expected.isfinite()
@@ -232,6 +290,29 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
     return parts.sum(0)
 
 
+def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor | None:
+    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64.
+
+    Products are float32 and are summed in float32 within a few rows and 1024 columns, in float64 beyond.
+    """
+    examples, positions, cols = factors.shape
+    much = examples * positions**2 * cols >= WORTH_COMPILING
+    loops = _loops_for([matrices, factors]) if much else None
+    if loops is None:
+        return None
+    # Each pair of positions is taken once, so half of the products are enough.
+    pairs = F.pad(matrices.triu() + matrices.tril(-1).mT, (0, -positions % _ROWS_OF_TILES)).contiguous()
+    factors, out = _by_rows(factors), torch.empty(examples, dtype=torch.float64)
+    sizes = (positions, cols, pairs.shape[2], factors.stride(0), factors.stride(1))
+
+    def measure(begin: int, end: int) -> None:
+        pointers = (pairs[begin].data_ptr(), factors[begin].data_ptr(), out[begin].data_ptr())
+        loops.quadratic_forms(*pointers, end - begin, *sizes)
+
+    in_chunks(measure, examples, chunk=-(-examples // 8))
+    return out
+
+
 def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
     """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, float64; float32 within a stretch of 4096 elements."""
     much = sum(grad.numel() for grad in grads) >= WORTH_COMPILING_SQUARES
@@ -246,5 +327,6 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | 
         pointers = (vectors.data_ptr(), factors.data_ptr(), into.data_ptr())
         loops.scaled_squares(*pointers, examples, vectors.shape[1], vectors.stride(0))
 
-    in_threads([partial(measure, *given) for given in zip(grads, scales, parts, strict=True)])
+    jobs = [partial(measure, *given) for given in zip(grads, scales, parts, strict=True)]
+    in_threads(jobs[::-1])  # the last gradients may still be in a cache
     return parts.sum(0)

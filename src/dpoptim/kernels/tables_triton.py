@@ -26,6 +26,12 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The number of streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class HeldTables:
     """Tables that the kernels of a CUDA graph read at every replay, in memory that outlives the graph.
 
@@ -103,3 +109,11 @@ def table_of(numbers: tuple[object, ...], dtype: torch.dtype, device: torch.devi
 @functools.lru_cache(maxsize=256)
 def _table_on(stream: int, numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
+def shift_of(tensor: Tensor, base: Tensor) -> int:
+    """How many elements `tensor` begins after `base`, which may be a different tensor of the same dtype and device.
+
+    Kernels find tensors by it if their addresses change at every step but not their places relative to each other.
+    """
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()

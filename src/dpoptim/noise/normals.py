@@ -24,10 +24,10 @@ WORDS_PER_BLOCK = BLOCK_BYTES // 8
 MAX_BLOCKS = 2**32
 MAX_STEP = 2**64
 
-_CHUNK = 2**17  # words per job on a CPU core, long enough that threads seldom wait for each other
+_CHUNK = 2**18  # words per job on a CPU core, long enough that threads seldom wait for each other
 _DEVICE_CHUNK = 2**22  # elements worked on at a time on an accelerator, and in sums of several rows
 _WORTH_COMPILING = 2**20  # from this many normals on, a second of compiling pays off
-_ZEROS = memoryview(bytes(2**16))  # plaintext of the cipher, short enough to stay in a core's cache
+_ZEROS = memoryview(bytes(2**18))  # plaintext of the cipher, short enough to stay in a core's cache
 
 
 def keystream(subkey: bytes, *, step: int, first_block: int, blocks: int) -> NDArray[np.uint8]:
@@ -230,7 +230,7 @@ class NormalSource:
         return sum(part.numel for part in self.parts)
 
     @property
-    def _on_gpu(self) -> Any:
+    def on_gpu(self) -> Any:
         """The Triton version of this source; None where kernels do not run."""
         return self._device_normals if choose.available(self.device) else None
 
@@ -245,8 +245,8 @@ class NormalSource:
     def normals(self, step: int, *, dtype: torch.dtype, start: int = 0, count: int | None = None) -> torch.Tensor:
         """Return row `step` of z, or elements [start, start + count) of it."""
         stop = self.numel if count is None else start + count
-        if self._on_gpu is not None and (start, stop) == (0, self.numel):
-            return self._on_gpu.combined(step, [1.0], dtype)
+        if self.on_gpu is not None and (start, stop) == (0, self.numel):
+            return self.on_gpu.combined(step, [1.0], dtype)
         return self._plain(step, dtype, start, stop)
 
     def _plain(self, step: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
@@ -268,8 +268,8 @@ class NormalSource:
         """Return Σ_i coefs[i]·(row step - i of z), summed in float64 and rounded once to the dtype."""
         if list(coefs) == [1.0]:
             return self.normals(step, dtype=self.dtype)
-        if self._on_gpu is not None:
-            return self._on_gpu.combined(step, coefs, self.dtype)
+        if self.on_gpu is not None:
+            return self.on_gpu.combined(step, coefs, self.dtype)
         out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         for at in range(0, self.numel, _DEVICE_CHUNK):
             count = min(_DEVICE_CHUNK, self.numel - at)

@@ -12,10 +12,14 @@ import torch
 
 from dpoptim.arguments import check_choice
 from dpoptim.kernels import choose
+from dpoptim.kernels.flat import flatten
+from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.kernels.threads import in_chunks_on
 from dpoptim.noise.normals import NormalSource
 
 _REACH = 16.0  # standard deviations that a 16-bit number spans on either side; 1e-57 of the noise lies beyond
+
+Scale = Sequence[torch.Tensor | LazyInverseRoot] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,17 @@ class NoiseStream(ABC):
     def row(self, step: int) -> torch.Tensor:
         """Return row `step` (from 0) of C⁻¹z, flat; a pure function of the key and the step."""
 
+    def add_to(self, sums: torch.Tensor, step: int, *, stddev: float, scale: Scale, divisor: float) -> None:
+        """Compute sums ← (sums + stddev·row(step) / scale) / divisor in place; the scale has one entry per part."""
+        row = self.row(step)
+        if scale is None:
+            sums.add_(row, alpha=stddev)
+        else:
+            tensors = [own.tensor() if isinstance(own, LazyInverseRoot) else own for own in scale]
+            sums.addcdiv_(row, flatten(tensors, sums.dtype), value=stddev)
+        if divisor != 1:
+            sums /= divisor
+
 
 class HostStream(NoiseStream):
     """A stream that makes its rows in host memory and returns them on a device."""
@@ -177,6 +192,13 @@ class ConvolvedStream(NoiseStream):
     def row(self, step: int) -> torch.Tensor:
         _check_step(step, self.steps)
         return self.source.combined(step, self._noising_row(step))
+
+    def add_to(self, sums: torch.Tensor, step: int, *, stddev: float, scale: Scale, divisor: float) -> None:
+        """On a GPU, make the row in registers and add it in one pass: the same noise, without a row in memory."""
+        _check_step(step, self.steps)
+        on_gpu, coefs = self.source.on_gpu, self._noising_row(step)
+        if on_gpu is None or not on_gpu.add_to(sums, step, coefs, stddev=stddev, scale=scale, divisor=divisor):
+            super().add_to(sums, step, stddev=stddev, scale=scale, divisor=divisor)
 
 
 class _StreamWithPast(NoiseStream):

@@ -39,8 +39,13 @@ class ParameterBundle:
         """Return the state vector `key`, which starts as zeros."""
         if key not in self.state:
             numel = sum(parameter.numel() for parameter in self.parameters)
-            self.state[key] = torch.zeros(numel, dtype=self.dtype, device=self.parameters[0].device)
+            self.state[key] = torch.zeros(numel, dtype=self.state_dtype(key), device=self.parameters[0].device)
         return self.state[key]
+
+    def state_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of the state vector `key`: integers for remainders of bfloat16; see `values`."""
+        is_short = {parameter.dtype for parameter in self.parameters} <= {torch.bfloat16, torch.float32}
+        return torch.int16 if key == "rounding" and is_short else self.dtype
 
     def flat(self, by_name: Mapping[str, Tensor]) -> Tensor:
         """Concatenate tensors of the parameters' shapes into one vector, for reading."""
@@ -55,13 +60,19 @@ class ParameterBundle:
         """Return the parameters as one vector, for reading, with what rounding removed from them.
 
         An update is often smaller than half of the last bit of a 16-bit parameter and would be lost in every step. So
-        `state["rounding"]` keeps the remainder. If a parameter was set from outside, its remainder is ignored: it
-        counts only where value plus remainder round to what is stored.
+        `state["rounding"]` keeps the remainder. It counts only where value and remainder round to what is stored, so a
+        parameter that is set from outside changes by at most half of its last bit.
+
+        A bfloat16 number is the upper half of a float32 word. Its remainder is therefore an integer: the word of the
+        value minus that of the stored number. 16 bits hold it exactly, except at half of the ties, where 2^15 becomes
+        2^15 - 1: the last bit of a float32 value. Remainders of float16 are float32: its exponents have fewer bits.
         """
         stored = self._stored()
         if not self.rounds:
             return stored
-        whole = stored + self.get("rounding")
+        rounding = self.get("rounding")
+        is_word = rounding.dtype == torch.int16
+        whole = (stored.view(torch.int32) + rounding).view(stored.dtype) if is_word else stored + rounding
         for parameter, own, instead in zip(self.parameters, self.split(whole), self.split(stored), strict=True):
             own.copy_(torch.where(own.to(parameter.dtype) == parameter, own, instead))
         return whole
@@ -76,7 +87,12 @@ class ParameterBundle:
         values = self.values().mul_(kept).add_(direction, alpha=-lr)
         for parameter, value in zip(self.parameters, self.split(values), strict=True):
             parameter.copy_(value)
-        torch.sub(values, self._stored(), out=self.get("rounding"))
+        rounding = self.get("rounding")
+        if rounding.dtype == torch.int16:
+            words = values.view(torch.int32) - self._stored().view(torch.int32)
+            rounding.copy_(words.clamp_(-(2**15), 2**15 - 1))
+        else:
+            torch.sub(values, self._stored(), out=rounding)
 
     def _stored(self) -> Tensor:
         return self.flat(dict(zip(self.names, self.parameters, strict=True)))

@@ -5,6 +5,7 @@ Where no fused version applies, the slots compute the same up to the rounding of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -25,12 +26,18 @@ def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
     return adam_triton
 
 
-def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Tensor) -> bool:
-    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it."""
+def adam_step_(
+    bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Mapping[str, Tensor]
+) -> bool:
+    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it.
+
+    The gradients of a bundle are not copied into one vector: with several parameter groups they are not adjacent.
+    """
     if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
         return False
+    gradients = [noisy[name] for name in bundle.names]
     if _runs_on_cpu(bundle):
-        _cpu_adam_step_(bundle, rule, noisy)
+        _cpu_adam_step_(bundle, rule, gradients)
         return True
     kernels = _kernels_for(bundle)
     if kernels is None:
@@ -38,7 +45,7 @@ def adam_step_(bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondM
     lr, decay = float(bundle.group["lr"]), bundle.group["weight_decay"]
     kernels.adam_step_(
         bundle.parameters,
-        noisy,
+        gradients,
         bundle.get("first_moment"),
         bundle.get("second_moment"),
         bundle.get("rounding") if bundle.rounds else None,
@@ -58,13 +65,13 @@ def _runs_on_cpu(bundle: ParameterBundle) -> bool:
     return whole and bundle.group["eps"] > 0
 
 
-def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, noisy: Tensor) -> None:
+def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, gradients: list[Tensor]) -> None:
     first, second = bundle.get("first_moment"), bundle.get("second_moment")
     beta1, beta2 = bundle.group["betas"]
     step = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     step(
         bundle.parameters,
-        bundle.split(noisy),
+        gradients,
         bundle.split(first),
         bundle.split(second),
         [],

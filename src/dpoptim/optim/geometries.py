@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpoptim.arguments import check_number, check_whole, set_whole
-from dpoptim.kernels.inverse_root import inverse_root
+from dpoptim.kernels.inverse_root import LazyInverseRoot
 from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import CachedPublicGradients
@@ -26,10 +26,14 @@ class Geometry:
     def begin(self, bundle: ParameterBundle) -> None:
         pass
 
-    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grads: Mapping[str, Tensor]) -> None:
         pass
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
+        return None
+
+    def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
+        """Return `scale`, not computed yet, if it is an inverse root of a state vector that changes in steps only."""
         return None
 
 
@@ -70,6 +74,10 @@ class InverseRoot(Geometry):
         bundle.get("second_moment")
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
+        lazy = self.lazy_scale(bundle, rule)
+        return None if lazy is None else lazy.tensor()
+
+    def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
         if math.isinf(self.eps_scale):
             return None
         total = bundle.get("second_moment")
@@ -77,8 +85,7 @@ class InverseRoot(Geometry):
         if self.debias and bundle.step > 0:
             share = float(rule.estimate(torch.ones((), dtype=torch.float64), bundle.group, bundle.step))
         top = self.eps_scale if self.normalise else 1.0
-        moment, factor = total + start if start else total, share**self.exponent / top
-        return inverse_root(moment, exponent=self.exponent, factor=factor, floor=self.eps_scale / top)
+        return LazyInverseRoot(total, self.exponent, share**self.exponent / top, self.eps_scale / top, start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +119,11 @@ class Delayed(Geometry):
         bundle.get("preconditioner")
         bundle.get("release_sum")
 
-    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grads: Mapping[str, Tensor]) -> None:
         position = (bundle.step - 1) % (self.plain_steps + self.scaled_steps)  # of the step just completed
         if position >= self.plain_steps:
             return
-        total = bundle.get("release_sum").add_(noisy_grad)
+        total = bundle.get("release_sum").add_(bundle.flat(noisy_grads))
         if position == self.plain_steps - 1:
             squares = (total / self.plain_steps).square()
             preconditioner = bundle.get("preconditioner")
@@ -160,7 +167,7 @@ class FromPublic(Geometry):
     def begin(self, bundle: ParameterBundle) -> None:
         self._renew(bundle)
 
-    def observe(self, bundle: ParameterBundle, noisy_grad: Tensor) -> None:
+    def observe(self, bundle: ParameterBundle, noisy_grads: Mapping[str, Tensor]) -> None:
         if bundle.step % self.renew_every == 0:
             self._renew(bundle)
 

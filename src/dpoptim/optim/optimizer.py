@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpoptim.clipping import Captured, PrivateMechanism, Released
+from dpoptim.kernels import choose
+from dpoptim.kernels.inverse_root import ComputedScale
 from dpoptim.noise import NoiseKey, NoiseMemory
 from dpoptim.optim import fused
 from dpoptim.optim.bundle import SCALARS, ParameterBundle
@@ -18,6 +20,8 @@ from dpoptim.optim.out_of_memory import CLIPPING, UPDATING, Remedies, advising
 from dpoptim.optim.rules import UpdateRule
 from dpoptim.optim.second_moments import SecondMoment
 from dpoptim.privacy import Gradient, PrivacyPlan, Release
+
+MAX_STORED_SCALE = 1 << 29  # parameters; on a GPU, larger models compute their scale when it is read
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -113,6 +117,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.remedies = Remedies()
         self.clipping_memory, self.parameter_bytes = clipping_memory, sum(p.nbytes for p in model.parameters())
         self._names = {p: name for p, name in names.items() if p.requires_grad}
+        self._numel = sum(parameter.numel() for parameter in self._names)
         self._members = self._bundle_members()
         self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in self._members]
         for bundle in self._bundles():
@@ -181,21 +186,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
         released = self.mechanism.privatize()
         for observer in self.observers:
             observer(released)
-        noisy_vectors = []
         for bundle in self._bundles():
-            noisy = bundle.flat(released.gradient)
-            noisy_vectors.append(noisy)
-            if fused.adam_step_(bundle, self.rule, self.second_moment, noisy):
+            if fused.adam_step_(bundle, self.rule, self.second_moment, released.gradient):
                 continue
             lr, decay = bundle.group["lr"], bundle.group["weight_decay"]
-            gradient = noisy
+            gradient = bundle.flat(released.gradient)
             if decay and not self.rule.decoupled:
-                gradient = noisy.add(bundle.values(), alpha=decay)
+                gradient = gradient.add(bundle.values(), alpha=decay)
             denominator = self.second_moment.denominator(bundle, self.rule, gradient, released)
             direction = self.rule.direction(gradient, denominator, bundle)
             bundle.move_(direction, kept=1 - lr * decay if self.rule.decoupled else 1.0, lr=lr)
-        for bundle, noisy in zip(self._bundles(), noisy_vectors, strict=True):
-            self.geometry.observe(bundle, noisy)
+        for bundle in self._bundles():
+            self.geometry.observe(bundle, released.gradient)
         self._set_scale()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -293,15 +295,32 @@ class PrivateOptimizer(torch.optim.Optimizer):
             bundle.state.clear()
             bundle.transient.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
-                if key == "rounding" and not (bundle.rounds and all(key in state for state in loaded)):
-                    continue  # saved by a run in a different precision
+                if key == "rounding":
+                    found = {state[key].dtype if key in state else None for state in loaded}
+                    if not bundle.rounds or found != {bundle.state_dtype(key)}:
+                        continue  # saved by a run in a different precision
                 if key in SCALARS:
                     bundle.state[key] = loaded[0][key]
                 else:
-                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(bundle.dtype) for state in loaded])
+                    dtype = bundle.state_dtype(key)
+                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(dtype) for state in loaded])
+
+    def _computes_scale(self) -> bool:
+        """Whether to compute the scale at every read: that takes time on the host, but no memory."""
+        return self._numel > MAX_STORED_SCALE and choose.on_gpu(*self._names)
 
     @torch.no_grad()
     def _set_scale(self) -> None:
+        if self._computes_scale():
+            found = [(self.geometry.lazy_scale(bundle, self.rule), bundle) for bundle in self._bundles()]
+            lazy = [
+                (whole, dict(zip(bundle.names, bundle.split(whole.moment), strict=True)))
+                for whole, bundle in found
+                if whole is not None
+            ]
+            if lazy:
+                self.mechanism.scale = ComputedScale(lazy)
+                return
         scale: dict[str, Tensor] = {}
         for bundle in self._bundles():
             vector = self.geometry.scale(bundle, self.rule)

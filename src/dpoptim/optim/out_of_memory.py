@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dpoptim.kernels.inverse_root import ComputedScale
+
 if TYPE_CHECKING:
     from dpoptim.optim.optimizer import PrivateOptimizer
 
@@ -124,9 +126,11 @@ def known_memory(optimizer: PrivateOptimizer) -> dict[str, int]:
 
 
 def state_bytes(optimizer: PrivateOptimizer) -> int:
-    """Bytes of moments, rounding remainders and the scale."""
+    """Bytes of moments, rounding remainders and the scale, if it is stored."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.nbytes for value in [*kept, *(optimizer.mechanism.scale or {}).values()])
+    scale = optimizer.mechanism.scale
+    stored = [] if scale is None or isinstance(scale, ComputedScale) else scale.values()
+    return sum(value.nbytes for value in [*kept, *stored])
 
 
 def _part_limit(optimizer: PrivateOptimizer) -> tuple[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,7 @@ class Diagnostics:
         self._optimizer = optimizer
         self._found: dict[str, Any] = {}
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._numel = sum(parameter.numel() for parameter in self._parameters)
         self._old: list[Tensor] = []
         optimizer.observers.append(self._observe)
 
@@ -143,7 +144,7 @@ class Diagnostics:
             "signal_norm": signal,
             "signal_over_clip": signal / self._optimizer.plan.clip_norm,
             "noise_to_signal": noise / signal if signal > 0 else None,
-            "scale_quantiles": None if scale is None else _quantiles(list(scale.values())),
+            "scale_quantiles": None if scale is None else _quantiles(scale.values(), self._numel),
         }
 
     def _negative_fraction(self) -> float | None:
@@ -169,9 +170,17 @@ class Diagnostics:
         return unit**2 * second_moment_bias(plan.strategy, beta2=beta2)
 
 
-def _quantiles(tensors: list[Tensor]) -> list[float]:
-    """Quantiles of at most a million evenly spaced coordinates; minimum and maximum are exact."""
-    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-    some = flat[:: -(-flat.numel() // _MOST_SORTED)]
-    inner = torch.quantile(some, torch.tensor(QUANTILES[1:-1], device=flat.device))
-    return [float(flat.min()), *inner.tolist(), float(flat.max())]
+def _quantiles(tensors: Iterable[Tensor], numel: int) -> list[float]:
+    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact.
+
+    It holds one tensor at a time, because a large model's scale is computed when it is read.
+    """
+    every, at = -(-numel // _MOST_SORTED), 0
+    some, lows, highs = [], [], []
+    for flat in (tensor.reshape(-1).float() for tensor in tensors if tensor.numel()):
+        some.append(flat[-at % every :: every].clone())
+        lows.append(flat.min())
+        highs.append(flat.max())
+        at += len(flat)
+    inner = torch.quantile(torch.cat(some), torch.tensor(QUANTILES[1:-1], device=some[0].device))
+    return [float(torch.stack(lows).min()), *inner.tolist(), float(torch.stack(highs).max())]

@@ -18,7 +18,14 @@ from dpoptim.clipping.layers.hugging_face.opt import opt_decoder_layer, opt_posi
 from dpoptim.clipping.layers.hugging_face.relative_bias import mpnet_encoder, t5_attention
 from dpoptim.clipping.layers.hugging_face.vision import vit_embeddings
 from dpoptim.clipping.layers.linear import linear, transposed_linear
-from dpoptim.clipping.layers.norm_layers import frozen_batch_norm, group_norm, instance_norm, layer_norm, rms_norm
+from dpoptim.clipping.layers.norm_layers import (
+    frozen_batch_norm,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_kind,
+)
 from dpoptim.clipping.layers.recurrent import recurrent
 from dpoptim.clipping.layers.rule import Layer, RuleFunction, any_trainable
 
@@ -70,6 +77,8 @@ def own_rule(module: nn.Module) -> RuleFunction | None:
         found = getattr(sys.modules.get(f"transformers.{home}"), kind, None)
         if found is not None and forward is found.forward:
             return rule
+    if rms_norm_kind(module) is not None:
+        return rms_norm
     is_scaled = isinstance(module, nn.Embedding) and forward.__qualname__.endswith("ScaledWordEmbedding.forward")
     return scaled_embedding if is_scaled and forward.__module__.startswith("transformers.") else None
 

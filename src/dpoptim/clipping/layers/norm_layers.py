@@ -1,18 +1,23 @@
 """Normalization layers y = x̂ ⊙ weight + bias: with output gradient b, their gradients are sums of b ⊙ x̂ and b.
 
-LayerNorm and GroupNorm run as one function if possible; the others normalize without parameters, then scale and shift.
+LayerNorm, GroupNorm and RMS norms run as one function if possible; the others normalize without parameters, then scale
+and shift. Every model of transformers has its own class of RMS norm, y = x̂ ⊙ (weight + offset): they are recognized by
+what they compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dpoptim.clipping.gradient_factors import Materialized
+from dpoptim.clipping.layers.generic import generic
 from dpoptim.clipping.layers.linear import by_position
 from dpoptim.clipping.layers.rule import GradientSink, Recorder, apply_fast, differentiated_once, only_input, trainable
 from dpoptim.kernels import normalization
@@ -70,10 +75,10 @@ class _WholeNorm(torch.autograd.Function):
         ctx: Any,
         inputs: Tensor,
         weight: nn.Parameter,
-        bias: nn.Parameter,
-        norm: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        bias: nn.Parameter | None,
+        norm: Callable[..., tuple[Tensor, Tensor | None, Tensor]],
         settings: tuple[Any, ...],  # further arguments of the norm
-        gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
         record: Recorder,
     ) -> Tensor:
         ctx.record, ctx.weight, ctx.bias, ctx.gradient = record, weight, bias, gradient
@@ -122,10 +127,63 @@ def _has_both(module: Any, inputs: Tensor) -> bool:
     return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
+class RmsNormKind(NamedTuple):
+    """How a class of RMS norm computes x̂ ⊙ (weight + offset), x̂ = x/√(mean x² + eps)."""
+
+    offset: float
+    promotes: bool  # whether the result has the wider dtype of inputs and weight, or that of the inputs
+    eps: str  # the attribute's name
+
+
+def rms_norm_kind(module: nn.Module) -> RmsNormKind | None:
+    """Find out how an RMS norm computes, once per class; None if it is something else."""
+    forward = type(module).forward
+    if forward not in _rms_norms:
+        is_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not module._modules
+        shapes = {name: parameter.ndim for name, parameter in module.named_parameters()}
+        eps = next((name for name in ("eps", "variance_epsilon") if isinstance(getattr(module, name, None), float)), "")
+        found = is_norm and eps and shapes == {"weight": 1} and not module._buffers
+        _rms_norms[forward] = _try_rms_norm(module, eps) if found else None
+    return _rms_norms[forward]
+
+
+_rms_norms: dict[Any, RmsNormKind | None] = {}
+
+
+@torch.no_grad()
+def _try_rms_norm(module: Any, eps: str) -> RmsNormKind | None:
+    width, like = len(module.weight), {"device": module.weight.device, "dtype": torch.float32}
+    generator = torch.Generator(module.weight.device).manual_seed(0)
+    weight, inputs = (torch.randn(*shape, width, generator=generator, **like) for shape in ((), (2, 3)))
+    try:
+        output = functional_call(module, {"weight": weight}, (inputs,))
+        promotes = functional_call(module, {"weight": weight}, (inputs.bfloat16(),)).dtype == torch.float32
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for offset in (0.0, 1.0):
+        expected, *_ = normalization.rms_norm(inputs, weight, None, getattr(module, eps), offset=offset)
+        if output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-4, atol=1e-5):
+            return RmsNormKind(offset, promotes, eps)
+    return None
+
+
 def rms_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    inputs = sink.expand_to_batch(only_input(args, kwargs), name)
-    normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
-    return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
+    """The rule for torch's RMSNorm and those of transformers, which compute in float32 even if the model is wider."""
+    inputs, kind = only_input(args, kwargs), rms_norm_kind(module)
+    is_of_torch = isinstance(module, nn.RMSNorm)
+    if not is_of_torch and inputs.dtype == torch.float64:
+        return generic(sink, name, module, args, kwargs)
+    if kind is None or inputs.ndim < 2:
+        inputs = sink.expand_to_batch(inputs, name)
+        normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
+        return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
+    inputs = sink.expand_to_batch(inputs, name)
+    dtype = torch.promote_types(inputs.dtype, module.weight.dtype) if kind.promotes else inputs.dtype
+    norm = partial(normalization.rms_norm, offset=kind.offset, dtype=dtype)
+    gradient = partial(normalization.rms_norm_gradient, offset=kind.offset)
+    settings = (norm, (getattr(module, kind.eps),), gradient)
+    output = apply_fast(_WholeNorm, by_position(inputs), module.weight, None, *settings, sink.recorder())
+    return output if inputs.ndim == 3 else output.reshape(inputs.shape)
 
 
 def instance_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
