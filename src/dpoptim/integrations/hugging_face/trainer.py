@@ -63,7 +63,8 @@ class PrivateTrainer(transformers.Trainer):
         privacy: The privacy settings.
         plan: A calibrated plan, instead of epsilon, batch size and steps.
         loss_per_example: `loss_per_example(model, batch)` returns one loss per example. Defaults to the loss of the
-            model's class.
+            model's class. On a GPU it runs as a CUDA graph: as Python code only for new shapes. So what it reads
+            besides the batch must be tensors that are updated in place.
         optimizers: An optimizer of dpoptim that was created with `plan`, and a scheduler or None.
         **options: Further arguments of `transformers.Trainer`.
 
