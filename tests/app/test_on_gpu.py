@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import transformers
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.clipping import captured
 from dpoptim.integrations.hugging_face import PrivacyArguments, PrivateTrainer
+from dpoptim.noise import NoiseKey
 from dpoptim.privacy.step_ledger import released_count
 from tests.app import tiny
 from tests.app.runs import WORDS, CrashAfter, log_of
@@ -62,34 +65,73 @@ def test_a_run_that_crashed_repeats_its_steps(task, lora_rank, tmp_path):
     assert RunDirectory(run).read()[0].dtype == "bf16"
 
 
-@pytest.mark.parametrize("task", ["masked-lm", "causal-lm", "text-classification"])
-def test_private_trainer_repeats_its_steps(task, tmp_path):
-    folder = saved_model(tmp_path / "model", task)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+def private_trainer(folder: Path, task: str, output: Path, *, count: int = 200, **changes: Any) -> Any:
+    model = saved_model(folder, task)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    rows: list[Any] = [dict(tokenizer(row["text"], truncation=True, max_length=LONG)) for row in texts()]
+    rows: list[Any] = [dict(tokenizer(row["text"], truncation=True, max_length=LONG)) for row in texts(count)]
     collator: Any = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=task == "masked-lm")
     auto: Any = {"masked-lm": transformers.AutoModelForMaskedLM, "causal-lm": transformers.AutoModelForCausalLM}.get(
         task, transformers.AutoModelForSequenceClassification
     )
     if task == "text-classification":
-        rows = [{**row, "labels": number % 2} for number, row in enumerate(rows)]
+        rows = [{**row, "labels": int(number % 8 == 0)} for number, row in enumerate(rows)]
         collator = transformers.DataCollatorWithPadding(tokenizer)
+    own: dict[str, Any] = dict(
+        per_device_train_batch_size=16, gradient_accumulation_steps=4, max_steps=6, save_strategy="steps",
+        save_steps=2, report_to="none", bf16=True, disable_tqdm=True, learning_rate=1e-3,
+    )  # fmt: skip
+    privacy = changes.pop("privacy", PrivacyArguments(noise_multiplier=0.6, delta=1e-3))
+    args = transformers.TrainingArguments(output_dir=str(output), **{**own, **changes})
+    return PrivateTrainer(
+        model=auto.from_pretrained(model), args=args, train_dataset=rows, data_collator=collator,
+        processing_class=tokenizer, privacy=privacy,
+    )  # fmt: skip
 
-    def trained(checkpoint: str | None) -> Any:
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path / "out"), per_device_train_batch_size=16, gradient_accumulation_steps=4,
-            max_steps=6, save_strategy="steps", save_steps=2, report_to="none", bf16=True, disable_tqdm=True,
-            learning_rate=1e-3,
-        )  # fmt: skip
-        trainer = PrivateTrainer(
-            model=auto.from_pretrained(folder), args=args, train_dataset=rows, data_collator=collator,
-            processing_class=tokenizer, privacy=PrivacyArguments(noise_multiplier=0.6, delta=1e-3),
-        )  # fmt: skip
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.cpu() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("task", ["masked-lm", "causal-lm", "text-classification"])
+def test_private_trainer_repeats_its_steps(task, tmp_path):
+    ends = []
+    for checkpoint in (None, str(tmp_path / "out" / "checkpoint-2")):
+        trainer = private_trainer(tmp_path / "model", task, tmp_path / "out")
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.args.device.type == "cuda"
-        return {name: value.cpu() for name, value in trainer.model.state_dict().items()}
+        ends.append(weights_of(trainer))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
-    first = trained(None)
-    second = trained(str(tmp_path / "out" / "checkpoint-2"))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+class NotPrivateLosses(transformers.TrainerCallback):
+    """Collects the logged losses."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        self.found += [logs["not_private_loss"]] if "not_private_loss" in logs else []
+
+
+@pytest.mark.filterwarnings("error:a batch could not be captured", "error:batches run without graphs")
+@pytest.mark.parametrize("task", ["masked-lm", "causal-lm", "text-classification"])
+def test_private_trainer_captures_graphs(task, tmp_path, monkeypatch):
+    """Texts of many lengths run as graphs, train the model, and end at the same bits as without graphs."""
+    monkeypatch.setattr(NoiseKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(32))))
+    monkeypatch.setattr(os, "urandom", bytes)
+    privacy = PrivacyArguments(noise_multiplier=0.01, clip_norm=1.0, delta=1e-3, debug_loss=True)
+    ends, losses = [], NotPrivateLosses()
+    for captures in (True, False):
+        if not captures:
+            monkeypatch.setattr(captured, "MAX_GRAPHS", 0)  # the same padded operations, launched one by one
+        trainer = private_trainer(
+            tmp_path / "model", task, tmp_path / str(captures), count=400, privacy=privacy, max_steps=30,
+            save_strategy="no", logging_steps=5,
+        )  # fmt: skip
+        trainer.add_callback(losses)
+        trainer.train()
+        assert (trainer._captured.graphs > 0) == captures
+        ends.append(weights_of(trainer))
+    assert losses.found[5] < 0.9 * losses.found[0]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

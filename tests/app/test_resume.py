@@ -15,6 +15,7 @@ import time
 import pytest
 
 from dpoptim.app import Recipe, RunDirectory, resume, train
+from dpoptim.app.runs import loop
 from dpoptim.app.runs import run as run_module
 from dpoptim.app.runs.run_directory import checkpoints, save_checkpoint
 from tests.app.runs import (
@@ -28,6 +29,7 @@ from tests.app.runs import (
     write_bert,
     write_texts,
 )
+from tests.clipping.tape import never_capture, tape_graphs
 
 
 class FixedKeys:
@@ -65,6 +67,22 @@ def test_interrupted_run_resumes_bit_for_bit(variant, sampling, tmp_path, one_ke
     assert without_times(log_of(tmp_path / "whole")) == without_times(log_of(tmp_path / "parts"))
     starts = [entry["resumed_from"] for entry in log_of(tmp_path / "parts") if entry["kind"] == "start"]
     assert starts == [None, 13]
+
+
+@pytest.mark.filterwarnings("ignore:batches have more than 0 shapes")
+def test_a_run_with_graphs_resumes_bit_for_bit_without_them(tmp_path, one_key, monkeypatch):
+    """Batches of 16 have parts of 6, 5 and 5, which are padded to 8 rows."""
+    recipe = rows_recipe(tmp_path, micro_batch_size=6)
+    monkeypatch.setattr(loop, "part_multiple", lambda batch_size: 4)
+    with pytest.MonkeyPatch.context() as patched:
+        replays = tape_graphs(patched)
+        train(recipe, tmp_path / "whole")
+        assert sum(replays) > 20
+        with pytest.raises(RuntimeError, match="the power failed"):
+            train(recipe, tmp_path / "parts", progress=CrashAfter(17))
+    never_capture(monkeypatch)
+    resume(tmp_path / "parts")
+    assert same(parameters_at(tmp_path / "whole", 20), parameters_at(tmp_path / "parts", 20))
 
 
 @pytest.mark.slow

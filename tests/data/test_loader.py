@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 from typing import Any
 
@@ -88,9 +89,11 @@ def test_empty_samples_yield_a_marked_placeholder():
 
 @pytest.mark.parametrize(("sampling", "workers"), [(Shuffled(), 0), (Poisson(), 2)])
 def test_micro_batches_make_up_the_logical_batch(sampling, workers):
+    """As few as possible, of equal size or one apart, so that few shapes occur."""
     plan = make_plan(count=30, size=7, steps=6, sampling=sampling)
     loader = private_loader(Numbers(30), plan, **RUN, micro_batch_size=3, num_workers=workers)
     parts: dict[int, list[int]] = {}
+    sizes: dict[int, list[int]] = {}
     closed, fresh = [], True
     for batch in loader:
         ticket = take(plan, None)
@@ -100,10 +103,14 @@ def test_micro_batches_make_up_the_logical_batch(sampling, workers):
         assert 1 <= len(batch) == ticket.physical_examples <= 3
         if not ticket.is_placeholder:
             parts.setdefault(ticket.step, []).extend(batch.tolist())
+            sizes.setdefault(ticket.step, []).append(len(batch))
         if ticket.closes_batch:
             closed.append(ticket.step)
     assert closed == list(range(6))
     assert all(parts.get(step, []) == drawn(plan, step) for step in range(6))
+    for step, found in sizes.items():
+        assert len(found) == math.ceil(len(parts[step]) / 3)
+        assert max(found) - min(found) <= 1
 
 
 def test_length_where_it_is_known():

@@ -62,6 +62,19 @@ def test_left_padding_is_refused(make, model, mlm, dtype, multiple):
     assert network.training
 
 
+def test_an_empty_text_costs_no_more_forwards():
+    """No mask gives it a target, whatever the seed."""
+    model, calls = masked_model(), []
+    losses = losses_for(model)
+
+    def counted(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        calls.append(batch)
+        return losses(model, batch)
+
+    check_padding(model, counted, DataCollatorForLanguageModeling(WORDS), [WORDS(text) for text in ("", TEXTS[1])])
+    assert len(calls) <= 3  # together, and each alone
+
+
 class Pool(nn.Module):
     """The mean over all positions, padding included."""
 

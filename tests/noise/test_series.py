@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import toeplitz
+from scipy.signal import lfilter
 
 from dpoptim.noise import (
     BufferedToeplitzStrategy,
@@ -54,6 +55,12 @@ def test_fft_and_newton_agree_with_direct_sums(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_allclose(multiply(a, b, n), product, atol=1e-11)
     np.testing.assert_allclose(divide(a, b, n), quotient, atol=1e-11)
     np.testing.assert_allclose(inverse_series(sqrt_series(n), n), inverse_sqrt_series(n), atol=1e-11)
+
+
+def test_one_coefficient_rounds_like_a_filter() -> None:
+    series = np.random.default_rng(0).normal(size=100)
+    for coef in (1.0, 3.0, -0.7):
+        assert np.array_equal(divide(series, [coef], 100), lfilter([1.0], [coef], series))
 
 
 @pytest.mark.parametrize("n", [1, 2, 13, 1000])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import dpoptim
 from dpoptim import ExampleMixingError, check_example_independence
+from dpoptim.clipping import check_training_loss
 from dpoptim.clipping.clipped_sums import ClippedSums
 from dpoptim.validation.example_independence import _masks
 from tests.clipping.models import case
@@ -408,31 +409,58 @@ def test_a_compiled_model_is_checked_eagerly():
     torch.compiler.reset()
 
 
+class Counts(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.runs = nn.Linear(4, 2), 0
+
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        self.runs += 1
+        return self.layer(x)
+
+    def runs_of(self, *args: Any) -> int:
+        """How often the model runs for one call and its backward."""
+        before = self.runs
+        self(*args).sum().backward()
+        return self.runs - before
+
+
 def test_once_per_signature():
-    class Counts(nn.Module):
-        runs = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, scale: Any = None) -> Tensor:
-            Counts.runs += 1
-            return self.layer(x)
-
-    model = Counts()
-    attached(model)
-
-    def runs(*args: Any) -> int:
-        Counts.runs = 0
-        model(*args).sum().backward()
-        return Counts.runs
-
-    assert [runs(torch.randn(examples, 4)) for examples in (1, B, 2, 9, 1)] == [1, 8, 1, 1, 1]
-    assert [runs(torch.randn(B, 4), scale) for scale in (True, False, True, None)] == [8, 8, 1, 8]
-    assert runs(torch.randn(B, 3, 4)) == 8
+    attached(model := Counts())
+    assert [model.runs_of(torch.randn(examples, 4)) for examples in (1, B, 2, 9, 1)] == [1, 8, 1, 1, 1]
+    assert [model.runs_of(torch.randn(B, 4), scale) for scale in (True, False, True, None)] == [8, 8, 1, 8]
+    assert model.runs_of(torch.randn(B, 3, 4)) == 8
     model.eval()
-    assert [runs(torch.randn(B, 4)) for _ in range(2)] == [8, 1]
+    assert [model.runs_of(torch.randn(B, 4)) for _ in range(2)] == [8, 1]
+
+
+def test_the_check_of_the_training_loss_covers_the_calls_of_the_model():
+    """Only calls as in that loss. A public check does not, because a different loss may be trained."""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outputs: Tensor = model(x)
+        return outputs.sum(1)
+
+    attached(model := Counts())
+    check_training_loss(model, losses, torch.randn(4, 4))
+    attached(model)  # as the optimizer that is created after the check
+    assert [model.runs_of(torch.randn(examples, 4)) for examples in (B, 2)] == [1, 1]
+    assert [model.runs_of(x) for x in (torch.randn(B, 3, 4), torch.randn(B, 3, 4))] == [8, 1]
+    assert model.runs_of(torch.randn(B, 4), True) == 8
+    check_example_independence(model, losses, torch.randn(4, 4))
+    attached(model)
+    assert model.runs_of(torch.randn(B, 4)) == 8
+
+    def centred(model: nn.Module, x: Tensor) -> Tensor:
+        outputs: Tensor = model(x - x.mean(0))
+        return outputs.sum(1)
+
+    with pytest.raises(ExampleMixingError):
+        check_training_loss(model, centred, torch.randn(4, 4))
+    attached(model)
+    assert model.runs_of(torch.randn(B, 4)) == 8, "a check that fails covers nothing"
 
 
 def test_sparse_tensors_are_refused():

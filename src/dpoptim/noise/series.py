@@ -128,6 +128,8 @@ def _newton_inverse(coefs: Series, n: int) -> Series:
 
 def _recurrence(coefs: Series, series: Series) -> Series:
     """Compute series / coefs term by term."""
+    if len(coefs) == 1:  # independent noise; importing scipy.signal takes about half a second
+        return series * (1.0 / coefs[0])
     from scipy.signal import lfilter
 
     return np.asarray(lfilter([1.0], coefs, series), dtype=np.float64)

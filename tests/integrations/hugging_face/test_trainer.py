@@ -370,6 +370,33 @@ def test_shared_examples_are_reported_once(tmp_path):
         debugged.get_eval_dataloader(debugged.train_dataset)
 
 
+def test_training_examples_are_read_once_to_compare_them(tmp_path):
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.rows, self.reads = labelled(), 0
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, place: int) -> Any:
+            self.reads += 1
+            return self.rows[place]
+
+    rows = Rows()
+    trainer = PrivateTrainer(
+        model=classifier(), args=training_args(tmp_path), train_dataset=rows, processing_class=WORDS, privacy=PRIVACY,
+        eval_dataset={"one": unseen(2), "other": unseen(3)},
+    )  # fmt: skip
+    trainer.get_train_dataloader()
+    reads = rows.reads
+    assert len(rows) <= reads < 2 * len(rows)
+    trainer.get_eval_dataloader(unseen(4))
+    assert rows.reads == reads
+    trainer.train_dataset = [*unseen(4), *labelled()]
+    with pytest.warns(UserWarning, match="3 of the 3 examples of eval_dataset"):  # the new ones are read
+        trainer.get_eval_dataloader(unseen(3))
+
+
 @pytest.mark.slow
 def test_selection_by_scores_warns(tmp_path):
     with pytest.warns(UserWarning, match="the guarantee does not cover"):

@@ -26,7 +26,8 @@ _PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
 
 def has_rows(batch: Any) -> bool:
     """Whether all tensors of a batch have the examples on their first axis."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)  # a BatchEncoding is not a dict
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return bool(tensors) and all(tensor.ndim and len(tensor) == len(tensors[0]) for tensor in tensors)
 
 
@@ -56,8 +57,11 @@ class BatchShapes:
         pad_id = getattr(getattr(inner, "config", None), "pad_token_id", None)
         self._padding = {**_PADDING, "input_ids": pad_id if isinstance(pad_id, int) and pad_id >= 0 else 0}
         mask = inspect.signature(type(inner).forward).parameters.get("attention_mask")
-        self._mask_is_optional = mask is not None and mask.default is None
-        self._gathers = isinstance(losses, BatchLosses) and losses.task == "masked-lm" and losses.targets_only
+        task = losses.task if isinstance(losses, BatchLosses) else None
+        # A loss function of the user may read the mask itself.
+        self._mask_is_optional = task is not None and mask is not None and mask.default is None
+        self._gathers = task == "masked-lm" and losses.targets_only
+        self._has_classes = task is not None and task.endswith("-classification") and task != "token-classification"
         self._longest = longest
 
     def __call__(self, batch: Any) -> Any:
@@ -77,6 +81,8 @@ class BatchShapes:
         if self._longest is None or len(shape) != 2 or shape[1] >= self._longest or "attention_mask" not in inputs:
             return inputs
         alike = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.shape[1:2] == shape[1:]}
+        if "labels" in alike and (self._has_classes or inputs["labels"].is_floating_point()):
+            alike.remove("labels")  # as many classes as tokens, by chance
         if not alike <= self._padding.keys() or any(inputs[name].shape != shape for name in alike):
             return inputs
         step = -(-self._longest // _WIDTHS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from dpoptim.clipping import Captured, Released, check_training_loss
-from dpoptim.data import PrivateLoader, fingerprint_records, private_loader
+from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
@@ -63,7 +63,8 @@ class PrivateTrainer(transformers.Trainer):
         privacy: The privacy settings.
         plan: A calibrated plan, instead of epsilon, batch size and steps.
         loss_per_example: `loss_per_example(model, batch)` returns one loss per example. Defaults to the loss of the
-            model's class.
+            model's class. On a GPU it runs as a CUDA graph: as Python code only for new shapes. So what it reads
+            besides the batch must be tensors that are updated in place.
         optimizers: An optimizer of dpoptim that was created with `plan`, and a scheduler or None.
         **options: Further arguments of `transformers.Trainer`.
 
@@ -105,8 +106,10 @@ class PrivateTrainer(transformers.Trainer):
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
         self._held_out: list[Any] = []  # datasets that have passed the check
+        self._read: tuple[Any, NoiseKey, RecordFingerprint] | None = None  # the training examples
         self._steps: StepLoader | None = None
         self._shapes: Callable[[Any], Any] = lambda batch: batch
+        self._all_have_rows = True  # whether the collator returns nothing that examples share, such as class weights
         self._captured: Captured | None = None
         self._secrets: RunSecrets | None = None
         self._data_digest: str | None = None
@@ -142,7 +145,6 @@ class PrivateTrainer(transformers.Trainer):
         dataset, collate = self._used_columns(self.train_dataset), self.data_collator
         if dataset is self.train_dataset:  # it has no named columns
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        self._check_held_out(self.eval_dataset)
         key, lengths = self._run_secrets().key, dict[int, int]()  # in tokens, of inputs and labels
         schema = RecordSchema("train_dataset", columns=getattr(collate, "signature_columns", None))
 
@@ -152,7 +154,9 @@ class PrivateTrainer(transformers.Trainer):
             values = record.values() if isinstance(record, Mapping) else ()
             lengths[place] = sum(len(v) for v in values if hasattr(v, "__len__") and getattr(v, "ndim", 1) > 0)
 
-        self._data_digest = fingerprint_records(dataset, key, name="train_dataset", look=look).digest
+        found = fingerprint_records(dataset, key, name="train_dataset", look=look)
+        self._read, self._data_digest = (self.train_dataset, key, found), found.digest
+        self._check_held_out(self.eval_dataset)
         by_length = sorted(lengths, key=lengths.__getitem__)
         self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
         loader = private_loader(
@@ -183,6 +187,7 @@ class PrivateTrainer(transformers.Trainer):
         self.model.train()
         with state_restored(self.model):
             given = collate(copy.deepcopy(records))
+            self._all_have_rows = has_rows(given) and has_rows(collate(copy.deepcopy(records[:1])))
             if self.args.device.type == "cuda":
                 self._shapes = BatchShapes(self.model, self.loss_per_example, _width(given))
             given = self._prepare_inputs(self._shapes(given))
@@ -212,9 +217,12 @@ class PrivateTrainer(transformers.Trainer):
             return
         if held_out is self.train_dataset:
             raise ValueError("eval_dataset is train_dataset, and scores on it are not private. Use other examples.")
-        key = NoiseKey.generate()
         try:
-            training = fingerprint_records(self._used_columns(self.train_dataset), key)
+            if self._read is None or self._read[0] is not self.train_dataset:
+                key = NoiseKey.generate()
+                read = fingerprint_records(self._used_columns(self.train_dataset), key)
+                self._read = self.train_dataset, key, read
+            _, key, training = self._read
             found = fingerprint_records(self._used_columns(held_out), key)
         except (ValueError, TypeError, RuntimeError):  # random or unsized examples cannot be compared
             self._held_out.append(held_out)
@@ -267,7 +275,7 @@ class PrivateTrainer(transformers.Trainer):
         for part in inputs:
             losses = self._differentiate(model, self._shapes(part))
             if self.privacy.debug_loss:
-                shown, examples = shown + losses.detach().sum(), examples + len(losses)
+                shown, examples = shown + losses.sum(), examples + len(losses)
             if not self._steps.loader.step_ends:
                 self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
         seed_generators(self.args.seed)  # forget the secret seed
@@ -275,10 +283,10 @@ class PrivateTrainer(transformers.Trainer):
 
     def _differentiate(self, model: nn.Module, batch: Any) -> Tensor:
         """Run the backward of a micro-batch, as a CUDA graph if possible; return its losses."""
-        if not has_rows(batch):
+        if not self._all_have_rows or not has_rows(batch):
             losses = self._losses(model, self._prepare_inputs(batch))
             self.accelerator.backward(losses.sum())
-            return losses
+            return losses.detach()
         if self._captured is None:
             assert self.private_optimizer is not None
             rows = part_multiple(self.plan.batch_size)
