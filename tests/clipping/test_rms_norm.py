@@ -35,7 +35,9 @@ def norm_of(model: str, width: int = 6) -> Any:
 def test_clipped_sums_and_outputs_are_those_of_the_module(model):
     torch.manual_seed(0)
     norm, x = norm_of(model), torch.randn(5, 3, 2, 6)
-    assert rms_norm_kind(norm)[:2] == NORMS[model][1:]
+    kind = rms_norm_kind(norm)
+    assert kind is not None
+    assert kind[:2] == NORMS[model][1:]
     network = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2))
     assert choose_rules(network)[norm].rule is rms_norm
 
@@ -54,11 +56,15 @@ def test_the_output_has_the_dtype_of_the_module(model):
     norm, x = norm_of(model), torch.randn(3, 4, 6)
     for weight, inputs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
         norm.to(weight)
-        given, found = x.to(inputs), []
-        network = nn.Sequential(norm)
+        given, found = x.to(inputs), list[Tensor]()
         with torch.no_grad():
             expected = norm(given)
-        clipped_sum(network, lambda m, x, found=found: (found.append(m(x)), found[-1].float().sum((1, 2)))[1], given)
+
+        def losses(network: nn.Module, x: Tensor, found: list[Tensor] = found) -> Tensor:
+            found.append(network(x))
+            return found[-1].float().sum((1, 2))
+
+        clipped_sum(nn.Sequential(norm), losses, given)
         assert found[-1].dtype == expected.dtype
         torch.testing.assert_close(found[-1], expected, rtol=2e-2, atol=2e-2)
 

@@ -230,14 +230,15 @@ class TestKernels:
         weight, offset = made(width, seed=2, dtype=dtype, device=DEVICE), float(scaled)
         if scaled:  # at a stride
             grad, inputs = grad.mT.contiguous().mT, inputs.mT.contiguous().mT
-        exact = [tensor.double() for tensor in (grad, inputs, weight)]
+        exact_grad, exact_inputs, exact_weight = (tensor.double() for tensor in (grad, inputs, weight))
         found, _, rstd = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset)
-        expected, _, exact_rstd = normalization.rms_norm(*exact[1:], None, 1e-5, offset=offset)
+        expected, _, exact_rstd = normalization.rms_norm(exact_inputs, exact_weight, None, 1e-5, offset=offset)
         rounding = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
         close(found, expected, rounding)
         close(rstd, exact_rstd, 2e-6)
         own = normalization.rms_norm_gradient(grad, inputs, weight, None, rstd, offset=offset)
-        plain = normalization.rms_norm_gradient(*exact, None, exact_rstd, offset=offset)
+        exact = (exact_grad, exact_inputs, exact_weight, None, exact_rstd)
+        plain = normalization.rms_norm_gradient(*exact, offset=offset)
         close(own[0], plain[0], rounding)
         close(own[1], plain[1], 2e-6)
         wide, *_ = normalization.rms_norm(inputs, weight, None, 1e-5, offset=offset, dtype=torch.float32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
 from dpoptim.kernels import threads
 from dpoptim.kernels.inverse_root import LazyInverseRoot
@@ -85,7 +86,8 @@ def test_a_row_is_added_divided_by_the_scale(strategy: Strategy, scaled: bool) -
     stream = strategy.stream_of(KEY, parts, stream="gradient", dtype=torch.float64)
     row, sums = stream.row(3).clone(), torch.arange(12.0, dtype=torch.float64)
     lazy = LazyInverseRoot(torch.full((5,), 4.0, dtype=torch.float64), 0.5, 1.0, 2.0)
-    scale = [torch.full((7,), 0.5, dtype=torch.float64), lazy] if scaled else None
+    stored = torch.full((7,), 0.5, dtype=torch.float64)
+    scale: list[Tensor | LazyInverseRoot] | None = [stored, lazy] if scaled else None
     divided_by = torch.cat([torch.full((7,), 0.5), torch.full((5,), 0.25)]).double() if scaled else 1.0
     expected = (sums + 0.3 * row / divided_by) / 8
     stream.add_to(sums, 3, stddev=0.3, scale=scale, divisor=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 def begun(model, plan=PLAN, **settings):
     """Two groups with different decays and betas, as trainers make them; the first has the biases."""
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0, "betas": (0.8, 0.9)},
         {"params": [p for p in model.parameters() if p.ndim > 1]},
     ]
