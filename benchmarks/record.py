@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a script's path lacks the folder of `experiments`
 
 from experiments import provenance
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,17 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
     monkeypatch.setattr(sys, "argv", ["trainer.py", "--device", "cpu", *map(str, arguments)])
     status: int = trainer.main()
     return status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", ["abstracts", "growth", "noise", "picture", "small", "steps", "strategies", "trainer"]
+)
+def test_scripts_start_outside_the_tests(script, tmp_path):
+    command = [sys.executable, BENCHMARKS / f"{script}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
 
 
 def test_trainers_are_timed_and_profiled(trainer, monkeypatch, tmp_path):
