@@ -444,7 +444,7 @@ def assert_dropped(
 ) -> None:
     """Check that a step whose recomputation fails leaves nothing behind."""
     with monkeypatch.context() as patched:
-        patched.setattr(run, "_run", failing)
+        patched.setattr(run._sums, "clip_and_sum_rows", failing)
         with pytest.raises((MemoryError, KeyboardInterrupt)):
             step()
     for _ in range(2):
@@ -459,8 +459,9 @@ def test_sums_are_dropped_if_recomputing_fails(monkeypatch):
     model, optimizer, run, (x, y) = with_a_graph()
     seen = seen_by(optimizer)
 
-    def fail(*args: Any) -> None:
-        raise MemoryError
+    def fail(batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
+        if rows:
+            raise MemoryError
 
     def step() -> None:  # as large as the plan allows
         losses_of(model)(x, y).sum().backward()
@@ -478,10 +479,10 @@ def test_an_interrupt_while_recomputing_drops_the_sums(monkeypatch, by):
     tape_graphs(monkeypatch)
     force_recompute(monkeypatch, RECOMPUTED["all"])
     _, optimizer, run, (x, y) = with_a_graph(sampling=dpoptim.Poisson())
-    seen, ordinary = seen_by(optimizer), run._run
+    seen, ordinary = seen_by(optimizer), run._sums.clip_and_sum_rows
 
-    def interrupted(*args: Any) -> None:
-        ordinary(*args)
+    def interrupted(*args: Any, **options: Any) -> None:
+        ordinary(*args, **options)
         raise KeyboardInterrupt
 
     def step() -> None:
@@ -491,6 +492,48 @@ def test_an_interrupt_while_recomputing_drops_the_sums(monkeypatch, by):
         optimizer.step()
 
     assert_dropped(monkeypatch, run, interrupted, step, seen)
+
+
+@pytest.mark.parametrize("examples", [3, 4])
+@pytest.mark.parametrize("recomputed", ["some", "all", "first"])
+def test_a_loss_that_reorders_its_rows_counts_every_example_once(monkeypatch, recomputed, examples):
+    tape_graphs(monkeypatch)
+    force_recompute(monkeypatch, RECOMPUTED[recomputed])
+    batches, found = batches_of(*[(examples, 2)] * 4), []
+    for is_captured in (False, True):
+        model = model_of()
+
+        def losses(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+            return losses_of(model)(x.flip(0), y.flip(0)).flip(0)
+
+        optimizer, run = captured_run(model, losses)
+        seen = seen_by(optimizer)
+        for batch in batches:
+            if is_captured:
+                run(*batch)
+            else:
+                losses(*batch).sum().backward()
+            optimizer.step()
+        found.append(torch.stack(seen))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+
+
+def test_recomputed_rows_repeat_the_random_draws_of_their_batch(monkeypatch):
+    """Also if the loop has reseeded the generators in between."""
+    tape_graphs(monkeypatch)
+    found = []
+    for recomputed in ("none", "all"):
+        with monkeypatch.context() as patched:
+            force_recompute(patched, RECOMPUTED[recomputed])
+            optimizer, run = captured_run(nn.Sequential(model_of(), nn.Dropout(0.5)))
+            seen = seen_by(optimizer)
+            for number, batch in enumerate(batches_of(*[(4, 2)] * 4)):
+                torch.manual_seed(number)
+                run(*batch)
+                torch.manual_seed(99)
+                optimizer.step()
+            found.append(torch.stack(seen))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_recomputed_example_does_not_change_other_examples(monkeypatch):

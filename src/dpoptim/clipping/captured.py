@@ -120,11 +120,10 @@ class Captured:
             "the device (.item(), print), and must run the model once, on all rows"
         )
 
-    def _run(self, batch: _Batch, counts: Tensor | None = None) -> Tensor:
-        """Run without a graph; `counts`, bool [examples], marks whose losses count (all by default)."""
+    def _run(self, batch: _Batch) -> Tensor:
+        """Run without a graph and without padding."""
         losses = batch.losses()
-        counted = losses if counts is None else torch.where(counts, losses, 0.0)
-        (counted.mean() if self._sums.mean_loss else counted.sum()).backward()
+        (losses.mean() if self._sums.mean_loss else losses.sum()).backward()
         return losses.detach()
 
     def _follow_stream(self) -> None:
@@ -160,10 +159,9 @@ class Captured:
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
-        bounds, scale = self._sums.bounds(), list((self._sums.scale or {}).values())
+        bounds, scale, draws = self._sums.bounds(), list((self._sums.scale or {}).values()), _RandomState()
         self._workspace.copy_scale()
-        shape.batch.fill(batch)
-        shape.real[: batch.examples], shape.real[batch.examples :] = True, False
+        shape.fill(batch)
         try:
             (shape.replay or shape.run)()
         except _RunsModelDifferently:
@@ -172,31 +170,28 @@ class Captured:
             return self._run(batch)
         losses = shape.losses[: batch.examples].clone()
         self._engine.buffers.begin(restart=True)
-        add = partial(self._add, shape, batch, bounds, scale)
+        add = partial(self._add, shape, batch, draws, bounds, scale)
         self._engine.batch.add_ready = add  # last, since a call that fails must not count
         return losses
 
-    def _add(self, shape: _Shape, batch: _Batch, bounds: Hashable, held_scale: object) -> None:
+    def _add(self, shape: _Shape, batch: _Batch, draws: _RandomState, bounds: Hashable, held_scale: object) -> None:
         """Add the sums of a shape's run. The whole batch runs again if clip norm or scale changed in between."""
         self._check_context()
         self._follow_stream()
-        if bounds != self._sums.bounds():
-            self._run_again(batch)
-        else:
-            again = partial(self._run_rows_again, batch)
+        if bounds == self._sums.bounds():
+            again = partial(self._clip_rows_again, shape, batch, draws)
             self._sums.add_sums(self._workspace.sums, shape.found, batch.examples, shape.explanation, again)
+        else:
+            with draws.repeated(), torch.enable_grad():
+                self._run(batch)
+            self._engine.flush()
 
-    def _run_rows_again(self, batch: _Batch, rows: list[int]) -> None:
-        """Run some rows in a batch of the same size, which hides their number, and restore random generators."""
+    def _clip_rows_again(self, shape: _Shape, batch: _Batch, draws: _RandomState, rows: list[int]) -> None:
+        """Clip some rows one by one. The whole batch runs again as before, because `losses` may reorder its rows."""
         self._check_context()
-        counts = torch.arange(batch.examples, device=batch.device) < len(rows)
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
-            self._run_again(batch.select(rows + rows[:1] * (batch.examples - len(rows))), counts)
-
-    def _run_again(self, batch: _Batch, counts: Tensor | None = None) -> None:
-        with torch.enable_grad():
-            self._run(batch, counts)
-        self._engine.flush()
+        shape.fill(batch)
+        with draws.repeated(), torch.enable_grad():
+            shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=rows))
 
     def _check_context(self) -> None:
         with torch.enable_grad():  # off while the engine closes a batch, so only public_data() matters here
@@ -227,7 +222,7 @@ class _GraphWorkspace:
 
 
 class _RunsModelDifferently(ValueError):
-    """The model does not run once on all rows, so its padding rows cannot be told apart."""
+    """The model does not run once on all rows, so it is unknown which of them are padding."""
 
 
 class _Shape:
@@ -245,24 +240,42 @@ class _Shape:
         self.replay: Callable[[], None] | None = None
         self.tables: Any = None  # read by the graph's kernels
 
+    def fill(self, batch: _Batch) -> None:
+        """Overwrite the inputs with a batch and its padding."""
+        self.batch.fill(batch)
+        self.real[: batch.examples], self.real[batch.examples :] = True, False
+
     def run(self) -> None:
         """Differentiate the inputs, and clip and sum them into the workspace; nothing here waits for the device."""
-        engine, found = self._sums.engine, list[ClipResult]()
 
-        def on_batch(recorded: PhysicalBatch) -> None:
-            if found or recorded.examples != self.batch.examples:
-                raise _RunsModelDifferently("a captured function must run the model once, on all examples")
+        def clip_and_sum(recorded: PhysicalBatch) -> None:
             scale = None if self._sums.scale is None else self._workspace.scale
-            found.append(self._sums.clip_and_sum_into(self._workspace.sums, recorded, scale))
+            self.found = self._sums.clip_and_sum_into(self._workspace.sums, recorded, scale)
 
         drawn = None if self.has_run or self.batch.device.type == "cpu" else host_generators()
+        self.losses = self.differentiate(clip_and_sum)
+        self.explanation = self._sums.explain()
+        if drawn not in (None, host_generators()):
+            self.can_be_captured = False  # a graph would repeat what the host drew, such as which layers to skip
+        self.has_run = True
+
+    def differentiate(self, use: Callable[[PhysicalBatch], None]) -> Tensor:
+        """Differentiate the inputs, pass the one physical batch to `use`, and return the losses."""
+        engine, seen = self._sums.engine, list[int]()
+
+        def on_batch(recorded: PhysicalBatch) -> None:
+            seen.append(recorded.examples)
+            if seen != [self.batch.examples]:
+                raise _RunsModelDifferently("a captured function must run the model once, on all examples")
+            use(recorded)
+
         ordinary, engine.on_batch = engine.on_batch, on_batch
         try:
             with _no_masks_from_values():
-                each = self.batch.losses()
-                torch.where(self.real, each, 0.0).sum().backward()
+                losses = self.batch.losses()
+                torch.where(self.real, losses, 0.0).sum().backward()
             engine.flush()
-            if not found:
+            if not seen:
                 raise _RunsModelDifferently("a captured function must differentiate the model")
         except BaseException:  # interrupts too, since padding rows must never be released
             engine.discard()
@@ -270,11 +283,23 @@ class _Shape:
             raise
         finally:
             engine.on_batch = ordinary
-        self.losses = each.detach()  # autograd's nodes belong to this run's stream and must not outlive it
-        (self.found,), self.explanation = found, self._sums.explain()
-        if drawn not in (None, host_generators()):
-            self.can_be_captured = False  # a graph would repeat what the host drew, such as which layers to skip
-        self.has_run = True
+        return losses.detach()  # autograd's nodes belong to this run's stream and must not outlive it
+
+
+class _RandomState:
+    """The state of torch's generators when a batch ran, so that rows which run again draw the same numbers."""
+
+    def __init__(self) -> None:
+        self._devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        self._on_host, self._on_devices = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=self._devices):
+            torch.set_rng_state(self._on_host)
+            for device, state in zip(self._devices, self._on_devices, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
 
 
 def _padded_rows(examples: int, multiple: int | None) -> int:
@@ -383,9 +408,6 @@ class _Batch:
         filled = replace(self, tensors=own)
         filled.fill(self)
         return filled
-
-    def select(self, rows: list[int]) -> _Batch:
-        return replace(self, tensors={i: tensor[rows] for i, tensor in self.tensors.items()})
 
     def fill(self, batch: _Batch) -> None:
         """Overwrite the rows with those of a smaller batch, padded with its first row."""

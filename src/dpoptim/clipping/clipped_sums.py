@@ -104,6 +104,7 @@ class ClippedSums:
         self.norms: list[Tensor] = []
 
     def _add(self, batch: PhysicalBatch) -> None:
+        counted = self.examples
         try:
             if batch.add_ready is None:
                 self._clip_and_sum(batch)
@@ -111,6 +112,7 @@ class ClippedSums:
                 batch.add_ready()
         except BaseException:  # for example out of memory or Ctrl-C: half a batch must never be released
             self._forget()
+            self.examples = counted  # so that the batch is refused, as examples are missing
             raise
 
     def _forget(self) -> None:
@@ -127,8 +129,7 @@ class ClippedSums:
         self._remember_norm_methods(batch)
         self._outcomes.append(found.counts)
         self.norms.append(found.norms)
-        for j in rows():  # read only now, to keep the device busy
-            self._clip_and_sum_one(batch, j, factor)
+        self.clip_and_sum_rows(batch, rows(), factor)  # read only now, to keep the device busy
 
     def _clip(self, gradients: Gradients, scale: Scale, factor: int) -> tuple[ClipResult, bool]:
         """Return the clip weights, and whether every norm can be trusted."""
@@ -174,13 +175,13 @@ class ClippedSums:
         explanation: Explanation,
         again: Callable[[list[int]], None],
     ) -> None:
-        """Add a copy of what `clip_and_sum_into` computed for a batch whose first `examples` rows count.
+        """Add a copy of what `clip_and_sum_into` computed for a batch in which `examples` rows count.
 
-        Examples that need recomputing are not in it: `again(rows)` differentiates those rows alone without a graph,
-        because no example may change what the others add. The host reads them only when the next such batch is added
-        or the sums are taken, so it can prepare a batch while the device is busy with the last one.
+        Examples that need recomputing are not in it. `again(rows)` differentiates the batch once more without a graph
+        and adds these rows with `clip_and_sum_rows`. They are numbered as the model got them. The host reads them only
+        when the next such batch is added or the sums are taken, so it can prepare a batch while the device is busy.
         """
-        rows_to_recompute = _rows_to_recompute(found, found.needs_recompute[:examples].clone())
+        rows_to_recompute = _rows_to_recompute(found, found.needs_recompute.clone())
         self._settle()
         self._sums.add_all(of_batch)
         self.examples += examples
@@ -192,19 +193,8 @@ class ClippedSums:
         self.norms.append(found.norms[:examples].clone())
 
         def settle() -> None:
-            rows = rows_to_recompute()
-            if not rows:
-                return
-            # They were counted with their batch; that they were recomputed must not be observable.
-            counted, described = self.examples, self._explanation
-            norms, outcomes = len(self.norms), len(self._outcomes)
-            try:
+            if rows := rows_to_recompute():
                 again(rows)
-            finally:
-                self.examples = counted
-                self._explanation = described
-            del self.norms[norms:]
-            del self._outcomes[outcomes:]
 
         self._unsettled = settle
 
@@ -214,8 +204,12 @@ class ClippedSums:
         if settle is not None:
             settle()
 
+    def clip_and_sum_rows(self, batch: PhysicalBatch, rows: list[int], factor: int = 1) -> None:
+        """Clip examples whose positions nearly cancel: the vector that is measured is the one that is summed."""
+        for j in rows:
+            self._clip_and_sum_one(batch, j, factor)
+
     def _clip_and_sum_one(self, batch: PhysicalBatch, j: int, factor: int) -> None:
-        """Clip one example whose positions nearly cancel: the vector that is measured is the one that is summed."""
         own = {name: gradients.example(j) for name, gradients in batch.gradients.items()}
         scaled = own if self.scale is None else {name: g * self.scale[name] for name, g in own.items()}
         squared = torch.stack([g.double().square().sum() for g in scaled.values()]).sum(0, keepdim=True)

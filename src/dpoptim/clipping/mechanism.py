@@ -310,10 +310,10 @@ class PrivateMechanism:
     def _content(self, sums: FlatTensors, square_sums: FlatTensors | None, bound: float | None) -> bytes:
         """Describe a release before its noise. NOT private: store only a keyed digest."""
         vectors = [*sums.vectors, *(square_sums.vectors if square_sums is not None else ())]
-        settings: list[tuple[float, ...]] = []
-        if isinstance(scale := self.scale, ComputedScale):  # a function of these moments and settings
+        settings: list[object] = []
+        if isinstance(scale := self.scale, ComputedScale):  # a function of these moments, names and settings
             vectors += [whole.moment for whole in scale.wholes]
-            settings = [whole.settings for whole in scale.wholes]
+            settings = [list(scale), *(whole.settings for whole in scale.wholes)]
         elif scale is not None:
             for names, vector in zip(sums.names, sums.vectors, strict=True):
                 vectors.append(flatten([scale[name] for name in names], vector.dtype))
