@@ -69,6 +69,22 @@ def test_the_output_has_the_dtype_of_the_module(model):
         torch.testing.assert_close(found[-1], expected, rtol=2e-2, atol=2e-2)
 
 
+def test_each_module_is_recognized_by_itself():
+    class AnyRMSNorm(nn.Module):
+        def __init__(self, offset: float, is_biased: bool = False) -> None:
+            super().__init__()
+            self.weight, self.eps, self.offset = nn.Parameter(torch.randn(6)), 1e-6, offset
+            self.bias = nn.Parameter(torch.randn(6)) if is_biased else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (self.weight + self.offset) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+            return y if self.bias is None else y + self.bias
+
+    torch.manual_seed(0)
+    kinds = [rms_norm_kind(AnyRMSNorm(0.0)), rms_norm_kind(AnyRMSNorm(1.0)), rms_norm_kind(AnyRMSNorm(0.0, True))]
+    assert [None if kind is None else kind.offset for kind in kinds] == [0.0, 1.0, None]
+
+
 def test_something_else_with_that_name_gets_the_generic_rule():
     class SquaredRMSNorm(nn.Module):
         """The same while its weight is 1."""

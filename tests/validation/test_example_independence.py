@@ -443,8 +443,7 @@ def test_the_check_of_the_training_loss_covers_the_calls_of_the_model():
         outputs: Tensor = model(x)
         return outputs.sum(1)
 
-    attached(model := Counts())
-    check_training_loss(model, losses, torch.randn(4, 4))
+    check_training_loss(model := Counts(), losses, torch.randn(4, 4))
     attached(model)  # as the optimizer that is created after the check
     assert [model.runs_of(torch.randn(examples, 4)) for examples in (B, 2)] == [1, 1]
     assert [model.runs_of(x) for x in (torch.randn(B, 3, 4), torch.randn(B, 3, 4))] == [8, 1]
@@ -461,6 +460,42 @@ def test_the_check_of_the_training_loss_covers_the_calls_of_the_model():
         check_training_loss(model, centred, torch.randn(4, 4))
     attached(model)
     assert model.runs_of(torch.randn(B, 4)) == 8, "a check that fails covers nothing"
+
+    check_training_loss(model := Counts(), losses, torch.randn(4, 4))
+    for runs in (1, 8):  # a second optimizer may train a different loss
+        attached(model)
+        assert model.runs_of(torch.randn(B, 4)) == runs
+
+
+def test_losses_of_0_cover_no_calls():
+    """Nothing shows what rows without targets do to other rows."""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        outputs: Tensor = model(x)
+        return torch.where(torch.arange(len(x)) % 2 == 0, outputs.sum(1), 0.0)
+
+    check_training_loss(model := Counts(), losses, torch.randn(4, 4))
+    attached(model)
+    assert model.runs_of(torch.randn(B, 4)) == 8
+
+
+def test_a_failed_attempt_covers_no_calls():
+    class TakesTwo(Counts):
+        def forward(self, x: Tensor, *shared: Tensor) -> Tensor:
+            outputs: Tensor = super().forward(x)
+            if shared and len(shared[0]) != 4:
+                raise RuntimeError("the second argument is shared")
+            return outputs
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        is_whole = len(batch[1]) == 4
+        outputs: Tensor = model(batch[0], batch[1]) if is_whole else model(batch[0][:, None], batch[1])[:, 0]
+        return outputs.sum(1)
+
+    check_training_loss(model := TakesTwo(), losses, (torch.randn(4, 4), torch.randn(4, 2)))
+    attached(model)
+    assert model.runs_of(torch.randn(B, 4), torch.randn(4, 2)) == 1
+    assert model.runs_of(torch.randn(B, 1, 4), torch.randn(4, 2)) == 8
 
 
 def test_sparse_tensors_are_refused():

@@ -167,6 +167,7 @@ class Engine:
         self._loss_is_checked = False
         if (check := _losses_checked.get(self.model)) is not None:
             self._rely_on(check)
+            check.calls = []  # a later optimizer may train a different loss
         return previous
 
     def detach(self) -> None:
@@ -296,7 +297,7 @@ class Engine:
         """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
 
         This engine relies on the result, and with `lasting` every engine of the model that attaches later. With
-        `covers_calls`, for the loss that is trained, such calls of the model need no check of their own.
+        `covers_calls`, for the loss that is trained next, such calls of the model need no check of their own.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
@@ -316,7 +317,8 @@ class Engine:
         self.buffers.look()
         self.buffers.check(waiting=False)
         if is_conclusive:
-            check.calls = check.calls if covers_calls else []
+            if not covers_calls or not check.all_rows_have_gradients:
+                check.calls = []
             self._rely_on(check)
             if lasting:
                 _losses_checked[self.model] = check

@@ -108,6 +108,7 @@ class ModelCheck:
         self.owner, self.buffers, self.allow_mixing = owner, buffers, allow_mixing
         self.seen, self.has_gradients = LayerAxes(), False
         self.calls: list[Any] = []  # signatures of the calls of the whole model
+        self.all_rows_have_gradients = True  # otherwise losses that are 0 may hide what their rows do to others
         self._gradients: Gradients = []
         self._runs: list[tuple[int, list[LayerShapes]]] = []  # the number of examples, and what the layers got
 
@@ -124,6 +125,9 @@ class ModelCheck:
 
         def check(given: Arguments) -> bool:
             self._runs.clear()
+            self.calls.clear()
+            self._take()
+            self.all_rows_have_gradients = True
             return check_independence(name, run_on, self._take, given, after_two_sizes=compare_sizes)
 
         ModelCheck.running = self
@@ -144,6 +148,9 @@ class ModelCheck:
 
     def _take(self) -> Gradients:
         taken, self._gradients = self._gradients, []
+        if taken:
+            has_gradient = torch.stack([(sketch != 0).any(1).cpu() for _, sketch in taken]).any(0)
+            self.all_rows_have_gradients &= bool(has_gradient.all())
         return taken
 
     def see_call(self, owner: object, signature: Any) -> None:

@@ -7,6 +7,7 @@ what they compute.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,18 +137,17 @@ class RmsNormKind(NamedTuple):
 
 
 def rms_norm_kind(module: nn.Module) -> RmsNormKind | None:
-    """Find out how an RMS norm computes, once per class; None if it is something else."""
-    forward = type(module).forward
-    if forward not in _rms_norms:
+    """Find out how an RMS norm computes, once per module; None if it is something else."""
+    if module not in _rms_norms:
         is_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not module._modules
         shapes = {name: parameter.ndim for name, parameter in module.named_parameters()}
         eps = next((name for name in ("eps", "variance_epsilon") if isinstance(getattr(module, name, None), float)), "")
         found = is_norm and eps and shapes == {"weight": 1} and not module._buffers
-        _rms_norms[forward] = _try_rms_norm(module, eps) if found else None
-    return _rms_norms[forward]
+        _rms_norms[module] = _try_rms_norm(module, eps) if found else None
+    return _rms_norms[module]
 
 
-_rms_norms: dict[Any, RmsNormKind | None] = {}
+_rms_norms: weakref.WeakKeyDictionary[nn.Module, RmsNormKind | None] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()

@@ -175,7 +175,7 @@ class PrivateTrainer(transformers.Trainer):
 
     def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> None:
         """Check the collator, padding and loss on a few records, the shortest and the longest among them."""
-        size = min(4, self.args.per_device_train_batch_size, len(dataset))
+        size = min(5, self.args.per_device_train_batch_size, len(dataset))
         if size < 2:
             return  # no two records are in one batch
         records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
