@@ -1,7 +1,4 @@
-"""From norms to clip weights: arithmetic on one number per example.
-
-Everything runs on the device without waiting for it, so that a CUDA graph can hold it.
-"""
+"""From norms to clip weights: one number per example, without waiting for the device, as CUDA graphs need."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Turn random words into normals by Box–Muller, with the same bits on every machine.
-
-`box_muller` is the plain function. `compiled_box_muller` is one loop in C with the same operations in the same order.
-"""
+"""Turn random words into normals by Box–Muller, with the same bits on every machine: by numpy, torch or C."""
 
 from __future__ import annotations
 

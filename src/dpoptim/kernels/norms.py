@@ -92,19 +92,15 @@ def many_weighted_sums(
         grads, weights = [grad[keep] for grad in grads], weights[keep]
     for grad, total in zip(grads, into, strict=True):
         flat = total.view(-1)
-        if squared:
-            _add_squares(grad.reshape(len(grad), total.numel()), weights, flat, add=add)
+        by_example = grad.reshape(len(grad), total.numel())
+        if not squared:
+            torch.addmv(flat, wide(by_example).to(weights.dtype).T, weights, beta=float(add), out=flat)
             continue
-        by_example = wide(grad).to(weights.dtype).reshape(len(grad), total.numel())
-        torch.addmv(flat, by_example.T, weights, beta=float(add), out=flat)
-
-
-def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) -> None:
-    """Weighted before they are squared: g² may overflow where (c·g)² does not."""
-    columns = max(1, BLOCK_ELEMENTS // max(1, len(vectors)))
-    for part, into in zip(vectors.split(columns, 1), total.split(columns), strict=True):
-        squares = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
-        into.copy_(into + squares if add else squares)
+        columns = max(1, BLOCK_ELEMENTS // max(1, len(grad)))
+        for part, of_part in zip(by_example.split(columns, 1), flat.split(columns), strict=True):
+            # Weighted before they are squared: g² may overflow where (c·g)² does not.
+            found = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
+            of_part.copy_(of_part + found if add else found)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
