@@ -152,10 +152,7 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
             add_lanes(lanes, sum);
         }
         double total = sum_lanes(lanes);
-        for (; at < numel; at++) {
-            const float x = g[at] * scale[at];
-            total += (double)x * x;
-        }
+        for (; at < numel; at++) total += term(g[at], scale[at], 1);
         out[j] = total;
     }
 }
