@@ -217,8 +217,8 @@ def _loops() -> ctypes.CDLL | None:
 
 def _right(loops: ctypes.CDLL) -> bool:
     """Return whether the loops agree with torch; a compiler may be configured for unsafe optimizations."""
-    vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
-    scale = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos()
+    vectors = torch.arange(1, 1 + 3 * 5 * 37).float().view(3, 5, 37).sin()
+    scale = torch.arange(1, 1 + 37 * 37).float().view(37, 37).cos()
     matrices, factors = scale[:15, :5].reshape(3, 5, 5).triu(), scale[:5]
     for value in (1.0, torch.nan, torch.inf):
         vectors[1, 2, 3] = value
@@ -259,7 +259,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor, loops: ctypes.CDLL
     parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
 
     def measure(begin: int, end: int) -> None:
-        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND)
+        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND, dtype=torch.float32)
         pointers = (left.data_ptr(), right.data_ptr(), scale.data_ptr(), into.data_ptr())
         loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, packed.data_ptr())
 
