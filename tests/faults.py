@@ -177,8 +177,8 @@ norms-in-bf16: Norms and sums of a 16-bit model are taken in 16 bits.
 
 norm-of-repeated-ids: An embedding's norm treats look-ups of one row as if they were different rows.
     in kernels/norms.py, found by clipping/test_clipped_sum.py -k "embedding and at_a_time"
-    - return total.index_add_(0, distinct // num_rows, squares(sums, None)), bound
-    + return each.square().sum((1, 2), dtype=torch.float64), bound
+    - return total.index_add_(0, distinct // num_rows, self_products(sums)), bound
+    + return each_squared.sum(1), bound
 
 tied-cross-term: The norm of a tied weight lacks the cross term of its two uses.
     in kernels/clip_weights.py, found by clipping/test_clipped_sum.py -k "tied and at_a_time"
@@ -207,8 +207,8 @@ micro-batches-clipped-together: Example j of two micro-batches is clipped as one
 
 layer-norm-weight: The per-example gradient of a layer norm's weight lacks the division by the deviation.
     in kernels/normalization.py, found by kernels/test_norms.py -k layer_norm
-    - (wide(grad) * (wide(inputs) - mean) * rstd).sum(1)
-    + (wide(grad) * (wide(inputs) - mean)).sum(1)
+    - normalised = (wide(inputs) - mean).mul_(rstd)
+    + normalised = wide(inputs) - mean
 
 buffers-may-change: A buffer that stores private data is not refused.
     in validation/changed_state.py, found by validation/test_changed_state.py -k refused

@@ -60,7 +60,7 @@ def _accept_cpu_tensors() -> None:
     replacements = {
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
-        (outer_triton, "_processors"): lambda device: 2,
+        (outer_triton, "processors"): lambda device: 2,
         (cross_entropy_triton, "processors"): lambda device: 2,
         (outer_triton, "_loadable"): loadable,
         (tables_triton, "table_of"): table_of,

@@ -15,7 +15,7 @@ def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> in
     ValueError: Expected steps to be a whole number >= 1, got 0.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
-        raise ValueError(_joined(f"Expected {name} to be a whole number >= {low}, got {value!r}.", hint))
+        raise ValueError(f"Expected {name} to be a whole number >= {low}, got {value!r}. {hint}".rstrip())
     return int(value)
 
 
@@ -49,7 +49,7 @@ def check_number(
     )
     if not fits:
         wanted = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None) or "to be finite"
-        raise ValueError(_joined(f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {value!r}.", hint))
+        raise ValueError(f"Expected {name} {wanted}{' or inf' if infinity else ''}, got {value!r}. {hint}".rstrip())
 
 
 def check_at_most(name: str, value: int, limit_name: str, limit: int, *, hint: str = "") -> None:
@@ -60,7 +60,7 @@ def check_at_most(name: str, value: int, limit_name: str, limit: int, *, hint: s
     ValueError: Expected batch_size <= num_examples, got 512 > 100. Use a smaller batch_size.
     """
     if value > limit:
-        raise ValueError(_joined(f"Expected {name} <= {limit_name}, got {value} > {limit}.", hint))
+        raise ValueError(f"Expected {name} <= {limit_name}, got {value} > {limit}. {hint}".rstrip())
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
@@ -77,7 +77,3 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 def check_delta(delta: object) -> None:
     """Check that δ lies strictly between 0 and 1."""
     check_number("delta", delta, above=0.0, below=1.0, hint="Use 1/num_examples or less.")
-
-
-def _joined(message: str, hint: str) -> str:
-    return f"{message} {hint}" if hint else message

@@ -88,6 +88,19 @@ def test_the_number_of_threads_changes_nothing():
     assert torch.equal(*found)
 
 
+def test_the_default_dtype_changes_nothing():
+    """Memory that the loop fills with float32 must not be as short as bfloat16."""
+    left, right, scale = drawn(3, 5, 100, 37)
+    expected = found_by_loop(left, right, scale)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert norms_c._loops.__wrapped__() is not None
+        assert torch.equal(found_by_loop(left, right, scale), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_non_finite_example_does_not_affect_others(bad):
     left, right, scale = drawn(3, 5, 100, 37)

@@ -1,7 +1,4 @@
-"""Triton kernels of the optimizer: one pass over memory each.
-
-`optim.fused` decides when Adam runs, and the slots compute the same; `inverse_root` has its plain function.
-"""
+"""Triton kernels of the optimizer: one pass over memory each."""
 
 from __future__ import annotations
 

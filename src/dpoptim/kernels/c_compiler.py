@@ -19,17 +19,10 @@ from pathlib import Path
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 
 
-def _compiler() -> str | None:
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-
-
 @functools.cache
 def library(source: str, *, contract: bool = False) -> ctypes.CDLL | None:
-    """Return the functions of a C source; None without a compiler, on failure, or with DPOPTIM_COMPILE=0.
-
-    Each operation is rounded separately, unless `contract` allows fused multiply-adds.
-    """
-    compiler = _compiler()
+    """Return the functions of a C source, or None; each operation is rounded, unless `contract` allows to fuse two."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("DPOPTIM_COMPILE") == "0" or os.name != "posix":
         return None
     try:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpoptim import kernels
+
 
 @functools.cache
 def _has_triton() -> bool:
@@ -56,11 +58,9 @@ def held_tables() -> Iterator[Any]:
     if not _has_triton():
         yield None
         return
-    from dpoptim.kernels import tables_triton
-
-    held = tables_triton.held = tables_triton.HeldTables()
+    held = kernels.tables_triton.held = kernels.tables_triton.HeldTables()
     try:
         yield held
     finally:
-        tables_triton.held = None
+        kernels.tables_triton.held = None
     held.send()

@@ -1,7 +1,4 @@
-"""From norms to clip weights: arithmetic on one number per example.
-
-Everything runs on the device without waiting for it, so that a CUDA graph can hold it.
-"""
+"""From norms to clip weights: one number per example, without waiting for the device, as CUDA graphs need."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpoptim import kernels
 from dpoptim.kernels import choose
 
 
@@ -33,11 +31,8 @@ def clip_weights(
     if it is below `min_trusted_norm`·factor, or if that bound is NaN.
     """
     if choose.on_current_device(squared, min_trusted_norm):
-        from dpoptim.kernels import clip_weights_triton as kernel
-
-        return ClipResult(
-            *kernel.clip_weights(squared, min_trusted_norm, clip_norm=clip_norm, factor=factor, dtype=dtype)
-        )
+        found = kernels.clip_weights_triton.clip_weights(squared, min_trusted_norm, clip_norm / factor, factor, dtype)
+        return ClipResult(*found)
     norms, limit = squared.sqrt(), clip_norm / factor  # both of the divided loss
     weights = (limit / norms).clamp(max=1.0)
     is_kept = weights >= torch.finfo(torch.float32).tiny  # false for NaN
@@ -59,17 +54,9 @@ def sum_of_parts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ‖D + E‖² and the smallest norm that can be trusted, float64 [examples].
 
-    Args:
-        d_squared: ‖D‖².
-        e_squared: ‖E‖².
-        cross: ⟨D, E⟩.
-        d_parts: A bound on ‖D‖ that holds even if nothing in D cancels.
-        e_parts: The same for E.
-        trust: How many times larger than the whole its parts may be before their rounding shows.
-        is_gram: Whether ‖D‖² is a sum of squares; otherwise its rounding error is linear in its parts.
-
-    Where D and E cancel, rounding shows in full. Where parts of D cancel, its rounding shows beside E; a fifth of
-    their bound is enough there.
+    `d_parts` bounds ‖D‖ even if nothing in D cancels. Parts `trust` times larger than the whole show their rounding.
+    Where D and E cancel, it shows in full. Where parts of D cancel, a fifth of their bound is enough. Unless ‖D‖² is a
+    sum of squares (`is_gram`), its rounding error is linear in its parts.
     """
     # In few operations, because each takes the host time at every step:
     #   trusted = (d + e_parts + d_parts/5)/trust + √((d² + e² + parts·(parts/10 or (d + e)/50))/trust)

@@ -40,10 +40,7 @@ def position_sums(values: Tensor, weights: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "classes"])
 def _softmax_gradient(logits, labels, losses, lengths, rows, classes, stride, CHUNKS: tl.constexpr, LANES: tl.constexpr,
                       SIDE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Read each row once and keep it in registers. The next rows of a program are loaded meanwhile.
-
-    Every lane takes exponentials relative to its own maximum, so that each is computed once.
-    """
+    """Read each row once and keep it in registers; a maximum for each lane lets it compute each exponential once."""
     chunk, lane = tl.arange(0, CHUNKS)[:, None, None], tl.arange(0, LANES)[None, :, None]
     col = (chunk * LANES + lane) * SIDE + tl.arange(0, SIDE)[None, None, :]
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
@@ -78,10 +75,7 @@ def _more(x, largest, total):
 @triton.jit(do_not_specialize=["classes"])
 def _wide_softmax_gradient(logits, labels, losses, lengths, classes, stride, LANES: tl.constexpr, SIDE: tl.constexpr,
                            STAGES: tl.constexpr):  # fmt: skip
-    """Read one row twice. Every lane takes SIDE columns at a time and has its own maximum and sum until the end.
-
-    Only the last columns need a mask.
-    """
+    """Read one row twice. Every lane takes SIDE columns at a time and has its own maximum and sum until the end."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, LANES)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
     base = logits + row * stride

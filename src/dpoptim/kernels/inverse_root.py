@@ -8,21 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dpoptim import kernels
 from dpoptim.kernels import choose
 
 
 def inverse_root(moment: Tensor, *, exponent: float, factor: float, floor: float) -> Tensor:
     """Return 1 / (factor·max(moment, 0)^exponent + floor).
 
-    On a GPU each operation is a pass over memory; one kernel takes a quarter of the time of the operations below.
-
     >>> inverse_root(torch.tensor([16.0, -1.0]), exponent=0.5, factor=2.0, floor=2.0)
     tensor([0.1000, 0.5000])
     """
     if exponent == 0.5 and choose.on_gpu(moment):
-        from dpoptim.kernels import adam_triton
-
-        return adam_triton.inverse_root(moment, factor, floor)
+        return kernels.adam_triton.inverse_root(moment, factor, floor)
     root = moment.clamp(min=0).pow_(exponent)
     lowest = torch.tensor(floor, dtype=root.dtype, device="cpu")
     return torch.add(lowest, root, alpha=factor, out=root).reciprocal_()
@@ -50,9 +47,8 @@ class LazyInverseRoot:
 class ComputedScale(Mapping[str, Tensor]):
     """The scale of each parameter, computed from the second moment at every read, so that it takes no memory.
 
-    Each of `wholes` is the scale of several parameters, given with views of its moment by name. The moments must not
-    change while the scale is in use. The optimizer changes them only in `step()`, after the sums were released, and
-    then sets a new scale. A change by any other operation of torch is refused.
+    Each of `wholes` is the scale of several parameters. The optimizer changes the moments only after the sums were
+    released, and then sets a new scale. Any other change is refused.
 
     >>> moment = torch.tensor([16.0, 0.0, 1.0])
     >>> scale = ComputedScale([(LazyInverseRoot(moment, 0.5, 1.0, 1.0), {"weight": moment[:2], "bias": moment[2:]})])

@@ -1,7 +1,4 @@
-"""Triton kernels of layer norm, RMS norm and group norm; `normalization` has the plain functions.
-
-A kernel of layer norm or RMS norm passes over memory once. Group norm has one program per group and example.
-"""
+"""Triton kernels of layer norm, RMS norm and group norm; `normalization` has the plain functions."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 def layer_norm(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, offset: float = 0.0,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Layer norm; without a bias RMS norm, which has no mean."""
     inputs = inputs.contiguous()
     output, (rows, width) = torch.empty_like(inputs, dtype=dtype), (inputs.shape[:-1].numel(), inputs.shape[-1])
@@ -90,7 +87,7 @@ def layer_norm(
             inputs, weight.contiguous(), inputs if bias is None else bias.contiguous(), output, mean, rstd, rows, width,
             eps, offset, RMS=bias is None, BR=together, BW=columns, num_warps=warps,
         )  # fmt: skip
-    return output, mean, rstd
+    return output, None if bias is None else mean, rstd
 
 
 def layer_norm_gradient(

@@ -1,7 +1,4 @@
-"""Turn random words into normals by Box–Muller, with the same bits on every machine.
-
-`box_muller` is the plain function. `compiled_box_muller` is one loop in C with the same operations in the same order.
-"""
+"""Turn random words into normals by Box–Muller, with the same bits on every machine: by numpy, torch or C."""
 
 from __future__ import annotations
 
@@ -41,16 +38,13 @@ SCRATCH_ROWS = 4
 
 
 def box_muller(xp: Any, words: Any, out: Any, scratch: Any) -> None:
-    """Fill `out` with the normals of `words`: one Box–Muller pair from every two words.
+    """Fill `out` [n] with the normals of `words` (int64 [n]): one Box–Muller pair from every two words.
 
         u = (w[2k] + ½)·2^-64,   r = sqrt(-2 ln u),   a = 2π·w[2k+1]·2^-64
         out[2k] = r·cos a,   out[2k+1] = r·sin a
 
-    Args:
-        xp: `numpy` or `torch`. On a CPU use numpy: torch's √ may not round correctly there.
-        words: int64 [n], the bits of the unsigned words; n is even.
-        out: [n] of a floating dtype.
-        scratch: float64 [SCRATCH_ROWS, ≥ n/2].
+    `xp` is `numpy` or `torch`; on a CPU use numpy, because torch's √ may not round correctly. `scratch` is float64
+    [SCRATCH_ROWS, ≥ n/2].
 
     Guarantee: each operation (+, -, ×, ÷, √ and conversions) is rounded correctly under IEEE 754. So an element's bits
     depend only on its two words, not on its position, the vector width, the number of threads or the device. Values
@@ -107,9 +101,26 @@ def _horner(xp: Any, coefs: tuple[float, ...], x: Any, out: Any) -> None:
     out += coefs[0]
 
 
+def _horner_in_c(coefs: tuple[float, ...]) -> str:
+    """Return Σ coefs[k]·x^k as a C expression, in the order of `_horner`."""
+    last, *others = reversed(coefs)
+    text = f"x * {float.hex(last)}"
+    for coef in others[:-1]:
+        text = f"({text} + {float.hex(coef)}) * x"
+    return f"{text} + {float.hex(others[-1])}"
+
+
 ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)  # words, pairs, out
 
-_SOURCE = """
+SOURCE = f"""
+#define ROOT_HALF {ROOT_HALF_BITS}LL
+#define ROOT_HALF_64 {ROOT_HALF_64_BITS}LL
+#define MANTISSA {MANTISSA}LL
+#define EXPONENT {float.hex(SCALED_EXPONENT_COEF)}
+#define LOG {_horner_in_c(SCALED_LOG_COEFS)}
+#define SINE {_horner_in_c(SCALED_SINE_COEFS)}
+"""
+SOURCE += """
 #if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")  /* a third faster than the 256 bits that GCC prefers */
 #endif
@@ -124,16 +135,16 @@ static inline int64_t as_bits(double x) { int64_t bits; memcpy(&bits, &x, 8); re
 void NAME(const int64_t *restrict words, int64_t pairs, REAL *restrict out) { \\
     for (int64_t k = 0; k < pairs; k++) { \\
         double u = (double)(uint64_t)words[2 * k] + 0.5; \\
-        int64_t bits = as_bits(u) - (int64_t)%(root_half_64)dLL; \\
-        double m = as_double((bits & (int64_t)%(mantissa)dLL) + (int64_t)%(root_half)dLL); \\
+        int64_t bits = as_bits(u) - (int64_t)ROOT_HALF_64; \\
+        double m = as_double((bits & (int64_t)MANTISSA) + (int64_t)ROOT_HALF); \\
         double e = (double)(bits >> 52); \\
         double s = (m - 1.0) / (m + 1.0); \\
         double x = s * s; \\
-        double p = %(log)s; \\
-        double r = sqrt(e * %(exponent)s + s * p); \\
+        double p = LOG; \\
+        double r = sqrt(e * EXPONENT + s * p); \\
         double a = (double)words[2 * k + 1]; \\
         x = a * a; \\
-        p = %(sine)s; \\
+        p = SINE; \\
         a = a * p; \\
         double b = 1.0 - a * a; \\
         double d = sqrt(b); \\
@@ -151,12 +162,8 @@ FILL(fill_double, double)
 
 @functools.cache
 def compiled_box_muller() -> Fill | None:
-    """Return `fill(words, out)`, the compiled `box_muller` for contiguous vectors; None if it cannot be compiled.
-
-    Guarantee: the loop has reproduced the bits of `box_muller` for thousands of words, including extreme ones. A
-    compiler that rounds differently is not used.
-    """
-    loops = library(_source())
+    """Return the compiled `box_muller(words, out)`; None without a compiler that gives the same bits."""
+    loops = library(SOURCE)
     if loops is None:
         return None
     for loop in (loops.fill_float, loops.fill_double):
@@ -168,26 +175,6 @@ def compiled_box_muller() -> Fill | None:
         loop(words.ctypes.data, len(words) // 2, out.ctypes.data)
 
     return fill if _same_bits(fill) else None
-
-
-def _source() -> str:
-    return _SOURCE % {
-        "root_half_64": ROOT_HALF_64_BITS,
-        "mantissa": MANTISSA,
-        "root_half": ROOT_HALF_BITS,
-        "exponent": float.hex(SCALED_EXPONENT_COEF),
-        "log": _horner_in_c(SCALED_LOG_COEFS),
-        "sine": _horner_in_c(SCALED_SINE_COEFS),
-    }
-
-
-def _horner_in_c(coefs: tuple[float, ...]) -> str:
-    """Return Σ coefs[k]·x^k as a C expression, in the order of `_horner`."""
-    last, *others = reversed(coefs)
-    text = f"x * {float.hex(last)}"
-    for coef in others[:-1]:
-        text = f"({text} + {float.hex(coef)}) * x"
-    return f"{text} + {float.hex(others[-1])}"
 
 
 def _same_bits(fill: Fill) -> bool:

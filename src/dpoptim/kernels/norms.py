@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpoptim import kernels
 from dpoptim.kernels import norms_c
 from dpoptim.kernels.choose import on_gpu, outer_on_gpu
 
-BLOCK_ELEMENTS = 1 << 24
-"""Per-example gradients are materialised in blocks of at most this many elements (64 MiB in fp32)."""
+BLOCK_ELEMENTS = 1 << 24  # of per-example gradients that are materialised at once (64 MiB in fp32)
+FAINT_WEIGHT = 1e-12  # below, a gradient is so long that its factors may come close to the limits of float32
+DOT_ELEMENTS = 1 << 16  # products that are summed in float32 before the sum continues in float64
+NORM_ELEMENTS = 1 << 12  # the same for a norm that is summed in a single register
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,10 +35,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def full_precision(device: str) -> Iterator[None]:
-    """Turn off autocast and reduced matmul precision, which the loop may have set for its forward.
-
-    Gradients that a backward formed keep the precision of the loop; norms and sums see the same numbers.
-    """
+    """Turn off autocast and reduced matmul precision, which the loop may have set for its forward."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -54,9 +54,7 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, as float64 [examples]."""
     given: Sequence[Tensor | None] = [None] * len(grads) if scales is None else scales
     if on_gpu(*grads, *given):
-        from dpoptim.kernels import many_triton
-
-        return many_triton.many_squares(grads, scales)
+        return kernels.many_triton.many_squares(grads, scales)
     found = None if scales is None else norms_c.many_squares(grads, scales)
     if found is not None:
         return found
@@ -65,16 +63,6 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
         scaled = wide(grad) if scale is None else wide(grad) * scale
         total += self_products(scaled.reshape(len(grad), grad.shape[1:].numel()))
     return total
-
-
-FAINT_WEIGHT = 1e-12
-"""Below this weight a gradient is so long that its factors may come close to the limits of float32."""
-
-DOT_ELEMENTS = 1 << 16
-"""How many products are summed in float32 before the sum continues in float64."""
-
-NORM_ELEMENTS = 1 << 12
-"""The same for a norm that is summed in a single register."""
 
 
 def self_products(vectors: Tensor) -> Tensor:
@@ -95,41 +83,30 @@ def self_products(vectors: Tensor) -> Tensor:
 def many_weighted_sums(
     grads: Sequence[Tensor], weights: Tensor, into: Sequence[Tensor], *, add: bool, squared: bool = False
 ) -> None:
-    """Write Σ_j weights[j]·grads[i][j] to into[i], or add it; `into` is contiguous and has the dtype of weights.
-
-    With `squared`, take Σ_j (weights[j]·grads[i][j])², element by element.
-    """
+    """Write or add Σ_j weights[j]·grads[i][j], if squared Σ_j (weights[j]·grads[i][j])², to the contiguous into[i]."""
     if on_gpu(*grads, weights):
-        from dpoptim.kernels import many_triton
-
-        many_triton.many_weighted_sums(grads, weights, into, add=add, squared=squared)
+        kernels.many_triton.many_weighted_sums(grads, weights, into, add=add, squared=squared)
         return
     keep = weights != 0
     if not bool(keep.all()):
         grads, weights = [grad[keep] for grad in grads], weights[keep]
     for grad, total in zip(grads, into, strict=True):
         flat = total.view(-1)
-        if squared:
-            _add_squares(grad.reshape(len(grad), total.numel()), weights, flat, add=add)
+        by_example = grad.reshape(len(grad), total.numel())
+        if not squared:
+            torch.addmv(flat, wide(by_example).to(weights.dtype).T, weights, beta=float(add), out=flat)
             continue
-        by_example = wide(grad).to(weights.dtype).reshape(len(grad), total.numel())
-        torch.addmv(flat, by_example.T, weights, beta=float(add), out=flat)
-
-
-def _add_squares(vectors: Tensor, weights: Tensor, total: Tensor, *, add: bool) -> None:
-    """Weighted before they are squared: g² may overflow where (c·g)² does not."""
-    columns = max(1, BLOCK_ELEMENTS // max(1, len(vectors)))
-    for part, into in zip(vectors.split(columns, 1), total.split(columns), strict=True):
-        squares = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
-        into.copy_(into + squares if add else squares)
+        columns = max(1, BLOCK_ELEMENTS // max(1, len(grad)))
+        for part, of_part in zip(by_example.split(columns, 1), flat.split(columns), strict=True):
+            # Weighted before they are squared: g² may overflow where (c·g)² does not.
+            found = (wide(part).to(weights.dtype) * weights[:, None]).square_().sum(0)
+            of_part.copy_(of_part + found if add else found)
 
 
 def outer_squares(left: Tensor, right: Tensor, scale: Tensor | None) -> Tensor:
     """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, as float64 [examples]; the product is never stored."""
     if outer_on_gpu(left, right, scale):
-        from dpoptim.kernels import outer_triton
-
-        return outer_triton.outer_squares(left, right, scale)
+        return kernels.outer_triton.outer_squares(left, right, scale)
     return squares(wide(left).mT @ wide(right), scale)
 
 
@@ -155,9 +132,7 @@ def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor:
 def outer_weighted_sum(left: Tensor, right: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     """Σ_j weights[j]·Σ_t left[j, t] ⊗ right[j, t], in the dtype of `weights`, written to `out` if given."""
     if outer_on_gpu(left, right, weights):
-        from dpoptim.kernels import outer_triton
-
-        return outer_triton.outer_weighted_sum(left, right, weights, out)
+        return kernels.outer_triton.outer_weighted_sum(left, right, weights, out)
     keep = weights != 0
     if not bool(keep.all()):
         left, right, weights = left[keep], right[keep], weights[keep]
@@ -180,10 +155,7 @@ def outer_square_sum(
     and E_j the table that receives values[j, u] at row ids[j, u], if they are given.
     """
     if outer_on_gpu(left, right, weights, values):
-        from dpoptim.kernels import outer_triton
-
-        total: Tensor = outer_triton.outer_square_sum(left, right, weights, ids, values)
-        return total
+        return kernels.outer_triton.outer_square_sum(left, right, weights, ids, values)
     keep = weights != 0
     grads = wide(left[keep]).mT @ wide(right[keep])
     if ids is not None and values is not None:
@@ -207,9 +179,7 @@ def with_padding(values: Tensor) -> Tensor:
 def look_up(ids: Tensor, table: Tensor) -> Tensor:
     """Rows of a table, [*ids.shape, width]; an id that is not in the table raises, on a GPU as a failed assertion."""
     if on_gpu(ids, table) and table.is_contiguous():
-        from dpoptim.kernels import rows_triton
-
-        return rows_triton.look_up(ids, table)
+        return kernels.rows_triton.look_up(ids, table)
     return F.embedding(ids, table)
 
 
@@ -220,9 +190,7 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
     if nothing in those sums cancelled, √(positions·Σ_t ‖scale ⊙ values[j, t]‖²).
     """
     if on_gpu(values, scale):
-        from dpoptim.kernels import rows_triton
-
-        return rows_triton.row_squares(ids, values, scale)
+        return kernels.rows_triton.row_squares(ids, values, scale)
     each = wide(values) if scale is None else wide(values) * scale[ids]
     each_squared = self_products(each.flatten(0, 1)).view(ids.shape)
     bound = (each_squared.sum(1) * ids.shape[1]).sqrt()
@@ -240,15 +208,10 @@ def row_squares(ids: Tensor, values: Tensor, scale: Tensor | None, num_rows: int
 def row_weighted_sum(
     ids: Tensor, values: Tensor, weights: Tensor, num_rows: int, *, into: Tensor | None = None
 ) -> Tensor:
-    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), in the dtype of `weights`.
-
-    It is added to `into` if given.
-    """
+    """Σ_j weights[j]·(the table that receives values[j, t] at row ids[j, t]), added to `into` if given."""
     if on_gpu(values, weights) and ids.stride(0) != 0:
-        from dpoptim.kernels import rows_triton
-
         total = weights.new_zeros(num_rows, values.shape[2]) if into is None else into
-        rows_triton.row_weighted_sum(ids, values, weights, total)
+        kernels.rows_triton.row_weighted_sum(ids, values, weights, total)
         return total
     weighted = values * weights[:, None, None]
     weighted = torch.where(weights[:, None, None] != 0, weighted, 0.0).to(weights.dtype)
@@ -270,10 +233,7 @@ def _own_slots(ids: Tensor, num_rows: int) -> Tensor:
 
 
 def _row_sums(places: Tensor, values: Tensor, count: int) -> Tensor:
-    """Σ of the values at each place, [count, width].
-
-    It is taken in float64, since long sums in float32 depend on the order and on weights.
-    """
+    """Σ of the values at each place, float64 [count, width]: in float32 long sums depend on the order."""
     sums = torch.zeros(count, values.shape[-1], dtype=torch.float64, device=values.device)
     together = max(1, BLOCK_ELEMENTS // max(1, values.shape[-1]))
     for some, rows in zip(places.split(together), values.split(together), strict=True):
@@ -289,10 +249,7 @@ def row_square_sum(ids: Tensor, values: Tensor, weights: Tensor, num_rows: int) 
 
 
 def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
-    """The table that receives values[i] at row ids[i], on a GPU, summed in the same order every time.
-
-    By default torch adds with atomics here.
-    """
+    """The table that receives values[i] at row ids[i], on a GPU, without torch's default of atomics."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True)
     try:
@@ -304,22 +261,15 @@ def _summed_rows(ids: Tensor, values: Tensor, num_rows: int) -> Tensor:
 def position_sums(values: Tensor, weights: Tensor) -> Tensor:
     """Σ_t weights[j, t]·values[j, t] for each j, in float32 or float64."""
     if on_gpu(values, weights):
-        from dpoptim.kernels import cross_entropy_triton
-
         # Padded rows can be loaded 16 bytes at a time.
-        return cross_entropy_triton.position_sums(with_padding(values), weights)[:, : values.shape[2]]
+        return kernels.cross_entropy_triton.position_sums(with_padding(values), weights)[:, : values.shape[2]]
     return (wide(weights)[:, None] @ wide(values))[:, 0]
 
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
-    """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t] and E_j the table of values.
-
-    Only the rows of D_j that `ids` names are computed.
-    """
+    """⟨scale ⊙ D_j, scale ⊙ E_j⟩ for each j, float64: D_j = Σ_t left[j, t] ⊗ right[j, t], E_j the table of values."""
     if outer_on_gpu(left, right, values, scale):
-        from dpoptim.kernels import outer_triton
-
-        return outer_triton.outer_row_products(left, right, ids, values, scale)
+        return kernels.outer_triton.outer_row_products(left, right, ids, values, scale)
     columns = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
     return _row_dots(wide(columns).mT @ wide(right), ids, values, scale)
 
@@ -344,9 +294,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, classes: int) -> tuple[Ten
     class raises; kernels cannot raise and return NaN.
     """
     if on_gpu(logits):
-        from dpoptim.kernels import cross_entropy_triton
-
-        return cross_entropy_triton.softmax_gradient_(logits, labels, classes)
+        return kernels.cross_entropy_triton.softmax_gradient_(logits, labels, classes)
     log_probs = wide(logits[:, :classes]).log_softmax(1)
     valid = labels >= 0
     picked = labels.clamp(min=0)[:, None]

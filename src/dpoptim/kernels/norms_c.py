@@ -19,16 +19,10 @@ from torch import Tensor
 from dpoptim.kernels.c_compiler import library
 from dpoptim.kernels.threads import in_chunks, in_threads
 
-WORTH_COMPILING = 1 << 28
-"""From this many products on, a second of compiling pays off."""
-
-WORTH_COMPILING_SQUARES = 1 << 22
-"""The same for squared elements."""
-
+WORTH_COMPILING = 1 << 28  # from this many products on, a second of compiling pays off
+WORTH_COMPILING_SQUARES = 1 << 22  # the same for squared elements
 _ROWS_TOGETHER = 512  # rows of the product per job; fixed, because it decides the order of sums
-
 _ROWS_OF_TILES = 8  # the most that the loops have; zeros fill up the last tile
-
 _BAND = 128  # rows that all examples use in turn while the scale of these rows stays in a cache
 
 _SOURCE = """
@@ -158,10 +152,7 @@ void scaled_squares(const float *grads, const float *scale, double *out, int64_t
             add_lanes(lanes, sum);
         }
         double total = sum_lanes(lanes);
-        for (; at < numel; at++) {
-            const float x = g[at] * scale[at];
-            total += (double)x * x;
-        }
+        for (; at < numel; at++) total += term(g[at], scale[at], 1);
         out[j] = total;
     }
 }
@@ -225,38 +216,28 @@ def _loops() -> ctypes.CDLL | None:
 
 
 def _right(loops: ctypes.CDLL) -> bool:
-    """Return whether the loops agree with torch on a small problem, also with NaN and infinity.
-
-    A compiler may be configured to use unsafe optimizations, such as -ffast-math.
-    """
-    vectors = torch.arange(1.0, 1.0 + 3 * 5 * 37).view(3, 5, 37).sin()
-    scale, packed = torch.arange(1.0, 1.0 + 37 * 37).view(37, 37).cos(), torch.empty(5 * _BAND)
-    pairs = F.pad(scale[:15, :5].reshape(3, 5, 5).triu(), (0, 3)).contiguous()
+    """Return whether the loops agree with torch; a compiler may be configured for unsafe optimizations."""
+    vectors = torch.arange(1, 1 + 3 * 5 * 37).float().view(3, 5, 37).sin()
+    scale = torch.arange(1, 1 + 37 * 37).float().view(37, 37).cos()
+    matrices, factors = scale[:15, :5].reshape(3, 5, 5).triu(), scale[:5]
     for value in (1.0, torch.nan, torch.inf):
         vectors[1, 2, 3] = value
-        out, wide = torch.empty(3, 3, dtype=torch.float64), vectors.double()
-        first, factors = vectors.view(3, -1), scale.view(-1)[: 5 * 37].contiguous()
-        loops.scaled_squares(first.data_ptr(), factors.data_ptr(), out[0].data_ptr(), 3, 5 * 37, 5 * 37)
-        pointers = (vectors.data_ptr(), vectors.data_ptr(), scale.data_ptr(), out[1].data_ptr())
-        loops.outer_squares(*pointers, 3, 5, 37, 0, 37, 5 * 37, 37, 5 * 37, 37, packed.data_ptr())
-        loops.quadratic_forms(
-            pairs.data_ptr(), vectors.data_ptr(), out[2].data_ptr(), 3, 5, 37, pairs.shape[2], 5 * 37, 37
-        )
-        expected = torch.stack(
-            [
-                (wide.view(3, -1) * factors.double()).square().sum(1),
-                ((wide.mT @ wide) * scale.double()).square().sum((1, 2)),
-                (pairs[..., :5] * (wide @ wide.mT)).sum((1, 2)),
-            ]
-        )
-        finite = expected.isfinite()
-        if not torch.equal(finite, out.isfinite()) or not torch.allclose(out[finite], expected[finite], rtol=1e-5):
-            return False
+        wide = vectors.double()
+        for found, expected in (
+            (many_squares([vectors], [factors], loops), (wide * factors).square().sum((1, 2))),
+            (outer_squares(vectors, vectors, scale, loops), ((wide.mT @ wide) * scale).square().sum((1, 2))),
+            (quadratic_forms(matrices, vectors, loops), (matrices * (wide @ wide.mT)).sum((1, 2))),
+        ):
+            finite = expected.isfinite()
+            if found is None or not torch.equal(finite, found.isfinite()):
+                return False
+            if not torch.allclose(found[finite], expected[finite], rtol=1e-5):
+                return False
     return True
 
 
-def _loops_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
-    on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
+def _loops_for(tensors: Sequence[Tensor], *, worth: bool) -> ctypes.CDLL | None:
+    on_cpu = worth and all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in tensors)
     return _loops() if on_cpu else None
 
 
@@ -265,16 +246,12 @@ def _by_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
-    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, float64.
-
-    Products are float32, their squares are summed in float32 within a few rows and 1024 columns, in float64 beyond.
-    """
+def outer_squares(left: Tensor, right: Tensor, scale: Tensor, loops: ctypes.CDLL | None = None) -> Tensor | None:
+    """‖scale ⊙ Σ_t left[j, t] ⊗ right[j, t]‖² for each j, float64; float32 within a few rows and 1024 columns."""
     (examples, positions, rows), cols = left.shape, right.shape[2]
     if right.shape[:2] != (examples, positions) or scale.shape != (rows, cols):
         raise ValueError(f"shapes {tuple(left.shape)}, {tuple(right.shape)} and {tuple(scale.shape)} do not fit")
-    much = examples * positions * rows * cols >= WORTH_COMPILING
-    loops = _loops_for([left, right, scale]) if much else None
+    loops = loops or _loops_for([left, right, scale], worth=examples * positions * rows * cols >= WORTH_COMPILING)
     if loops is None:
         return None
     left, right, scale = _by_rows(left), _by_rows(right), scale.contiguous()
@@ -282,7 +259,7 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
     parts = torch.empty(-(-rows // _ROWS_TOGETHER), examples, dtype=torch.float64)
 
     def measure(begin: int, end: int) -> None:
-        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND)
+        into, packed = parts[begin // _ROWS_TOGETHER], torch.empty(positions * _BAND, dtype=torch.float32)
         pointers = (left.data_ptr(), right.data_ptr(), scale.data_ptr(), into.data_ptr())
         loops.outer_squares(*pointers, examples, positions, cols, begin, end, *strides, packed.data_ptr())
 
@@ -290,14 +267,10 @@ def outer_squares(left: Tensor, right: Tensor, scale: Tensor) -> Tensor | None:
     return parts.sum(0)
 
 
-def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor | None:
-    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64.
-
-    Products are float32 and are summed in float32 within a few rows and 1024 columns, in float64 beyond.
-    """
+def quadratic_forms(matrices: Tensor, factors: Tensor, loops: ctypes.CDLL | None = None) -> Tensor | None:
+    """Σ_{t,u} matrices[j, t, u]·⟨factors[j, t], factors[j, u]⟩ for each j, float64; float32 as in `outer_squares`."""
     examples, positions, cols = factors.shape
-    much = examples * positions**2 * cols >= WORTH_COMPILING
-    loops = _loops_for([matrices, factors]) if much else None
+    loops = loops or _loops_for([matrices, factors], worth=examples * positions**2 * cols >= WORTH_COMPILING)
     if loops is None:
         return None
     # Each pair of positions is taken once, so half of the products are enough.
@@ -313,10 +286,10 @@ def quadratic_forms(matrices: Tensor, factors: Tensor) -> Tensor | None:
     return out
 
 
-def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor | None:
+def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor], loops: ctypes.CDLL | None = None) -> Tensor | None:
     """Σ_i ‖scales[i] ⊙ grads[i][j]‖² for each j, float64; float32 within a stretch of 4096 elements."""
-    much = sum(grad.numel() for grad in grads) >= WORTH_COMPILING_SQUARES
-    loops = _loops_for([*grads, *scales]) if much else None
+    numel = sum(grad.numel() for grad in grads)
+    loops = loops or _loops_for([*grads, *scales], worth=numel >= WORTH_COMPILING_SQUARES)
     if loops is None:
         return None
     examples = len(grads[0])

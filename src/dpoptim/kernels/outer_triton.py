@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dpoptim.kernels.tables_triton import cdiv, next_power_of_2
+from dpoptim.kernels.tables_triton import cdiv, next_power_of_2, processors
 
 
 @triton.jit
@@ -140,7 +140,7 @@ class _Tiles:
         self.count = cdiv(self.rows, self.high) * self.across
         self.left = TensorDescriptor(left, list(left.shape), list(left.stride()), [1, self.block, self.high])
         self.right = TensorDescriptor(right, list(right.shape), list(right.stride()), [1, self.block, self.wide])
-        self.slots = at_once * _processors(left.device)
+        self.slots = at_once * processors(left.device)
         self.options = {"num_warps": warps, "num_stages": stages}
         self.constants = {"BR": self.high, "BC": self.wide, "BT": self.block}
 
@@ -150,8 +150,7 @@ def _sizes(
 ) -> tuple[int, int, int, int, int, int]:
     """(rows and columns of a tile, positions per load, warps, stages, programs per processor).
 
-    `held` says that registers hold a second tile beside the product: a scale, or sums. No size changes the order in
-    which a product's positions are added, so norms and sums see the same product even if their sizes differ.
+    No size changes the order in which a product's positions are added, so norms and sums see the same product.
     """
     if dtype == torch.float32:
         return 64, 64, 32, 4, 3, 3
@@ -165,17 +164,9 @@ def _sizes(
     return 64, 128, 32, 4, 5, 3
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @functools.lru_cache(maxsize=512)
 def _examples_together(tiles: int, examples: int, slots: int, *, most: int, overhead: float) -> int:
-    """Return how many examples each program takes, so that all programs end at nearly the same time.
-
-    `overhead` is the fixed cost of a program in examples: a scale to load, a sum to store.
-    """
+    """Return the examples per program for which all end together; `overhead` is a program's fixed cost in examples."""
 
     def cost(group: int) -> float:
         rounds = cdiv(tiles * cdiv(examples, group), slots)
@@ -256,13 +247,9 @@ def outer_square_sum(left: Tensor, right: Tensor, weights: Tensor, ids: Tensor |
 
 def outer_row_products(left: Tensor, right: Tensor, ids: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
     dtype = left.dtype if left.dtype == right.dtype else torch.float32
-    left, right, ids, values = (
-        left.to(dtype),
-        right.to(dtype).contiguous(),
-        ids.long().contiguous(),
-        values.contiguous(),
-    )
+    left, right = left.to(dtype), right.to(dtype).contiguous()
     left = left if left.stride(2) == 1 else left.contiguous()
+    ids, values = ids.long().contiguous(), values.contiguous()
     (examples, tokens, cols), positions = values.shape, left.shape[1]
     if not values.numel() or not positions:
         return torch.zeros(examples, dtype=torch.float64, device=left.device)

@@ -18,11 +18,7 @@ def cdiv(number: int, by: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of 2 that is at least `number`; faster than Triton's.
-
-    >>> [next_power_of_2(number) for number in (1, 2, 3, 128, 129)]
-    [1, 2, 4, 128, 256]
-    """
+    """The smallest power of 2 that is at least `number`; faster than Triton's."""
     return 1 << (number - 1).bit_length()
 
 
@@ -33,20 +29,16 @@ def processors(device: torch.device) -> int:
 
 
 class HeldTables:
-    """Tables that the kernels of a CUDA graph read at every replay, in memory that outlives the graph.
+    """Tables that the kernels of a CUDA graph read at every replay, in memory outside of the graph's pool.
 
-    They are written once, after the capture. A copy inside the graph, as for tables that do not fit, runs at every
-    replay. The memory lies outside of the graph's pool, which other tensors share.
+    They are written once, after the capture. A copy inside the graph, as for tables that do not fit, runs every time.
     """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self._memory: Tensor | None = None
         self._taken = 0  # bytes in use
         self._unsent: list[tuple[Tensor, Tensor]] = []
-
-    def keep(self, table: Tensor) -> None:
-        self._kept.append(table)
 
     def made(self, numbers: tuple[object, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the numbers on a device; before the capture begins they are sent at once."""
@@ -57,7 +49,7 @@ class HeldTables:
         source = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=True)
         start, end = self._taken, self._taken + source.nbytes
         if self._memory is None or end > _BYTES:
-            self.keep(source)
+            self.kept.append(source)
             return source.to(device, non_blocking=True)
         self._taken = cdiv(end, _ALIGNED) * _ALIGNED
         table = self._memory[start:end].view(dtype).view(source.shape)
@@ -78,14 +70,13 @@ held: HeldTables | None = None
 
 
 def parts_of(sizes: tuple[tuple[int, int], ...], span: int, device: torch.device, *, first: int = 0) -> Tensor:
-    """int64 [programs, 4]: number of the tensor, where the program begins in it, and the two numbers of its size.
+    """int64 [programs, 4]: number of the tensor, from `first` on, where the program begins in it, and its size.
 
-    The first number of a size is the number of elements; tensors are numbered from `first`. The table is the same at
-    every step, so it stays on the device.
+    A size is the number of elements and one more number. The table is the same at every step: it stays on the device.
     """
     parts = _parts_on(sizes, span, device, first)
     if held is not None:
-        held.keep(parts)
+        held.kept.append(parts)
     return parts
 
 
@@ -112,8 +103,5 @@ def _table_on(stream: int, numbers: tuple[object, ...], dtype: torch.dtype, devi
 
 
 def shift_of(tensor: Tensor, base: Tensor) -> int:
-    """How many elements `tensor` begins after `base`, which may be a different tensor of the same dtype and device.
-
-    Kernels find tensors by it if their addresses change at every step but not their places relative to each other.
-    """
+    """How many elements `tensor` begins after `base`: addresses change at every step, such differences do not."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()

@@ -243,6 +243,15 @@ def advise(
     variant, reason = choose_variant(signal, phi=phi, negative=negative, shares=shares, beta2=beta2)
     level = noise_level(choice.plan, Gradient())
     norms = signal.example_norms or (plan.clip_norm / 10, plan.clip_norm / 3, plan.clip_norm)
+    occupied = sum(weight for weight, square in zip(signal.weights, signal.squares, strict=True) if square > 0)
+    window = scale_window(
+        clip_norm=plan.clip_norm,
+        dimension=max(1, round(occupied * parameters)),
+        noise_multiplier=level * plan.batch_size / plan.clip_norm,
+        batch_size=plan.batch_size,
+        agreement=signal.agreement,
+        default=max(2 * level, 1e-8),
+    )
     return Advice(
         epsilon=epsilon,
         delta=delta,
@@ -254,7 +263,7 @@ def advise(
         snr=signal.mean / phi if phi else math.inf,
         signal_share=shares[0],
         scaled_share=shares[1],
-        window=_window(choice.plan, signal, level),
+        window=window,
         eps_to_try=tuple(rounded(level * factor) for factor in (0.3, 1.0, 3.0)),
         clip_norms_to_try=tuple(sorted({rounded(norm) for norm in norms if norm > 0} or {plan.clip_norm})),
         alternatives=rows,
@@ -346,18 +355,6 @@ def _square_stddev(plan: PrivacyPlan) -> float | None:
     except ValueError:
         return None
     return None if square is None else square * plan.strategy.column_norm / plan.clip_norm**2
-
-
-def _window(plan: PrivacyPlan, signal: GradientSignal, level: float) -> ScaleWindow:
-    occupied = sum(weight for weight, square in zip(signal.weights, signal.squares, strict=True) if square > 0)
-    return scale_window(
-        clip_norm=plan.clip_norm,
-        dimension=max(1, round(occupied * signal.parameters)),
-        noise_multiplier=level * plan.batch_size / plan.clip_norm,
-        batch_size=plan.batch_size,
-        agreement=signal.agreement,
-        default=max(2 * level, 1e-8),
-    )
 
 
 def _shares(plan: PrivacyPlan, signal: GradientSignal, beta1: float) -> tuple[float, float]:

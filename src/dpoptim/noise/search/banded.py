@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,11 +64,7 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
     """Return the diagonals [bands, steps] that minimise ln ‖AC⁻¹‖_F² with normalized columns.
 
     The problem is convex in X = CᵀC, so a stationary point is the optimum. L-BFGS runs in C, which needs far fewer
-    evaluations, and starts from the best Toeplitz C. It ends when an iteration gains less than 1e-9 or after 300
-    evaluations. Either way C has unit columns and stays within the band.
-
-    >>> optimal_banded(5, 1, PrefixSums()).tolist()
-    [[1.0, 1.0, 1.0, 1.0, 1.0]]
+    evaluations, and starts from the best Toeplitz C.
     """
     if bands == 1:
         return np.ones((1, steps))
@@ -79,7 +73,8 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
     inverse = torch.from_numpy(workload.inverse_diagonals(steps))
     coefs = torch.tensor(optimized_bands(SearchObjective(steps=steps, workload=workload), bands), dtype=torch.float64)
     inside = torch.arange(bands)[:, None] + torch.arange(steps) < steps
-    band = normalize_columns(torch.where(inside, coefs[:, None], 0.0)).requires_grad_()
+    start = torch.where(inside, coefs[:, None], 0.0)
+    band = (start / start.norm(dim=0)).requires_grad_()
     search = torch.optim.LBFGS(
         [band],
         max_iter=_MAX_EVALUATIONS,
@@ -95,14 +90,16 @@ def optimal_banded(steps: int, bands: int, workload: Workload) -> Array:
         band.grad = torch.where(inside, slope, 0.0)
         return error
 
-    with torch.no_grad(), _one_thread(width=bands):
-        search.step(closure)
-    return np.asarray(normalize_columns(band.detach()).numpy(), dtype=np.float64)
-
-
-def normalize_columns(diagonals: torch.Tensor) -> torch.Tensor:
-    """Return the same matrix with unit columns."""
-    return diagonals / diagonals.norm(dim=0)
+    threads = torch.get_num_threads()
+    try:
+        if bands < _ONE_THREAD_WIDTH:
+            torch.set_num_threads(1)
+        with torch.no_grad():
+            search.step(closure)
+    finally:
+        torch.set_num_threads(threads)
+    found = band.detach()
+    return np.asarray((found / found.norm(dim=0)).numpy(), dtype=np.float64)
 
 
 def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +113,7 @@ def log_error(diagonals: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Ten
         U_k = L_k⁻ᵀ Γ_k L_k⁻¹           Γ_{k-1} = 1 + M_kᵀ U_k M_k                  backward
         ∂f/∂L_k = -2 U_k Q_k L_k⁻ᵀ      ∂f/∂M_k = 2 U_k M_k R_{k-1}
 
-    This takes O(steps·bands²) time and O(steps·bands) memory. All terms are sums of squares, so nothing cancels.
+    All terms are sums of squares, so nothing cancels.
     """
     bands, steps = diagonals.shape
     norms = diagonals.norm(dim=0)
@@ -161,15 +158,3 @@ def _diagonals_of(panels: torch.Tensor, *, lags: int, steps: int) -> torch.Tenso
     columns = torch.arange(width)
     found = panels[:, columns + torch.arange(lags)[:, None], columns]
     return found.permute(1, 0, 2).reshape(lags, blocks * width)[:, :steps]
-
-
-@contextmanager
-def _one_thread(*, width: int) -> Iterator[None]:
-    """Keep small products on one core: distributing them costs more than computing them."""
-    threads = torch.get_num_threads()
-    if width < _ONE_THREAD_WIDTH:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

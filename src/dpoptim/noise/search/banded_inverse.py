@@ -54,10 +54,7 @@ class BandedInverse(ShortRepr):
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BandedInverseStrategy:
         """Return the best coefficients for this many steps and this pattern; results are cached."""
         search = SearchObjective(
-            steps=steps,
-            max_participations=max_participations,
-            min_separation=min_separation,
-            workload=self.workload,
+            steps=steps, max_participations=max_participations, min_separation=min_separation, workload=self.workload
         )
         bands = min(self.bands, steps)
         found = optimized_banded_inverse(search, bands) if self.optimized else inverse_sqrt_series(bands)
@@ -70,11 +67,7 @@ def optimized_banded_inverse(search: SearchObjective, bands: int) -> Array:
 
         -ln p_i = Σ_{l ≤ i} Σ_{j ≥ l} bends_j,    bends_j ≥ 0  for j = 1 .. bands-1
 
-    describes all of them, so the search needs only bounds. It starts from the inverse square root, and restarts from
-    its result until that no longer helps, because it tends to stop early at a bound.
-
-    >>> optimized_banded_inverse(SearchObjective(steps=20, max_participations=20), 5)[1:].any()  # nothing to correlate
-    np.False_
+    describes all of them, so the search needs only bounds. It tends to stop early at a bound, so it restarts.
     """
     if bands == 1:
         return np.ones(1)

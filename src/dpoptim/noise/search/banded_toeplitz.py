@@ -57,12 +57,8 @@ class BandedToeplitz(ShortRepr):
 def optimized_bands(search: SearchObjective, bands: int) -> Array:
     """Return the coefficients (1, c_1, ..., c_{bands-1}) that minimise mean_error·column_norm, by L-BFGS.
 
-    The search starts from the square root's coefficients and must end at a stationary point. If the best coefficients
-    increase, as they may for an erratic learning rate, it repeats among non-increasing ones, so that the sensitivity
-    is exact.
-
-    >>> optimized_bands(SearchObjective(steps=2), 2)[1] < 0.5  # below the square root's
-    np.True_
+    If the best coefficients increase, as they may for an erratic learning rate, the search repeats among non-increasing
+    ones, so that the sensitivity is exact.
     """
     if bands == 1:
         return np.ones(1)
@@ -80,10 +76,7 @@ _Pull = Callable[[Series], Series]
 def _minimum(
     search: SearchObjective, tail_of: Callable[[Series], tuple[Series, _Pull]], start: Series
 ) -> tuple[Series, float]:
-    """Return the best (1, *tail_of(x)) for x in [0, 1], and its distance from a stationary point.
-
-    Beyond 1 the inverse of the series grows without bound.
-    """
+    """Return the best (1, *tail_of(x)) for x in [0, 1], and its distance from a stationary point."""
 
     def value_and_slope(x: Series) -> tuple[float, Series]:
         tail, back = tail_of(x)

@@ -53,13 +53,8 @@ class BufferedToeplitz(ShortRepr):
 
     def optimize(self, *, steps: int, max_participations: int = 1, min_separation: int = 1) -> BufferedToeplitzStrategy:
         """Return the best buffers for this many steps and this pattern; results are cached."""
-        search = SearchObjective(
-            steps=steps,
-            max_participations=max_participations,
-            min_separation=min_separation,
-            workload=self.workload,
-            objective=self.objective,
-        )
+        pattern = {"max_participations": max_participations, "min_separation": min_separation}
+        search = SearchObjective(steps=steps, **pattern, workload=self.workload, objective=self.objective)
         decays, weights = optimized_buffers(search, self.buffers)
         return BufferedToeplitzStrategy(steps=steps, decays=tuple(decays.tolist()), weights=tuple(weights.tolist()))
 
@@ -68,12 +63,8 @@ class BufferedToeplitz(ShortRepr):
 def optimized_buffers(search: SearchObjective, buffers: int) -> Array:
     """Return the decays and weights of the best buffers, float64 [2, buffers].
 
-    The search adds one buffer at a time to the best strategy with one fewer, then moves all of them by L-BFGS. The
-    new buffer gets the decay at which a little weight lowers the error most. So more buffers are never worse. Where
-    no decay helps, the result has fewer buffers.
-
-    >>> optimized_buffers(SearchObjective(steps=20, max_participations=20), 1).shape  # nothing to correlate
-    (2, 0)
+    The search adds one buffer at a time to the best strategy with one fewer, then moves all of them by L-BFGS. So more
+    buffers are never worse. Where no decay helps, the result has fewer buffers.
     """
     if buffers == 0:
         return np.empty((2, 0))
@@ -107,10 +98,7 @@ def _with_another(
 
 
 def _refined(decays: Series, weights: Series, search: SearchObjective) -> tuple[Series, Series]:
-    """Find a local minimum by L-BFGS over the logits of the decays, and of the weights with 1 - Σ weights.
-
-    All logits give decays in (0, 1) and positive weights with a sum below 1.
-    """
+    """Find a local minimum by L-BFGS over the logits of the decays, and of the weights with 1 - Σ weights."""
     count = len(decays)
 
     def buffers(logits: Series) -> tuple[Series, Series]:

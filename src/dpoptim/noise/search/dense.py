@@ -90,9 +90,6 @@ def optimal_dense(steps: int, workload: Workload) -> Array:
 
     L-BFGS runs in ln v. If A⁻¹ has two diagonals, the inverse of V^½AᵀAV^½ is tridiagonal and an iteration costs its
     eigenvectors, O(steps²). With momentum or a schedule it costs O(steps³).
-
-    >>> optimal_dense(1, PrefixSums()).tolist()
-    [[1.0]]
     """
     square_root = _square_root(workload, steps)
     log_weights = np.zeros(steps)
@@ -163,9 +160,6 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
 
     which bounds the squared product from below. With a participation in every step, X = diag ‖column of A‖ is the
     optimum: W is 1 everywhere, and X⁻¹AᵀAX⁻¹ holds the cosines between columns of A.
-
-    >>> optimal_overlap(3, PrefixSums(), 3, 1)[1:].any()
-    np.False_
     """
     pattern = {"max_participations": max_participations, "min_separation": min_separation}
     sums = workload.matrix(steps)
@@ -199,12 +193,9 @@ def optimal_overlap(steps: int, workload: Workload, max_participations: int, min
 
 
 def _descended(overlap: _Overlap, matrix: Matrix) -> Matrix:
-    """Run L-BFGS from this C and return the result with a positive diagonal.
-
-    Entries of column s are divided by (X⁻¹AᵀAX⁻¹)_ss^-½, which gives all columns a similar effect.
-    """
+    """Run L-BFGS from this C and return the result with a positive diagonal."""
     steps, free = len(matrix), np.tril_indices(len(matrix))
-    inverse = np.linalg.inv(matrix)
+    inverse = np.linalg.inv(matrix)  # the sizes (X⁻¹AᵀAX⁻¹)_ss^-½ give all columns a similar effect
     sizes = np.linalg.norm(overlap.sums.numpy() @ inverse @ inverse.T, axis=0)[free[1]] ** -1.0
     sizes *= np.abs(matrix[free]).max() / sizes.max()
 
@@ -245,10 +236,7 @@ class _Overlap:
         return float(error.log()) + float(energy.detach()), slope.numpy(), dual
 
     def bound(self, matrix: Matrix) -> float:
-        """Return the lower bound on ‖AC⁻¹‖_F²·sensitivity² of all C that Y proves.
-
-        If Y is not positive definite, it is moved towards its diagonal, which keeps it below W.
-        """
+        """Return the lower bound on ‖AC⁻¹‖_F²·sensitivity² of all C that Y, or Y moved to its diagonal, proves."""
         _, _, dual = self.value(matrix)
         alone, bound = torch.diag(dual.diagonal()), 0.0
         for share in (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0):
@@ -265,10 +253,6 @@ def soft_worst_pattern(
 
     `products` is |column_s · column_u| as [steps, steps]; only u ≥ s is read. The gradient there is an average of the
     patterns of the hard maximum, in which a pair s < u counts twice. The result is never below the hard maximum.
-
-    >>> products = torch.tensor([[1.0, 0.5, 0.25], [0.5, 4.0, 0.5], [0.25, 0.5, 1.0]], dtype=torch.float64)
-    >>> round(float(soft_worst_pattern(products, 2, 1, 1e4)), 3)  # 1 + 4 + 2·0.5, from either side
-    6.0
     """
     steps = len(products)
     scaled, at = sharpness * products, torch.arange(steps)

@@ -25,10 +25,6 @@ class SearchObjective:
 
     The gradients assume non-negative, non-increasing coefficients of C. Their worst participations start at the
     first step and are as close as allowed. The disk cache uses the `repr` as a key.
-
-    >>> search = SearchObjective(steps=4)
-    >>> round(search.by_strategy(np.array([1.0, 0, 0, 0]), np.array([1.0, 0, 0, 0]))[0], 6)  # ln(2.5)
-    0.916291
     """
 
     steps: int
@@ -42,35 +38,28 @@ class SearchObjective:
         check_choice("objective", self.objective, ("mean", "max"))
 
     def by_strategy(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """Return the value and its gradient in the coefficients of C, both as float64 [steps].
-
-        A change of c moves d = 1/c by -d²·δc. If g is the gradient of the error in d, its gradient in c is the
-        correlation -Σ_i g_i (d²)_{i-j}.
-        """
-        error, slope = self._error(noising_coefs)
-        energy, pull = self._energy(strategy_coefs)
+        """Return the value and its gradient in the coefficients c of C, where d = 1/c moves by -d²·δc."""
+        (error, slope), (energy, pull) = self._error_and_energy(strategy_coefs, noising_coefs)
         by_error = -correlate(slope, multiply(noising_coefs, noising_coefs, self.steps))
         return float(np.log(error) + np.log(energy)), by_error / error + pull / energy
 
     def by_noising(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """Return the value and its gradient in the coefficients of C⁻¹, both as float64 [steps]."""
-        error, slope = self._error(noising_coefs)
-        energy, pull = self._energy(strategy_coefs)
+        """Return the value and its gradient in the coefficients of C⁻¹."""
+        (error, slope), (energy, pull) = self._error_and_energy(strategy_coefs, noising_coefs)
         by_energy = -correlate(pull, multiply(strategy_coefs, strategy_coefs, self.steps))
         return float(np.log(error) + np.log(energy)), slope / error + by_energy / energy
 
-    def _error(self, noising_coefs: Series) -> tuple[float, Series]:
-        return mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
-
-    def _energy(self, strategy_coefs: Series) -> tuple[float, Series]:
-        return participation_energy(strategy_coefs, self.max_participations, self.min_separation)
+    def _error_and_energy(self, strategy_coefs: Series, noising_coefs: Series) -> list[tuple[float, Series]]:
+        error = mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
+        return [error, participation_energy(strategy_coefs, self.max_participations, self.min_separation)]
 
 
-def lbfgs(value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, **options: Any) -> Any:
-    """Run scipy's L-BFGS-B with these options, including `bounds`."""
+def lbfgs(
+    value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, *, bounds: Any = None, **options: Any
+) -> Any:
+    """Run scipy's L-BFGS-B with these options."""
     from scipy import optimize
 
-    bounds = options.pop("bounds", None)
     return optimize.minimize(value_and_slope, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
 
 
@@ -82,11 +71,7 @@ def check_workload(workload: object) -> None:
 def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = False) -> tuple[float, Series]:
     """Return ‖AC⁻¹‖_F²/steps for a Toeplitz C⁻¹, or ‖last row‖², and the gradient in `noising_coefs`.
 
-    Without rescaled rows the last row is the largest. The value is a quadratic form of the coefficients, computed by
-    series for Toeplitz workloads and by its matrix for schedules of at most 4096 steps.
-
-    >>> mean_square(PrefixSums(), np.array([1.0, 0.0]))[0]
-    1.5
+    Without rescaled rows the last row is the largest.
     """
     steps = len(noising_coefs)
     scales = workload.row_scales(steps) ** 2
@@ -104,10 +89,7 @@ def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = F
 
 @lru_cache(maxsize=1)
 def _quadratic_form(workload: Workload, steps: int) -> Matrix:
-    """Return Q with ‖AC⁻¹‖_F²/steps = dᵀQd for the first column d of a Toeplitz C⁻¹.
-
-    Q[i, j] = Σ_s (AᵀA)[s + i, s + j] / steps
-    """
+    """Return Q[i, j] = Σ_s (AᵀA)[s + i, s + j] / steps: ‖AC⁻¹‖_F²/steps = dᵀQd for the first column d of C⁻¹."""
     if steps > _MAX_SCHEDULE_STEPS:
         raise ValueError(
             f"The search with one learning rate per step needs too much memory for {steps} > {_MAX_SCHEDULE_STEPS} "
@@ -123,23 +105,14 @@ def _quadratic_form(workload: Workload, steps: int) -> Matrix:
 
 
 def participation_energy(coefs: Series, max_participations: int, min_separation: int) -> tuple[float, Series]:
-    """Return sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient.
-
-        Σ_t total_t²,   total_t = Σ_{i < max_participations} c_{t - i·min_separation}
-
-    The sums are differences of running sums along every min_separation-th coefficient, so many participations cost
-    no more than one.
-
-    >>> participation_energy(np.array([1.0, 0.5, 0.0, 0.0]), 2, 1)[0]  # totals 1, 1.5, 0.5, 0
-    3.5
-    """
+    """Return sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient."""
     total = _comb(coefs, max_participations, min_separation)
     back = _comb(total[::-1], max_participations, min_separation)[::-1]
     return float(total @ total), 2 * back
 
 
 def _comb(series: Series, count: int, lag: int) -> Series:
-    """Return Σ_{i < count} series_{t - i·lag} for each t."""
+    """Return Σ_{i < count} series_{t - i·lag} for each t, as differences of running sums: count costs nothing."""
     padded = np.zeros(-(-len(series) // lag) * lag)
     padded[: len(series)] = series
     running = np.cumsum(padded.reshape(-1, lag), axis=0)
@@ -148,11 +121,7 @@ def _comb(series: Series, count: int, lag: int) -> Series:
 
 
 def correlate(a: Series, b: Series) -> Series:
-    """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a)), by FFT.
-
-    >>> correlate(np.array([1.0, 2.0]), np.array([3.0, 4.0])).round(12).tolist()
-    [11.0, 6.0]
-    """
+    """Return Σ_i a_i b_{i-j} for each lag j in [0, len(a)), by FFT."""
     from scipy import fft
 
     size = fft.next_fast_len(2 * len(a), real=True)
