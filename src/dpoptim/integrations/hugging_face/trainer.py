@@ -21,10 +21,9 @@ from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations import one_process
-from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
+from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
-from dpoptim.integrations.hugging_face.out_of_memory import trainer_remedies
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
@@ -32,7 +31,7 @@ from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.optim.out_of_memory import RUNNING, add_advice
+from dpoptim.optim.out_of_memory import RUNNING, advising
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
@@ -272,12 +271,13 @@ class PrivateTrainer(transformers.Trainer):
         model.train()
         seed_for_step(self.private_optimizer)
         shown, examples = torch.zeros((), device=self.args.device), 0
-        for part in inputs:
-            losses = self._differentiate(model, self._shapes(part))
-            if self.privacy.debug_loss:
-                shown, examples = shown + losses.sum(), examples + len(losses)
-            if not self._steps.loader.step_ends:
-                self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
+        with advising(self.private_optimizer, RUNNING):
+            for part in inputs:
+                losses = self._differentiate(model, self._shapes(part))
+                if self.privacy.debug_loss:
+                    shown, examples = shown + losses.sum(), examples + len(losses)
+                if not self._steps.loader.step_ends:
+                    self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
         seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
 
@@ -318,7 +318,7 @@ class PrivateTrainer(transformers.Trainer):
             self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
         assert self.private_optimizer is not None
-        self.private_optimizer.remedies = trainer_remedies(self.args, self.plan)
+        self.private_optimizer.remedies = remedies_for(self.args, self.plan)
         observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
@@ -348,10 +348,6 @@ class PrivateTrainer(transformers.Trainer):
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        except Exception as error:
-            if self.private_optimizer is not None and self.model.training:  # not in an evaluation
-                add_advice(error, self.private_optimizer, RUNNING)
-            raise
         finally:
             if self._steps is not None:
                 self._steps.pause()
