@@ -30,7 +30,8 @@ class Geometry:
         pass
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
-        return None
+        lazy = self.lazy_scale(bundle, rule)
+        return None if lazy is None else lazy.tensor()
 
     def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
         """Return `scale`, not computed yet, if it is an inverse root of a state vector that changes in steps only."""
@@ -72,10 +73,6 @@ class InverseRoot(Geometry):
 
     def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("second_moment")
-
-    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
-        lazy = self.lazy_scale(bundle, rule)
-        return None if lazy is None else lazy.tensor()
 
     def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
         if math.isinf(self.eps_scale):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -244,24 +243,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"{' with '.join(self._variant())}. Create the optimizer with the same call as in the run."
             )
         self.mechanism.resume(privacy)
-        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        self._restore_precision(state_dict)
-        self._gather_state()
+        # torch would cast the state to the parameter's dtype, but moments of bf16 parameters must stay fp32.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._gather_state(state_dict)
         self._set_scale()
 
     def _variant(self) -> list[str]:
         return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
-
-    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's cast of loaded state to the parameter's dtype: moments of bf16 parameters must stay fp32."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(saved, parameters, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    device = parameter.device if value.ndim else value.device
-                    value = value.detach().to(device=device, copy=True)
-                self.state[parameter][name] = copy.copy(value)
 
     def _bundle_members(self) -> list[tuple[int, list[nn.Parameter]]]:
         """The trained parameters of each bundle, with the index of their group."""
@@ -288,10 +276,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 for parameter, view in zip(parameters, views, strict=True):
                     self.state[parameter][key] = view
 
-    def _gather_state(self) -> None:
-        """Rebuild the bundles' vectors from what was loaded for each parameter."""
+    def _gather_state(self, state_dict: dict[str, Any]) -> None:
+        """Rebuild the bundles' vectors from what was saved for each parameter."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        saved = {p: state_dict["state"].get(index, {}) for p, index in zip(parameters, indices, strict=True)}
         for bundle in self._bundles():
-            loaded = [self.state.pop(parameter, {}) for parameter in bundle.parameters]
+            loaded = [saved[parameter] for parameter in bundle.parameters]
             bundle.state.clear()
             bundle.transient.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
@@ -300,10 +291,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     if not bundle.rounds or found != {bundle.state_dtype(key)}:
                         continue  # saved by a run in a different precision
                 if key in SCALARS:
-                    bundle.state[key] = loaded[0][key]
+                    bundle.state[key] = loaded[0][key].clone()
                 else:
-                    dtype = bundle.state_dtype(key)
-                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(dtype) for state in loaded])
+                    like = {"dtype": bundle.state_dtype(key), "device": bundle.parameters[0].device}
+                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(**like) for state in loaded])
 
     def _computes_scale(self) -> bool:
         """Whether to compute the scale at every read: that takes time on the host, but no memory."""
