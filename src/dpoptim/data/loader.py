@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class PrivateLoader:
             if generation != self.generation:
                 raise RuntimeError("this iteration was abandoned when a newer one began. Use the newer one.")
             ticket = pending.popleft()
-            tickets.issue(self.plan, self, ticket)
+            tickets.issue(self.plan, ticket)
             self.step_ends = ticket.closes_batch
             if ticket.closes_batch:
                 self.next_step = ticket.step + 1
@@ -123,6 +124,8 @@ class PrivateLoader:
         parts = self._parts(indices)
         for number, part in enumerate(parts or [[0]]):
             ticket = Ticket(
+                loader=weakref.ref(self),
+                generation=self.generation,
                 step=step,
                 key_fingerprint=self._fingerprint,
                 physical_examples=len(part),
@@ -160,13 +163,9 @@ class PrivateLoader:
             "next_step": self.next_step,
             "run_id": self.run_id,
             "key_fingerprint": self.key.fingerprint(),
-            "dataset": self._dataset_fingerprint(),
+            "dataset": self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16],  # the size may be private
             "records": self._records_digest,
         }
-
-    def _dataset_fingerprint(self) -> str:
-        """A keyed digest of the size, which is private under add-remove adjacency."""
-        return self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16]
 
     @functools.cached_property
     def _records_digest(self) -> str | None:
@@ -176,13 +175,13 @@ class PrivateLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` with the same key and examples; see `digest` in `private_loader`."""
-        if state["key_fingerprint"] != self.key.fingerprint():
+        own = self.state_dict()
+        if state["key_fingerprint"] != own["key_fingerprint"]:
             raise ValueError(
                 f"the state was saved with key {state['key_fingerprint']}, but this loader has key "
-                f"{self.key.fingerprint()}. Pass the run's key to private_loader(key=...)."
+                f"{own['key_fingerprint']}. Pass the run's key to private_loader(key=...)."
             )
-        same_size = state["dataset"] == self._dataset_fingerprint()
-        if not same_size or state.get("records") not in (None, self._records_digest):
+        if state["dataset"] != own["dataset"] or state.get("records") not in (None, own["records"]):
             raise ValueError(
                 "the state was saved with different examples, or in a different order. Load the run's original dataset."
             )

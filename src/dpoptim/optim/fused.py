@@ -29,10 +29,7 @@ def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
 def adam_step_(
     bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Mapping[str, Tensor]
 ) -> bool:
-    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it.
-
-    The gradients of a bundle are not copied into one vector: with several parameter groups they are not adjacent.
-    """
+    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it."""
     if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
         return False
     gradients = [noisy[name] for name in bundle.names]

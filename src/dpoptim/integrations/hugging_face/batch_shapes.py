@@ -44,13 +44,7 @@ def without_packing(batch: Any) -> Iterator[None]:
 
 
 class BatchShapes:
-    """Prepares the batches of a run for graphs.
-
-    Args:
-        model: A Hugging Face model.
-        losses: The loss of each example.
-        longest: The width of the longest record; no batch is padded beyond it.
-    """
+    """Prepares the batches of a run for graphs; none is padded beyond the width `longest` of the longest record."""
 
     def __init__(self, model: Any, losses: Any, longest: int | None) -> None:
         inner = without_peft(model)

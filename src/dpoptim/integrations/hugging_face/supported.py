@@ -37,10 +37,7 @@ _TRAINER_OPTIONS = {
 
 
 def private_arguments(args: Any) -> Any:
-    """Refuse unsupported TrainingArguments, and return a copy for the stock training loop.
-
-    The private loader cuts steps into micro-batches, so the loop's own gradient accumulation is 1.
-    """
+    """Refuse unsupported TrainingArguments, and return a copy for the stock training loop."""
     one_process.check_arguments(args)
     for option, (supported, why) in _SUPPORTED.items():
         value = getattr(args, option)
@@ -48,7 +45,7 @@ def private_arguments(args: Any) -> Any:
         if value not in supported:
             raise ValueError(f"{option}={value!r} {why}")
     args = copy.copy(args)
-    args.gradient_accumulation_steps = 1
+    args.gradient_accumulation_steps = 1  # the private loader cuts steps into micro-batches
     if args.gradient_checkpointing:
         args.gradient_checkpointing_kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
     return args

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
-from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
+from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
@@ -416,7 +418,8 @@ class PrivateTrainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._steps is not None:
-            write_loader_state(output_dir, {**self._steps.loader.state_dict(), "run": self._run_secrets().name})
+            state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
+            Path(output_dir, LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
             self._steps.pause()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

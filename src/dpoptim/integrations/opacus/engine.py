@@ -220,11 +220,7 @@ def _plan(
     epochs: int | None,
     noise_multiplier: float | None = None,
 ) -> PrivacyPlan:
-    """The plan, with num_examples // batch_size steps per epoch.
-
-    As in Opacus, the sampling rate is exactly 1/L and the divisor ⌊N/L⌋, with L = len(data_loader). Under add-remove
-    adjacency num_examples is a declared constant, and L·⌊N/L⌋ gives this rate.
-    """
+    """The plan, with num_examples // batch_size steps per epoch."""
     check_settings(settings)
     given = checked_loader(data_loader)
     if epochs is not None:
@@ -232,7 +228,7 @@ def _plan(
     check_number("max_grad_norm", max_grad_norm, above=0.0, infinity=True, hint="Use √(Σ norm²) for norms per layer.")
     is_poisson = settings.get("poisson_sampling", True)
     num_examples = len(cast(Sized, given.dataset))
-    if is_poisson:
+    if is_poisson:  # As in Opacus, the rate is 1/len(data_loader): num_examples is a declared constant that gives it.
         batch_size = num_examples // len(given)
         num_examples = len(given) * batch_size
     else:

@@ -124,11 +124,10 @@ def restore_own_loss(module: nn.Module) -> None:
 
 
 def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-    """A forward hook: recompute the loss as (1/n)·Σ_j cross_entropy(logits_j, label_j) if it has this value.
+    """A forward hook: recompute a mean cross-entropy, so that each of its terms belongs to one example.
 
-    The scalar mean of a Hugging Face classifier does not show whether it mixes examples; recomputed, each term belongs
-    to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses
-    it; smoothed labels only after the first step if all logits are equal. Copies of the module are left alone.
+    A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses it: smoothed
+    labels only after the first step if all logits are equal. Copies of the module are left alone.
     """
     labels = kwargs.get("labels")
     if module not in _hooks or not torch.is_grad_enabled():

@@ -91,10 +91,7 @@ def private_optimizer(
     key: NoiseKey,
     steps_are_known: bool,
 ) -> DPOptimizer:
-    """Create the private optimizer with the update rule, learning rates and parameter groups of `optimizer`.
-
-    variant=None is `dp_sgd` for SGD and `post_processing` for the others: torch's update with the noisy gradient.
-    """
+    """Create the private optimizer with the update rule, learning rates and parameter groups of `optimizer`."""
     make_rule, copied, _ = _KINDS[type(optimizer)]
     variant, options = settings.get("variant"), settings.get("variant_options") or {}
     groups = [_group(group, copied) for group in optimizer.param_groups]
