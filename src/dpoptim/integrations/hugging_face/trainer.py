@@ -22,7 +22,7 @@ from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
 from dpoptim.data.rng_check import check_rng
 from dpoptim.data.secret_randomness import seed_for_step, seed_generators
-from dpoptim.integrations import one_process
+from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
 from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
@@ -102,7 +102,7 @@ class PrivateTrainer(transformers.Trainer):
         super().__init__(
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
-        one_process.check_accelerator(self.accelerator)
+        check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)

@@ -13,7 +13,6 @@ from torch import nn
 
 from dpoptim.arguments import check_choice, check_number, check_whole
 from dpoptim.data import private_loader
-from dpoptim.integrations import one_process
 from dpoptim.integrations.opacus.loader import DPDataLoader, checked_loader
 from dpoptim.integrations.opacus.models import ModuleValidator, split_own_loss
 from dpoptim.integrations.opacus.optimizers import DPOptimizer, check_optimizer, private_optimizer
@@ -21,6 +20,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
+_PARALLEL = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel", "FSDPModule")
 
 File = str | os.PathLike[str] | IO[bytes]
 
@@ -258,9 +258,11 @@ def _assemble(
     *,
     is_open: bool = False,
 ) -> PrivateTraining:
-    if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
-        raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
-    one_process.check_module(module)
+    for kind in type(module).__mro__:
+        if kind.__name__ == "GradSampleModule":
+            raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
+        if kind.__name__ in _PARALLEL:
+            raise ValueError(f"module is a {kind.__name__}: private training runs in one process. Pass a plain module.")
     check_optimizer(optimizer, module)
     reduction = settings.get("loss_reduction", "mean")
     if reduction == "sum":
