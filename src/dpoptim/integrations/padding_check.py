@@ -67,11 +67,11 @@ def check_padding(
 
 
 @contextlib.contextmanager
-def state_restored(*models: nn.Module) -> Iterator[None]:
-    """Restore the random generators, and the models' buffers, which would otherwise hold private values."""
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the random generators, and the model's buffers, which would otherwise hold private values."""
     restore_generators = save_rng_states()
-    owners = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
-    contents = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:

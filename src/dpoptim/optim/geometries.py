@@ -149,12 +149,7 @@ class FromPublic(Geometry):
     """
 
     def __init__(
-        self,
-        gradients: Callable[[], Mapping[str, Tensor]],
-        *,
-        renew_every: int,
-        decay: float = 0.0,
-        eps: float = 1e-8,
+        self, gradients: Callable[[], Mapping[str, Tensor]], *, renew_every: int, decay: float = 0.0, eps: float = 1e-8
     ) -> None:
         check_number("decay", decay, low=0, below=1)
         check_number("eps", eps, above=0)

@@ -190,7 +190,9 @@ class PrivateTrainer(transformers.Trainer):
             given = collate(copy.deepcopy(records))
             self._all_have_rows = has_rows(given) and has_rows(collate(copy.deepcopy(records[:1])))
             if self.args.device.type == "cuda":
-                self._shapes = BatchShapes(self.model, self.loss_per_example, _width(given))
+                ids = given.get("input_ids") if isinstance(given, Mapping) else None
+                longest = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
+                self._shapes = BatchShapes(self.model, self.loss_per_example, longest)
             given = self._prepare_inputs(self._shapes(given))
             check_training_loss(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
 
@@ -429,11 +431,6 @@ class PrivateTrainer(transformers.Trainer):
         assert self.private_optimizer is not None
         self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
-
-
-def _width(batch: Any) -> int | None:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
 
 
 class StepLoader:
