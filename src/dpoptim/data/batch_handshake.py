@@ -33,7 +33,7 @@ class Ticket:
         return loader is not None and loader.generation == self.generation
 
 
-@dataclass
+@dataclass(eq=False)
 class _Channel:
     """The tickets between the loader and the optimizer of one plan object."""
 
@@ -46,22 +46,16 @@ class _Channel:
         return None if self.consumer is None else self.consumer()
 
 
-_channels: dict[int, _Channel] = {}
+_channels: list[_Channel] = []  # of plans that are alive
 
 
 def _channel(plan: object) -> _Channel:
-    identity = id(plan)
-    found = _channels.get(identity)
-    if found is not None and found.plan() is plan:
-        return found
-
-    def drop(reference: weakref.ref[object]) -> None:
-        # The identity may already belong to a newer plan.
-        if identity in _channels and _channels[identity].plan is reference:
-            del _channels[identity]
-
-    _channels[identity] = _Channel(weakref.ref(plan, drop))
-    return _channels[identity]
+    for found in list(_channels):
+        if found.plan() is plan:
+            return found
+    channel = _Channel(weakref.ref(plan, lambda plan: _channels.remove(channel)))
+    _channels.append(channel)
+    return channel
 
 
 def issue(plan: object, ticket: Ticket) -> None:
@@ -103,6 +97,6 @@ def pending_elsewhere(plan: object) -> bool:
     """Whether a loader waits under a different plan object, for which no optimizer was created."""
     return any(
         channel.live_consumer() is None and any(ticket.is_valid for ticket in channel.tickets)
-        for channel in _channels.values()
+        for channel in list(_channels)
         if channel.plan() is not plan
     )

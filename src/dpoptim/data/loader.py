@@ -21,7 +21,7 @@ from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
-from dpoptim.data.rng_check import check_rng
+from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
 
@@ -122,6 +122,8 @@ class PrivateLoader:
             dataset_size=self._dataset_size,
         )
         parts = self._parts(indices)
+        settings = (("micro_batch_tokens", self.micro_batch_tokens), ("micro_batch_size", self.micro_batch_size))
+        limits = [(name, limit) for name, limit in settings if limit is not None]
         for number, part in enumerate(parts or [[0]]):
             ticket = Ticket(
                 loader=weakref.ref(self),
@@ -132,14 +134,9 @@ class PrivateLoader:
                 is_placeholder=not parts,
                 opens_batch=number == 0,
                 closes_batch=number >= len(parts) - 1,
-                part_limit=self._part_limit,
+                part_limit=next(iter(limits), None),
             )
             yield part, ticket
-
-    @property
-    def _part_limit(self) -> tuple[str, int] | None:
-        limits = {"micro_batch_tokens": self.micro_batch_tokens, "micro_batch_size": self.micro_batch_size}
-        return next(((name, limit) for name, limit in limits.items() if limit is not None), None)
 
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""

@@ -20,9 +20,7 @@ _MAY_CHANGE = (  # of PrivacyArguments and recipes
 )  # fmt: skip
 
 
-def run_header(
-    optimizer: PrivateOptimizer, *, settings: Mapping[str, Any] | None = None, data: str | None = None
-) -> RunHeader:
+def run_header(optimizer: PrivateOptimizer, *, settings: Mapping[str, Any], data: str | None) -> RunHeader:
     """Build the header for `StepLedger.open`, after `optimizer.load_state_dict` if a run is resumed.
 
     Model code and weights are not in it: if they change, the gradients of a repeated step do, which the ledger refuses.
@@ -33,7 +31,7 @@ def run_header(
         run_id=mechanism.run_id,
         plan=optimizer.plan.to_dict(),
         strategy=mechanism.strategy_digest,
-        settings=settings or {},
+        settings=settings,
         data=data,
     )
 

@@ -118,7 +118,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._numel = sum(parameter.numel() for parameter in self._names)
         self._members = self._bundle_members()
-        self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in self._members]
         for bundle in self._bundles():
             geometry.begin(bundle)
         self._set_scale()
@@ -251,23 +250,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def _variant(self) -> list[str]:
         return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
 
-    def _bundle_members(self) -> list[tuple[int, list[nn.Parameter]]]:
-        """The trained parameters of each bundle, with the index of their group."""
+    def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
+        """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""
         found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter in self._names:
                     kind = (index, parameter.dtype == torch.float64, parameter.device)
                     found.setdefault(kind, []).append(parameter)
-        return [(index, parameters) for (index, _, _), parameters in found.items()]
+        return [(index, parameters, {}, {}) for (index, _, _), parameters in found.items()]
 
     def _bundles(self) -> Iterator[ParameterBundle]:
         """Yield each bundle, then create the per-parameter views of its new state."""
-        for (index, parameters), (state, transient) in zip(self._members, self._kept, strict=True):
-            names = [self._names[parameter] for parameter in parameters]
-            bundle = ParameterBundle(
-                names, list(parameters), state, transient, self.param_groups[index], self.mechanism.step
-            )
+        for index, parameters, state, transient in self._members:
+            names, group = [self._names[parameter] for parameter in parameters], self.param_groups[index]
+            bundle = ParameterBundle(names, list(parameters), state, transient, group, self.mechanism.step)
             yield bundle
             for key, vector in state.items():
                 if key in self.state[parameters[0]]:

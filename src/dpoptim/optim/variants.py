@@ -82,7 +82,7 @@ def bias_correction(
             deviation (the paper's best value, 1e-4, is close to it). Then no coordinate moves by more than about
             g̃/noise·lr.
     """
-    rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
+    rule = _floored(rule, plan, Gradient())
     if not rule.eps > 0:
         raise ValueError(f"rule has eps={rule.eps}, but bias correction needs a positive floor. Try the noise's level.")
     return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=NoiseCorrected(), **common)
@@ -120,10 +120,8 @@ def independent_moments(
         squares=planned.squares if squares is None else squares,
         square_noise=planned.square_noise if square_noise is None else square_noise,
     )
-    rule = _floored_adam(plan, release) if rule is None else rule
-    return PrivateOptimizer(
-        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
-    )
+    rule = _floored(rule, plan, release)
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=OfReleasedSquare(), release=release, **common)
 
 
 def joint_moments(
@@ -142,10 +140,8 @@ def joint_moments(
         square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
-    rule = _floored_adam(plan, release) if rule is None else rule
-    return PrivateOptimizer(
-        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
-    )
+    rule = _floored(rule, plan, release)
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=OfReleasedSquare(), release=release, **common)
 
 
 def scale_then_privatize(
@@ -314,9 +310,9 @@ def noise_level(plan: PrivacyPlan, release: Release) -> float:
     return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
 
 
-def _floored_adam(plan: PrivacyPlan, release: Release) -> Adam:
-    """Adam with eps at the noise's level, for coordinates with a small or negative second moment."""
-    return Adam(eps=max(noise_level(plan, release), ADAM.eps))
+def _floored(rule: UpdateRule | None, plan: PrivacyPlan, release: Release) -> UpdateRule:
+    """The rule; None is Adam with eps at the noise's level, for coordinates with a small or negative second moment."""
+    return Adam(eps=max(noise_level(plan, release), ADAM.eps)) if rule is None else _adaptive(rule)
 
 
 def _stable_eps_scale(
