@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +40,8 @@ class _Channel:
 
     plan: weakref.ref[object]
     tickets: deque[Ticket] = field(default_factory=deque)
-    consumer: weakref.ref[object] | None = None
+    consumer: Callable[[], object | None] = lambda: None  # a weak reference to the optimizer
     was_used: bool = False
-
-    def live_consumer(self) -> object | None:
-        return None if self.consumer is None else self.consumer()
 
 
 _channels: list[_Channel] = []  # of plans that are alive
@@ -61,7 +59,7 @@ def _channel(plan: object) -> _Channel:
 def issue(plan: object, ticket: Ticket) -> None:
     """Queue a ticket for the optimizer of this plan object; a skipped batch would shift all later ones."""
     channel = _channel(plan)
-    if channel.live_consumer() is not None and any(waiting.is_valid for waiting in channel.tickets):
+    if channel.consumer() is not None and any(waiting.is_valid for waiting in channel.tickets):
         raise ValueError(
             "a new batch was requested before optimizer.step() was called for the last one. Call step() "
             "once for each batch, and do not wrap the loader in one that fetches ahead."
@@ -73,7 +71,7 @@ def issue(plan: object, ticket: Ticket) -> None:
 def take(plan: object, consumer: object) -> Ticket | None:
     """Take the oldest valid ticket, or None; two optimizers under one plan would release twice what it covers."""
     channel = _channel(plan)
-    if channel.was_used and channel.live_consumer() is not consumer:
+    if channel.was_used and channel.consumer() is not consumer:
         raise ValueError(
             "a newer optimizer was created with this plan object, and the loader feeds that one. Create a plan for "
             "each run; plan.replace() copies it."
@@ -96,7 +94,7 @@ def bind(plan: object, consumer: object) -> None:
 def pending_elsewhere(plan: object) -> bool:
     """Whether a loader waits under a different plan object, for which no optimizer was created."""
     return any(
-        channel.live_consumer() is None and any(ticket.is_valid for ticket in channel.tickets)
+        channel.consumer() is None and any(ticket.is_valid for ticket in channel.tickets)
         for channel in list(_channels)
         if channel.plan() is not plan
     )

@@ -97,14 +97,13 @@ def host_generators() -> dict[str, bytes]:
 def save_rng_states() -> Callable[[], None]:
     """Save the generators' states; calling the result restores them."""
     cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
     def put_back() -> None:
         torch.set_rng_state(cpu)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
-        if gpus is not None:
-            torch.cuda.set_rng_state_all(gpus)
+        torch.cuda.set_rng_state_all(gpus)
 
     return put_back
 

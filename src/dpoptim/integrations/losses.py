@@ -97,9 +97,6 @@ def _of_tokens(
 class BatchLosses:
     """`losses(model, batch)` returns the loss of each example of a Hugging Face collator's batch.
 
-    With `targets_only`, language models decode the targets alone and store no logits. Encoder–decoder models get
-    `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
-
     Guarantee: Entry j depends on example j alone, if that holds for the model's outputs. An example without targets has
     loss 0.
     """

@@ -52,6 +52,7 @@ _NOISE: dict[str, tuple[Callable[..., StrategySpec], str | None]] = {
     "banded-inverse": (BandedInverse, "bands"),
     "buffered-toeplitz": (BufferedToeplitz, "buffers"),
 }
+_USAGE = {kind: kind if number is None else f"{kind}:{number.upper()}" for kind, (_, number) in _NOISE.items()}
 _MAKE = (scale_then_privatize, post_processing, bias_correction, independent_moments, joint_moments)
 ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {make.__name__: make for make in _MAKE}
 _RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
@@ -105,13 +106,13 @@ def noise_of(name: str) -> StrategySpec:
         raise ValueError(f"noise={name!r} must be auto or one of {', '.join(noise_words())}")
     make, argument = _NOISE[kind]
     if (argument is None) != (not number) or (number and not re.fullmatch("[1-9][0-9]{0,8}", number)):
-        raise ValueError(f"noise={name!r} must be written as {_usage(kind)}")
+        raise ValueError(f"noise={name!r} must be written as {_USAGE[kind]}")
     return make() if argument is None else make(**{argument: int(number)})
 
 
 def noise_words() -> list[str]:
     """The names of all noises except "auto", such as "banded-toeplitz:BANDS"."""
-    return [_usage(kind) for kind in _NOISE]
+    return list(_USAGE.values())
 
 
 def name_of_noise(noise: Any) -> str:
@@ -194,8 +195,3 @@ def refuse_weak_delta(delta: float, num_examples: int) -> None:
             f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
             f"such as {default_delta(num_examples):g}."
         )
-
-
-def _usage(kind: str) -> str:
-    argument = _NOISE[kind][1]
-    return kind if argument is None else f"{kind}:{argument.upper()}"

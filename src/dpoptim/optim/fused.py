@@ -63,14 +63,13 @@ def _runs_on_cpu(bundle: ParameterBundle) -> bool:
 
 
 def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, gradients: list[Tensor]) -> None:
-    first, second = bundle.get("first_moment"), bundle.get("second_moment")
     beta1, beta2 = bundle.group["betas"]
     step = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     step(
         bundle.parameters,
         gradients,
-        bundle.split(first),
-        bundle.split(second),
+        bundle.split(bundle.get("first_moment")),
+        bundle.split(bundle.get("second_moment")),
         [],
         [torch.tensor(float(bundle.step))] * len(bundle.parameters),
         amsgrad=False,

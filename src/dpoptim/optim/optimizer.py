@@ -300,11 +300,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _set_scale(self) -> None:
         if self._computes_scale():
-            found = [(self.geometry.lazy_scale(bundle, self.rule), bundle) for bundle in self._bundles()]
             lazy = [
                 (whole, dict(zip(bundle.names, bundle.split(whole.moment), strict=True)))
-                for whole, bundle in found
-                if whole is not None
+                for bundle in self._bundles()
+                if (whole := self.geometry.lazy_scale(bundle, self.rule)) is not None
             ]
             if lazy:
                 self.mechanism.scale = ComputedScale(lazy)

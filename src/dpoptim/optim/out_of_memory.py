@@ -37,9 +37,8 @@ class Remedies:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that device or host memory is exhausted."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    has_sign = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return has_sign or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 @contextlib.contextmanager

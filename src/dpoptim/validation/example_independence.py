@@ -84,10 +84,9 @@ def check_independence(
 ) -> bool:
     """Raise `ExampleMixingError` if `run`, called `name` in messages, mixes examples of the real batch `arguments`.
 
-    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and clears the
-    per-example gradients that backwards have recorded. `after_two_sizes` is called once, after `run` has run on two
-    different numbers of examples, which shows the axes of the examples. The result is False if all examples of the
-    batch are the same integers, so that mixing cannot be seen.
+    `take_gradients` returns and clears the per-example gradients that backwards have recorded. `after_two_sizes` is
+    called once, after runs on two numbers of examples, which show the axes of the examples. The result is False if all
+    examples of the batch are the same integers, so that mixing cannot be seen.
 
     Guarantee: random generators are left as they were, and messages hold no values. The cost is seven forwards and
     backwards of at most `MAX_ROWS` + 1 examples, for any batch size.

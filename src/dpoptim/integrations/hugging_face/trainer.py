@@ -36,8 +36,6 @@ from dpoptim.optim.out_of_memory import RUNNING, advising
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
-LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
-
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs of the stock Trainer
 
 
@@ -89,7 +87,7 @@ class PrivateTrainer(transformers.Trainer):
         *,
         privacy: PrivacyArguments | None = None,
         plan: PrivacyPlan | None = None,
-        loss_per_example: LossPerExample | None = None,
+        loss_per_example: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         **options: Any,
     ) -> None:
@@ -179,11 +177,7 @@ class PrivateTrainer(transformers.Trainer):
         if size < 2:
             return  # no two records are in one batch
         records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
-
-        def batch(rows: list[Any]) -> Any:
-            return self._prepare_inputs(collate(rows))
-
-        check_padding(self.model, self.loss_per_example, batch, records)
+        check_padding(self.model, self.loss_per_example, lambda rows: self._prepare_inputs(collate(rows)), records)
         self.model.train()
         with state_restored(self.model):
             given = collate(copy.deepcopy(records))

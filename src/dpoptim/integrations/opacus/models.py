@@ -129,13 +129,11 @@ def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses it: smoothed
     labels only after the first step if all logits are equal. Copies of the module are left alone.
     """
-    labels = kwargs.get("labels")
-    if module not in _hooks or not torch.is_grad_enabled():
+    if module not in _hooks or not torch.is_grad_enabled() or not isinstance(output, dict):
         return output
-    if not (isinstance(output, dict) and isinstance(labels, Tensor)):
-        return output
-    own, logits = output.get("loss"), output.get("logits")
-    if not (isinstance(own, Tensor) and own.ndim == 0 and isinstance(logits, Tensor) and logits.ndim == 2):
+    tensors: list[Any] = [output.get("loss"), output.get("logits"), kwargs.get("labels")]
+    own, logits, labels = tensors
+    if not all(isinstance(tensor, Tensor) for tensor in tensors) or own.ndim != 0 or logits.ndim != 2:
         return output
     if labels.shape != logits.shape[:1] or labels.is_floating_point() or bool((labels < 0).any()):
         return output  # labels below 0 are ignored, so the model divides by the number of the others
