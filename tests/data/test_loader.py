@@ -132,11 +132,10 @@ def test_tickets_belong_to_the_plan_object_and_not_to_equal_plans():
     bind(plan, optimizer)
     assert take(plan, None) is None
     next(iterator)
-    identity = id(plan)
-    assert identity in tickets._channels
+    (channel,) = [channel for channel in tickets._channels if channel.plan() is plan]
     del plan, loader, iterator
     gc.collect()
-    assert identity not in tickets._channels
+    assert channel not in tickets._channels
 
 
 def test_tickets_of_dead_loaders_and_abandoned_iterations_are_void():

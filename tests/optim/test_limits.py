@@ -297,3 +297,9 @@ def test_adagrad_without_gradients_does_not_move():
     optimizer.step()
     for p, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, old)
+
+
+def test_noise_level_of_independent_noise():
+    """The noise on the sum, clip_norm·noise_multiplier, over the expected batch."""
+    plan = dpoptim.PrivacyPlan(num_examples=1000, batch_size=100, steps=30, clip_norm=2.0, noise_multiplier=0.5)
+    assert noise_level(plan, dpoptim.Gradient()) == 0.01

@@ -294,4 +294,4 @@ def test_a_header_names_key_run_plan_and_strategy():
     assert found["plan"]["noise_multiplier"] == 1.0
     assert found["strategy"] == optimizer.mechanism.strategy_digest
     other = dpoptim.dp_sgd(nn.Linear(2, 1), PLAN.replace(noise=dpoptim.SquareRoot()), lr=0.1, external_batches=True)
-    assert run_header(other).strategy != found["strategy"]
+    assert run_header(other, settings={}, data=None).strategy != found["strategy"]

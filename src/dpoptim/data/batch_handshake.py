@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from typing import Any
 class Ticket:
     """One physical batch: its step, and what the optimizer does with it."""
 
+    loader: weakref.ref[Any]
+    generation: int  # each new iteration of the loader raises its own, which voids the tickets of older ones
     step: int
     key_fingerprint: str
     physical_examples: int
@@ -25,88 +28,65 @@ class Ticket:
     closes_batch: bool  # the last of its step; noise is added and the update is made
     part_limit: tuple[str, int] | None = None  # the loader's public setting that bounds a part, and its value
 
-
-@dataclass(frozen=True)
-class _Entry:
-    ticket: Ticket
-    loader: weakref.ref[Any]
-    generation: int  # each new iteration of the loader raises its own, which voids the tickets of older ones
-
     @property
     def is_valid(self) -> bool:
         loader = self.loader()
         return loader is not None and loader.generation == self.generation
 
 
-@dataclass
+@dataclass(eq=False)
 class _Channel:
     """The tickets between the loader and the optimizer of one plan object."""
 
     plan: weakref.ref[object]
-    entries: deque[_Entry] = field(default_factory=deque)
-    consumer: weakref.ref[object] | None = None
+    tickets: deque[Ticket] = field(default_factory=deque)
+    consumer: Callable[[], object | None] = lambda: None  # a weak reference to the optimizer
     was_used: bool = False
 
-    def live_consumer(self) -> object | None:
-        return None if self.consumer is None else self.consumer()
 
-
-_channels: dict[int, _Channel] = {}
+_channels: list[_Channel] = []  # of plans that are alive
 
 
 def _channel(plan: object) -> _Channel:
-    identity = id(plan)
-    found = _channels.get(identity)
-    if found is not None and found.plan() is plan:
-        return found
-
-    def drop(reference: weakref.ref[object]) -> None:
-        # The identity may already belong to a newer plan.
-        if identity in _channels and _channels[identity].plan is reference:
-            del _channels[identity]
-
-    _channels[identity] = _Channel(weakref.ref(plan, drop))
-    return _channels[identity]
+    for found in list(_channels):
+        if found.plan() is plan:
+            return found
+    channel = _Channel(weakref.ref(plan, lambda plan: _channels.remove(channel)))
+    _channels.append(channel)
+    return channel
 
 
-def issue(plan: object, loader: Any, ticket: Ticket) -> None:
-    """Queue a loader's ticket for the optimizer of this plan object.
-
-    Refused while an optimizer has not stepped on an earlier batch: a skipped batch would shift all later ones.
-    """
+def issue(plan: object, ticket: Ticket) -> None:
+    """Queue a ticket for the optimizer of this plan object; a skipped batch would shift all later ones."""
     channel = _channel(plan)
-    if channel.live_consumer() is not None and any(entry.is_valid for entry in channel.entries):
+    if channel.consumer() is not None and any(waiting.is_valid for waiting in channel.tickets):
         raise ValueError(
             "a new batch was requested before optimizer.step() was called for the last one. Call step() "
             "once for each batch, and do not wrap the loader in one that fetches ahead."
         )
     channel.was_used = True
-    channel.entries.append(_Entry(ticket, weakref.ref(loader), loader.generation))
+    channel.tickets.append(ticket)
 
 
 def take(plan: object, consumer: object) -> Ticket | None:
-    """Take the oldest valid ticket, or None; void tickets before it are dropped.
-
-    Refused to a `consumer` other than the one bound last: two optimizers under one plan would release twice what it
-    covers.
-    """
+    """Take the oldest valid ticket, or None; two optimizers under one plan would release twice what it covers."""
     channel = _channel(plan)
-    if channel.was_used and channel.live_consumer() is not consumer:
+    if channel.was_used and channel.consumer() is not consumer:
         raise ValueError(
             "a newer optimizer was created with this plan object, and the loader feeds that one. Create a plan for "
             "each run; plan.replace() copies it."
         )
-    while channel.entries:
-        entry = channel.entries.popleft()
-        if entry.is_valid:
-            return entry.ticket
+    while channel.tickets:
+        ticket = channel.tickets.popleft()
+        if ticket.is_valid:
+            return ticket
     return None
 
 
 def bind(plan: object, consumer: object) -> None:
     """Make `consumer` the one that takes the tickets of this plan object; waiting tickets are void."""
     channel = _channel(plan)
-    channel.entries.clear()
+    channel.tickets.clear()
     channel.consumer = weakref.ref(consumer)
     channel.was_used = False
 
@@ -114,7 +94,7 @@ def bind(plan: object, consumer: object) -> None:
 def pending_elsewhere(plan: object) -> bool:
     """Whether a loader waits under a different plan object, for which no optimizer was created."""
     return any(
-        channel.live_consumer() is None and any(entry.is_valid for entry in channel.entries)
-        for channel in _channels.values()
+        channel.consumer() is None and any(ticket.is_valid for ticket in channel.tickets)
+        for channel in list(_channels)
         if channel.plan() is not plan
     )

@@ -39,9 +39,8 @@ def cut_by_length(
     """Cut the positions of `lengths`, sorted by length, into the cheapest parts.
 
     Minimizes Σ_parts (examples · width + price), where width is the part's longest rounded up to a multiple of
-    `bucket`. Every position is in exactly one part; positions of equal length keep their order. A part has at most
-    `max_examples` examples and `max_tokens` tokens (examples · width); an example above that is a part by itself. All
-    parts but the last have a multiple of `multiple` examples, where the bounds allow it: a GPU then sees few shapes.
+    `bucket`. Every position is in exactly one part. An example above `max_tokens` (examples · width) is a part by
+    itself. All parts but the last have a multiple of `multiple` examples if possible: a GPU then sees few shapes.
     """
     if len(lengths) == 0:
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dpoptim.data.batch_handshake import Ticket
 from dpoptim.data.lengths import Integers, checked_lengths, cut_by_length, part_multiple
 from dpoptim.data.record_fingerprint import fingerprint_in_memory
 from dpoptim.data.record_schema import check_records, collate_checked, is_in_memory
-from dpoptim.data.rng_check import check_rng
+from dpoptim.data.secret_randomness import check_rng
 from dpoptim.noise import NoiseKey
 from dpoptim.privacy.plan import PrivacyPlan
 
@@ -97,7 +98,7 @@ class PrivateLoader:
             if generation != self.generation:
                 raise RuntimeError("this iteration was abandoned when a newer one began. Use the newer one.")
             ticket = pending.popleft()
-            tickets.issue(self.plan, self, ticket)
+            tickets.issue(self.plan, ticket)
             self.step_ends = ticket.closes_batch
             if ticket.closes_batch:
                 self.next_step = ticket.step + 1
@@ -121,22 +122,21 @@ class PrivateLoader:
             dataset_size=self._dataset_size,
         )
         parts = self._parts(indices)
+        settings = (("micro_batch_tokens", self.micro_batch_tokens), ("micro_batch_size", self.micro_batch_size))
+        limits = [(name, limit) for name, limit in settings if limit is not None]
         for number, part in enumerate(parts or [[0]]):
             ticket = Ticket(
+                loader=weakref.ref(self),
+                generation=self.generation,
                 step=step,
                 key_fingerprint=self._fingerprint,
                 physical_examples=len(part),
                 is_placeholder=not parts,
                 opens_batch=number == 0,
                 closes_batch=number >= len(parts) - 1,
-                part_limit=self._part_limit,
+                part_limit=next(iter(limits), None),
             )
             yield part, ticket
-
-    @property
-    def _part_limit(self) -> tuple[str, int] | None:
-        limits = {"micro_batch_tokens": self.micro_batch_tokens, "micro_batch_size": self.micro_batch_size}
-        return next(((name, limit) for name, limit in limits.items() if limit is not None), None)
 
     def _parts(self, indices: Integers) -> list[list[int]]:
         """The examples of one step in parts; no part for an empty sample."""
@@ -160,13 +160,9 @@ class PrivateLoader:
             "next_step": self.next_step,
             "run_id": self.run_id,
             "key_fingerprint": self.key.fingerprint(),
-            "dataset": self._dataset_fingerprint(),
+            "dataset": self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16],  # the size may be private
             "records": self._records_digest,
         }
-
-    def _dataset_fingerprint(self) -> str:
-        """A keyed digest of the size, which is private under add-remove adjacency."""
-        return self.key.subkey("dataset size", str(self._dataset_size)).hex()[:16]
 
     @functools.cached_property
     def _records_digest(self) -> str | None:
@@ -176,13 +172,13 @@ class PrivateLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` with the same key and examples; see `digest` in `private_loader`."""
-        if state["key_fingerprint"] != self.key.fingerprint():
+        own = self.state_dict()
+        if state["key_fingerprint"] != own["key_fingerprint"]:
             raise ValueError(
                 f"the state was saved with key {state['key_fingerprint']}, but this loader has key "
-                f"{self.key.fingerprint()}. Pass the run's key to private_loader(key=...)."
+                f"{own['key_fingerprint']}. Pass the run's key to private_loader(key=...)."
             )
-        same_size = state["dataset"] == self._dataset_fingerprint()
-        if not same_size or state.get("records") not in (None, self._records_digest):
+        if state["dataset"] != own["dataset"] or state.get("records") not in (None, own["records"]):
             raise ValueError(
                 "the state was saved with different examples, or in a different order. Load the run's original dataset."
             )

@@ -44,11 +44,7 @@ class RecordFingerprint:
 
 
 def fingerprint_records(
-    records: Any,
-    key: NoiseKey,
-    *,
-    name: str = "dataset",
-    look: Callable[[int, Any], None] | None = None,
+    records: Any, key: NoiseKey, *, name: str = "dataset", look: Callable[[int, Any], None] | None = None
 ) -> RecordFingerprint:
     """Compute a keyed digest of every record, and of all records in order.
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dpoptim.data.loader import PrivateLoader
+if TYPE_CHECKING:
+    from dpoptim.data.loader import PrivateLoader
+
+_GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator)
 
 
 def secret_randomness(loader: PrivateLoader, optimizer: Any) -> Iterator[Any]:
@@ -94,13 +97,28 @@ def host_generators() -> dict[str, bytes]:
 def save_rng_states() -> Callable[[], None]:
     """Save the generators' states; calling the result restores them."""
     cpu, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
 
     def put_back() -> None:
         torch.set_rng_state(cpu)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
-        if gpus is not None:
-            torch.cuda.set_rng_state_all(gpus)
+        torch.cuda.set_rng_state_all(gpus)
 
     return put_back
+
+
+def check_rng(**named: Any) -> None:
+    """Refuse an object with its own seed or random generator: one more record would shift its draws predictably."""
+    for name, value in named.items():
+        seed = getattr(value, "seed", None)
+        if isinstance(seed, int):
+            raise ValueError(
+                f"{name}.seed={seed} makes its draws public. Remove it: draws come from the run's secret key."
+            )
+        for attribute, part in getattr(value, "__dict__", {}).items():
+            if isinstance(part, _GENERATORS) and part is not torch.default_generator:
+                raise ValueError(
+                    f"{name}.{attribute} is a random generator with a public seed. Draw from torch, numpy or random "
+                    "instead, which are seeded from the run's secret key."
+                )

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from dpoptim.data import PrivateLoader
-from dpoptim.integrations import one_process
 from dpoptim.optim import PrivateOptimizer
 
 __all__ = ["prepare_accelerate"]
@@ -50,10 +49,22 @@ def prepare_accelerate(
             f"gradient_accumulation_steps={steps} scales the loss, which changes clipping. Leave it out, and use "
             "private_loader(..., micro_batch_size=...)."
         )
-    one_process.check_accelerator(accelerator)
+    check_accelerator(accelerator)
     for other in others:
         if isinstance(other, PrivateLoader) or hasattr(other, "batch_sampler"):
             raise ValueError(
                 f"a {type(other).__name__} must not be prepared here. Iterate over the private loader itself."
             )
     return tuple(accelerator.prepare(model, optimizer, *others))
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Refuse an Accelerator with several processes or a distributed backend, or one that scales the loss."""
+    backend = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if accelerator.num_processes > 1 or backend in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise ValueError(
+            f"num_processes={accelerator.num_processes}, distributed_type={backend}: private training runs in one "
+            "process. Start the script with python."
+        )
+    if accelerator.scaler is not None:
+        raise ValueError("mixed_precision='fp16' scales the loss, which changes clipping. Use 'bf16'.")

@@ -71,8 +71,6 @@ def example_losses(
 ) -> ExampleLosses:
     """Run the model on a batch that was prepared for the task.
 
-        loss of example j = (1 / max(n_j, 1)) Σ_{targets of j} −ln p(target)
-
     Guarantee: Entry j depends on example j alone, and not on its padding, if that holds for the model's outputs.
     """
     assert task is not Task.MASKED_LM or "places" in batch, "the batch is not masked: use prepared.at_step or batches"
@@ -98,9 +96,6 @@ def _of_tokens(
 @dataclass(frozen=True, kw_only=True)
 class BatchLosses:
     """`losses(model, batch)` returns the loss of each example of a Hugging Face collator's batch.
-
-    With `targets_only`, language models decode the targets alone and store no logits. Encoder–decoder models get
-    `decoder_input_ids` from the batch, or their labels shifted by the model's own rule.
 
     Guarantee: Entry j depends on example j alone, if that holds for the model's outputs. An example without targets has
     loss 0.
@@ -130,11 +125,7 @@ class BatchLosses:
 
 
 def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
-    """Choose the per-example losses of a Hugging Face model.
-
-    Call it before the optimizer is created: otherwise language models compute all logits. task=None looks up the
-    model's class.
-    """
+    """The losses of a Hugging Face model; once an optimizer is attached, language models compute all logits."""
     if task is None:
         inner = without_peft(model)
         found = _tasks_of([kind.__name__ for kind in type(inner).__mro__])
@@ -151,11 +142,7 @@ def losses_for(model: nn.Module, task: str | None = None) -> BatchLosses:
 
 
 def class_losses(logits: Tensor, labels: Tensor, config: Any = None) -> Tensor:
-    """The loss of each example of a classifier, by the kind of labels that its configuration declares.
-
-    One label: −ln p(label). Several (`problem_type="multi_label_classification"`, or float labels): the mean binary
-    cross-entropy. A number (`"regression"`, or one logit): the mean squared error.
-    """
+    """The loss of each example of a classifier, by the kind of labels that its configuration declares."""
     logits = logits.float()
     kind = getattr(config, "problem_type", None)
     if kind is None and config is not None and logits.shape[-1] == 1:
@@ -218,10 +205,7 @@ def _shifted(model: nn.Module, labels: Tensor) -> Any:
 
 
 def gathered(labels: Tensor, *, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Labels and places of the targets, [examples, most targets]; `IGNORED` where an example has fewer.
-
-    The second axis is rounded up to a `multiple`, within the width of the labels.
-    """
+    """Labels and places of the targets, [examples, most targets, up to a `multiple`]; `IGNORED` where it has fewer."""
     is_target = labels != IGNORED
     most = min(-(-max(1, int(is_target.sum(1).max())) // multiple) * multiple, labels.shape[1])
     places = (~is_target).int().sort(dim=1, stable=True).indices[:, :most]

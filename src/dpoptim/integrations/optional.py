@@ -9,14 +9,7 @@ _EXTRAS = {"transformers": "train", "peft": "train", "datasets": "data", "pyarro
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a module, or raise a ValueError with the command that installs it.
-
-    >>> require("math", "adding").hypot(3.0, 4.0)
-    5.0
-    >>> require("no_such_package", "reading a .xyz file")
-    Traceback (most recent call last):
-    ValueError: reading a .xyz file needs the package no_such_package; run: pip install no_such_package
-    """
+    """Import a module, or raise a ValueError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

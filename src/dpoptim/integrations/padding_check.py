@@ -30,10 +30,8 @@ def check_padding(
 ) -> None:
     """Refuse a collator that mixes records (mixup), and `losses(model, batch)` that depend on padding.
 
-    The row of a record among the others must be the same in a batch of its copies, unless a different width or number
-    of random draws changes it. Its loss must be the same when it is alone: without padding if the collator pads to the
-    longest record, and not divided by the size of the batch. If the collator draws (masks), the row is cut to its
-    attention mask instead. A loss that draws random numbers in eval mode cannot be compared.
+    The row of a record must be the same in a batch of its copies, unless its width or the number of draws differs. Its
+    loss must be the same when it is alone; if the collator draws (masks), the row is cut to its attention mask instead.
     """
     model, tolerance = _in_float32(model)
     with (
@@ -69,11 +67,11 @@ def check_padding(
 
 
 @contextlib.contextmanager
-def state_restored(*models: nn.Module) -> Iterator[None]:
-    """Restore the random generators, and the models' buffers, which would otherwise hold private values."""
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the random generators, and the model's buffers, which would otherwise hold private values."""
     restore_generators = save_rng_states()
-    owners = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
-    contents = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    owners = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:

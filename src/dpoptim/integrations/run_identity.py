@@ -20,14 +20,10 @@ _MAY_CHANGE = (  # of PrivacyArguments and recipes
 )  # fmt: skip
 
 
-def run_header(
-    optimizer: PrivateOptimizer, *, settings: Mapping[str, Any] | None = None, data: str | None = None
-) -> RunHeader:
-    """Build the header for `StepLedger.open` from settings and a keyed digest of the records that must stay the same.
+def run_header(optimizer: PrivateOptimizer, *, settings: Mapping[str, Any], data: str | None) -> RunHeader:
+    """Build the header for `StepLedger.open`, after `optimizer.load_state_dict` if a run is resumed.
 
-    Call it after `optimizer.load_state_dict`: a resumed run takes its run_id and its noise strategy from the state.
-    Model code and weights are not in the header. If they change, the gradients of a repeated step do, and the ledger
-    refuses it.
+    Model code and weights are not in it: if they change, the gradients of a repeated step do, which the ledger refuses.
     """
     mechanism = optimizer.mechanism
     return RunHeader(
@@ -35,7 +31,7 @@ def run_header(
         run_id=mechanism.run_id,
         plan=optimizer.plan.to_dict(),
         strategy=mechanism.strategy_digest,
-        settings=settings or {},
+        settings=settings,
         data=data,
     )
 

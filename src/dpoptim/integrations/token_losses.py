@@ -34,10 +34,7 @@ def token_losses(
     *,
     targets_only: bool,
 ) -> Tensor:
-    """The loss at each place, [examples, places]; 0 where the label is ignored.
-
-    `targets_only` stores no logits. It needs a model for which `can_read_targets` is True.
-    """
+    """The loss at each place, [examples, places]; `targets_only`, if `can_read_targets` allows it, stores no logits."""
     if targets_only:
         parts = _parts(model)
         assert parts is not None, "the model is not the one that was prepared"
@@ -60,12 +57,7 @@ def without_peft(model: Any) -> Any:
 
 
 def can_read_targets(model: nn.Module) -> bool:
-    """Whether decoding the targets alone gives exactly what the model computes.
-
-    Three conditions: the head computes the same at gathered places as at all places, nothing changes the logits after
-    the linear map (a cap or scale), and the engine treats the map as a separate layer. Modes and generators are
-    restored.
-    """
+    """Whether decoding the targets alone gives exactly what the model computes, and the engine sees the linear map."""
     parts = _parts(model)
     if parts is None:
         return False

@@ -61,11 +61,8 @@ class ParameterBundle:
 
         An update is often smaller than half of the last bit of a 16-bit parameter and would be lost in every step. So
         `state["rounding"]` keeps the remainder. It counts only where value and remainder round to what is stored, so a
-        parameter that is set from outside changes by at most half of its last bit.
-
-        A bfloat16 number is the upper half of a float32 word. Its remainder is therefore an integer: the word of the
-        value minus that of the stored number. 16 bits hold it exactly, except at half of the ties, where 2^15 becomes
-        2^15 - 1: the last bit of a float32 value. Remainders of float16 are float32: its exponents have fewer bits.
+        parameter that is set from outside changes by at most half of its last bit. A bfloat16 number is the upper half
+        of a float32 word, so its remainder is the difference of two words, which 16 bits hold up to the last bit.
         """
         stored = self._stored()
         if not self.rounds:

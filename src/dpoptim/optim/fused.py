@@ -29,10 +29,7 @@ def _kernels_for(bundle: ParameterBundle) -> ModuleType | None:
 def adam_step_(
     bundle: ParameterBundle, rule: UpdateRule, second_moment: SecondMoment, noisy: Mapping[str, Tensor]
 ) -> bool:
-    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it.
-
-    The gradients of a bundle are not copied into one vector: with several parameter groups they are not adjacent.
-    """
+    """Take one step of Adam(W) on the noisy gradient, or return False if the slots must do it."""
     if not isinstance(rule, Adam) or not isinstance(second_moment, OfNoisyGradient):
         return False
     gradients = [noisy[name] for name in bundle.names]
@@ -66,14 +63,13 @@ def _runs_on_cpu(bundle: ParameterBundle) -> bool:
 
 
 def _cpu_adam_step_(bundle: ParameterBundle, rule: Adam, gradients: list[Tensor]) -> None:
-    first, second = bundle.get("first_moment"), bundle.get("second_moment")
     beta1, beta2 = bundle.group["betas"]
     step = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     step(
         bundle.parameters,
         gradients,
-        bundle.split(first),
-        bundle.split(second),
+        bundle.split(bundle.get("first_moment")),
+        bundle.split(bundle.get("second_moment")),
         [],
         [torch.tensor(float(bundle.step))] * len(bundle.parameters),
         amsgrad=False,

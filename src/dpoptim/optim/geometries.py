@@ -30,7 +30,8 @@ class Geometry:
         pass
 
     def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
-        return None
+        lazy = self.lazy_scale(bundle, rule)
+        return None if lazy is None else lazy.tensor()
 
     def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
         """Return `scale`, not computed yet, if it is an inverse root of a state vector that changes in steps only."""
@@ -72,10 +73,6 @@ class InverseRoot(Geometry):
 
     def begin(self, bundle: ParameterBundle) -> None:
         bundle.get("second_moment")
-
-    def scale(self, bundle: ParameterBundle, rule: UpdateRule) -> Tensor | None:
-        lazy = self.lazy_scale(bundle, rule)
-        return None if lazy is None else lazy.tensor()
 
     def lazy_scale(self, bundle: ParameterBundle, rule: UpdateRule) -> LazyInverseRoot | None:
         if math.isinf(self.eps_scale):
@@ -152,12 +149,7 @@ class FromPublic(Geometry):
     """
 
     def __init__(
-        self,
-        gradients: Callable[[], Mapping[str, Tensor]],
-        *,
-        renew_every: int,
-        decay: float = 0.0,
-        eps: float = 1e-8,
+        self, gradients: Callable[[], Mapping[str, Tensor]], *, renew_every: int, decay: float = 0.0, eps: float = 1e-8
     ) -> None:
         check_number("decay", decay, low=0, below=1)
         check_number("eps", eps, above=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -119,7 +118,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._numel = sum(parameter.numel() for parameter in self._names)
         self._members = self._bundle_members()
-        self._kept: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {}) for _ in self._members]
         for bundle in self._bundles():
             geometry.begin(bundle)
         self._set_scale()
@@ -244,42 +242,29 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 f"{' with '.join(self._variant())}. Create the optimizer with the same call as in the run."
             )
         self.mechanism.resume(privacy)
-        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        self._restore_precision(state_dict)
-        self._gather_state()
+        # torch would cast the state to the parameter's dtype, but moments of bf16 parameters must stay fp32.
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._gather_state(state_dict)
         self._set_scale()
 
     def _variant(self) -> list[str]:
         return [type(part).__name__ for part in (self.rule, self.geometry, self.second_moment)]
 
-    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """Undo torch's cast of loaded state to the parameter's dtype: moments of bf16 parameters must stay fp32."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(saved, parameters, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    device = parameter.device if value.ndim else value.device
-                    value = value.detach().to(device=device, copy=True)
-                self.state[parameter][name] = copy.copy(value)
-
-    def _bundle_members(self) -> list[tuple[int, list[nn.Parameter]]]:
-        """The trained parameters of each bundle, with the index of their group."""
+    def _bundle_members(self) -> list[tuple[int, list[nn.Parameter], dict[str, Tensor], dict[str, Tensor]]]:
+        """The index of each bundle's group, its trained parameters, and its state, which is empty at first."""
         found: dict[tuple[int, bool, torch.device], list[nn.Parameter]] = {}
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter in self._names:
                     kind = (index, parameter.dtype == torch.float64, parameter.device)
                     found.setdefault(kind, []).append(parameter)
-        return [(index, parameters) for (index, _, _), parameters in found.items()]
+        return [(index, parameters, {}, {}) for (index, _, _), parameters in found.items()]
 
     def _bundles(self) -> Iterator[ParameterBundle]:
         """Yield each bundle, then create the per-parameter views of its new state."""
-        for (index, parameters), (state, transient) in zip(self._members, self._kept, strict=True):
-            names = [self._names[parameter] for parameter in parameters]
-            bundle = ParameterBundle(
-                names, list(parameters), state, transient, self.param_groups[index], self.mechanism.step
-            )
+        for index, parameters, state, transient in self._members:
+            names, group = [self._names[parameter] for parameter in parameters], self.param_groups[index]
+            bundle = ParameterBundle(names, list(parameters), state, transient, group, self.mechanism.step)
             yield bundle
             for key, vector in state.items():
                 if key in self.state[parameters[0]]:
@@ -288,10 +273,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 for parameter, view in zip(parameters, views, strict=True):
                     self.state[parameter][key] = view
 
-    def _gather_state(self) -> None:
-        """Rebuild the bundles' vectors from what was loaded for each parameter."""
+    def _gather_state(self, state_dict: dict[str, Any]) -> None:
+        """Rebuild the bundles' vectors from what was saved for each parameter."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        saved = {p: state_dict["state"].get(index, {}) for p, index in zip(parameters, indices, strict=True)}
         for bundle in self._bundles():
-            loaded = [self.state.pop(parameter, {}) for parameter in bundle.parameters]
+            loaded = [saved[parameter] for parameter in bundle.parameters]
             bundle.state.clear()
             bundle.transient.clear()
             for key in dict.fromkeys(key for state in loaded for key in state):
@@ -300,10 +288,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     if not bundle.rounds or found != {bundle.state_dtype(key)}:
                         continue  # saved by a run in a different precision
                 if key in SCALARS:
-                    bundle.state[key] = loaded[0][key]
+                    bundle.state[key] = loaded[0][key].clone()
                 else:
-                    dtype = bundle.state_dtype(key)
-                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(dtype) for state in loaded])
+                    like = {"dtype": bundle.state_dtype(key), "device": bundle.parameters[0].device}
+                    bundle.state[key] = torch.cat([state[key].reshape(-1).to(**like) for state in loaded])
 
     def _computes_scale(self) -> bool:
         """Whether to compute the scale at every read: that takes time on the host, but no memory."""
@@ -312,11 +300,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _set_scale(self) -> None:
         if self._computes_scale():
-            found = [(self.geometry.lazy_scale(bundle, self.rule), bundle) for bundle in self._bundles()]
             lazy = [
                 (whole, dict(zip(bundle.names, bundle.split(whole.moment), strict=True)))
-                for whole, bundle in found
-                if whole is not None
+                for bundle in self._bundles()
+                if (whole := self.geometry.lazy_scale(bundle, self.rule)) is not None
             ]
             if lazy:
                 self.mechanism.scale = ComputedScale(lazy)

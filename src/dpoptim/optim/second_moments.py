@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,24 +17,22 @@ from dpoptim.optim.bundle import ParameterBundle
 from dpoptim.optim.rules import UpdateRule
 
 
-class SecondMoment(Protocol):
+class SecondMoment:
     """The third slot: turns a release into the denominator of the update."""
 
     def denominator(
         self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released
-    ) -> Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class NoSecondMoment:
-    """The update divides by nothing (SGD)."""
-
-    def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> None:
+    ) -> Tensor | None:
         return None
 
 
 @dataclass(frozen=True)
-class OfNoisyGradient:
+class NoSecondMoment(SecondMoment):
+    """The update divides by nothing (SGD)."""
+
+
+@dataclass(frozen=True)
+class OfNoisyGradient(SecondMoment):
     """ν of g̃², as in Adam on the noisy gradient; denominator √ν̂ + eps. The noise's variance biases it upwards."""
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
@@ -44,7 +41,7 @@ class OfNoisyGradient:
 
 
 @dataclass(frozen=True)
-class NoiseCorrected:
+class NoiseCorrected(SecondMoment):
     """ν of g̃² minus the noise's known share b_t of it; denominator √max(ν̂ − b_t, eps²).
 
     b_t accumulates the variances φ·‖row i of C⁻¹‖² exactly as ν accumulates squares, so it is exact for every rule and
@@ -62,7 +59,7 @@ class NoiseCorrected:
 
 
 @dataclass(frozen=True)
-class OfReleasedSquare:
+class OfReleasedSquare(SecondMoment):
     """ν of the second release (IME, JME; without noise under the non-private plan); denominator √max(ν̂, 0) + eps."""
 
     def denominator(self, bundle: ParameterBundle, rule: UpdateRule, gradient: Tensor, released: Released) -> Tensor:
@@ -71,7 +68,7 @@ class OfReleasedSquare:
         return nu_hat.clamp(min=0).sqrt_() + bundle.group["eps"]
 
 
-class OfPublicGradient:
+class OfPublicGradient(SecondMoment):
     """ν of the squared gradient of PUBLIC data, recomputed at every step; denominator √ν̂ + eps."""
 
     def __init__(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -84,7 +81,7 @@ class OfPublicGradient:
 
 
 @dataclass(frozen=True)
-class OfScale:
+class OfScale(SecondMoment):
     """DP², AdaDPS: divide by what the gradient was divided by before clipping: the update stays in the scaled space."""
 
     def denominator(

@@ -66,24 +66,14 @@ def dp_sgd(
 
 
 def post_processing(
-    model: nn.Module,
-    plan: PrivacyPlan,
-    lr: float = 1e-3,
-    *,
-    rule: UpdateRule = ADAM,
-    **common: Unpack[Common],
+    model: nn.Module, plan: PrivacyPlan, lr: float = 1e-3, *, rule: UpdateRule = ADAM, **common: Unpack[Common]
 ) -> PrivateOptimizer:
     """Create the rule on the noisy gradient: ν of g̃², update μ̂ / (√ν̂ + eps)."""
     return PrivateOptimizer(model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfNoisyGradient(), **common)
 
 
 def bias_correction(
-    model: nn.Module,
-    plan: PrivacyPlan,
-    lr: float = 1e-3,
-    *,
-    rule: UpdateRule | None = None,
-    **common: Unpack[Common],
+    model: nn.Module, plan: PrivacyPlan, lr: float = 1e-3, *, rule: UpdateRule | None = None, **common: Unpack[Common]
 ) -> PrivateOptimizer:
     """Create post-processing with the noise's known bias removed from ν̂: update μ̂ / √max(ν̂ − b_t, eps²).
 
@@ -92,7 +82,7 @@ def bias_correction(
             deviation (the paper's best value, 1e-4, is close to it). Then no coordinate moves by more than about
             g̃/noise·lr.
     """
-    rule = _floored_adam(plan, Gradient()) if rule is None else _adaptive(rule)
+    rule = _floored(rule, plan, Gradient())
     if not rule.eps > 0:
         raise ValueError(f"rule has eps={rule.eps}, but bias correction needs a positive floor. Try the noise's level.")
     return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=NoiseCorrected(), **common)
@@ -130,10 +120,8 @@ def independent_moments(
         squares=planned.squares if squares is None else squares,
         square_noise=planned.square_noise if square_noise is None else square_noise,
     )
-    rule = _floored_adam(plan, release) if rule is None else rule
-    return PrivateOptimizer(
-        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
-    )
+    rule = _floored(rule, plan, release)
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=OfReleasedSquare(), release=release, **common)
 
 
 def joint_moments(
@@ -152,10 +140,8 @@ def joint_moments(
         square_weight: λ. None is 1/(2·clip_norm²), up to which the square is free under replace adjacency.
     """
     release = JointMoments(square_weight=square_weight)
-    rule = _floored_adam(plan, release) if rule is None else rule
-    return PrivateOptimizer(
-        model, plan, lr=lr, rule=_adaptive(rule), second_moment=OfReleasedSquare(), release=release, **common
-    )
+    rule = _floored(rule, plan, release)
+    return PrivateOptimizer(model, plan, lr=lr, rule=rule, second_moment=OfReleasedSquare(), release=release, **common)
 
 
 def scale_then_privatize(
@@ -318,20 +304,15 @@ def adadps(
 
 
 def noise_level(plan: PrivacyPlan, release: Release) -> float:
-    """Compute the standard deviation of the noise on one coordinate of the averaged gradient, at the noisiest step.
-
-    >>> plan = PrivacyPlan(num_examples=1000, batch_size=100, steps=30, clip_norm=2.0, noise_multiplier=0.5)
-    >>> noise_level(plan, Gradient())
-    0.01
-    """
+    """Compute the standard deviation of the noise on one coordinate of the averaged gradient, at the noisiest step."""
     check_plan(plan)
     stddev = plan.with_release(release).noise_stddevs().gradient_sum
     return stddev * plan.strategy.column_norm * float(max(plan.strategy.row_norms())) / plan.batch_size
 
 
-def _floored_adam(plan: PrivacyPlan, release: Release) -> Adam:
-    """Adam with eps at the noise's level, for coordinates with a small or negative second moment."""
-    return Adam(eps=max(noise_level(plan, release), ADAM.eps))
+def _floored(rule: UpdateRule | None, plan: PrivacyPlan, release: Release) -> UpdateRule:
+    """The rule; None is Adam with eps at the noise's level, for coordinates with a small or negative second moment."""
+    return Adam(eps=max(noise_level(plan, release), ADAM.eps)) if rule is None else _adaptive(rule)
 
 
 def _stable_eps_scale(
@@ -339,11 +320,10 @@ def _stable_eps_scale(
 ) -> float:
     """The given ε, with a warning if it is unstable (below a·noise^(2p)); by default (2·noise)^(2p)·a.
 
-    The noise on g̃ has variance φ/s² = φ(ν̂ᵖ/ε + 1)², which returns into ν̂. An average of pure noise rests where
-    y = √(ν̂/φ) satisfies y = 1 + y^(2p)·φᵖ/ε, and y is the factor by which its standard deviation grows. For p < ½ such
-    a y always exists. For p ≥ ½ it exists only from ε = a·φᵖ on, with a = (2p)^(2p)/(2p−1)^(2p−1), which is 1 at ½ and
-    4 at 1. At ε = (4φ)ᵖ, y is 2 for every p ≤ ½; above ½ that would be unstable, hence the factor a. At p = 0 the scale
-    is constant, so ε = ∞ and s = 1. A sum over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
+    The noise on g̃ has variance φ(ν̂ᵖ/ε + 1)², which returns into ν̂. Pure noise rests where y = √(ν̂/φ), the growth of its
+    standard deviation, satisfies y = 1 + y^(2p)·φᵖ/ε. For p ≥ ½ such a y exists only from ε = a·φᵖ on, with
+    a = (2p)^(2p)/(2p−1)^(2p−1). At ε = (4φ)ᵖ, y is 2 for every p ≤ ½. At p = 0 the scale is constant, so ε = ∞. A sum
+    over T steps is an average with T·φ. (Not normalised, φ is ε² times larger.)
     """
     noise = noise_level(plan, Gradient()) * (math.sqrt(plan.steps) if isinstance(rule, AdaGrad) else 1.0)
     above = 2 * exponent - 1

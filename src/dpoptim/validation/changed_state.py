@@ -19,8 +19,7 @@ Name = tuple[str, str, str]  # buffer or parameter, the module's name, its name 
 class StateChangeGuard:
     """Refuses buffers and parameters of `model` that change while it runs on private data.
 
-    Call `begin` before a call of the model, `look` when it ends, and `check` before anything is released. Different
-    content, a write, a new tensor and a missing tensor are changes. Writes that torch does not see (`.data`,
+    Different content, a write, a new tensor and a missing tensor are changes. Writes that torch does not see (`.data`,
     `.numpy()`) are found in the first batch, whose buffers are copied. Changes between calls (`load_state_dict`, `to`,
     evaluation) are allowed, unless a backward waits for its step. If a loop calls parts of the model, changes before
     the first layer with parameters are not seen. A refusal is final.
@@ -39,7 +38,7 @@ class StateChangeGuard:
         self._refused: Name | None = None
 
     def begin(self, *, restart: bool) -> None:
-        """Remember the current tensors; with `restart`, even if some are already remembered."""
+        """Remember the tensors before a call of the model; with `restart`, even if some are already remembered."""
         if not restart and self._marks is not None:
             return
         self._marks = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
@@ -51,7 +50,7 @@ class StateChangeGuard:
             self._copies = {n: t.detach().clone() for n, t in named if n[0] == "buffer" and t.layout == torch.strided}
 
     def look(self) -> None:
-        """Record whether a tensor has changed since `begin`."""
+        """Record, when a call of the model ends, whether a tensor has changed since `begin`."""
         if self._marks is None or self._refused is not None:
             return
         now = [tensor for *_, held in self._held for tensor in held.values() if tensor is not None]
@@ -69,7 +68,7 @@ class StateChangeGuard:
             self._refused = next(iter([*changed, *(before.keys() - after.keys())]), None)
 
     def check(self, *, waiting: bool) -> None:
-        """Close the batch and raise if a tensor has changed, including during a `waiting` backward."""
+        """Before a release, close the batch and raise if a tensor has changed, even during a `waiting` backward."""
         if waiting:
             self.look()
             self._is_first, self._copies = False, {}

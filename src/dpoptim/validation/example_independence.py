@@ -84,10 +84,9 @@ def check_independence(
 ) -> bool:
     """Raise `ExampleMixingError` if `run`, called `name` in messages, mixes examples of the real batch `arguments`.
 
-    `run` returns tensors in tuples, lists, dicts or dataclasses. `take_gradients` returns and clears the
-    per-example gradients that backwards have recorded. `after_two_sizes` is called once, after `run` has run on two
-    different numbers of examples, which shows the axes of the examples. The result is False if all examples of the
-    batch are the same integers, so that mixing cannot be seen.
+    `take_gradients` returns and clears the per-example gradients that backwards have recorded. `after_two_sizes` is
+    called once, after runs on two numbers of examples, which show the axes of the examples. The result is False if all
+    examples of the batch are the same integers, so that mixing cannot be seen.
 
     Guarantee: random generators are left as they were, and messages hold no values. The cost is seven forwards and
     backwards of at most `MAX_ROWS` + 1 examples, for any batch size.
@@ -243,17 +242,13 @@ def _summarize(tensor: Tensor, is_parameter: bool) -> _Entry:
 
 
 def _choose_rows(arguments: Arguments) -> tuple[list[int], list[Tensor | None] | None]:
-    """The rows to run, and by argument what replaces them (None: shared); None if no row can be replaced.
-
-    Replacements are other rows of the batch, so that ids stay valid, from outside of the rows that run if possible.
-    Numbers that all examples share are halved, and zeros become one half: ids that are stored as floats stay valid.
-    """
+    """The rows to run, and by argument what replaces them (None: shared); None if no row can be replaced."""
     examples = arguments.examples or 0
     count = min(MAX_ROWS, max(2, examples - 1))
     rows = [number * examples // count for number in range(count)]
     outside = [row for row in range(min(examples, _MAX_DONORS + count)) if row not in rows]
     tensors = [leaf.detach() for leaf in arguments.leaves if arguments.has_examples(leaf)]
-    donors = []
+    donors = []  # other rows of the batch, so that ids stay valid
     for number, row in enumerate(rows):
         start = number % max(1, len(outside))
         candidates = [*outside[start:], *outside[:start], *(other for other in rows if other != row)]
@@ -268,6 +263,7 @@ def _choose_rows(arguments: Arguments) -> tuple[list[int], list[Tensor | None] |
         own, other = leaf.detach()[rows], leaf.detach()[donors]
         for number in range(count):
             if torch.equal(own[number], other[number]) and (leaf.is_floating_point() or leaf.is_complex()):
+                # Halves, and one half for 0, because ids that are stored as floats must stay valid.
                 other[number] = torch.where(own[number] == 0, torch.full_like(own[number], 0.5), own[number] / 2)
             is_replaced[number] |= not torch.equal(own[number], other[number])
         found.append(other)

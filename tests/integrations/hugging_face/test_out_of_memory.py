@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dpoptim.clipping import PrivateMechanism, clipped_sums
+from dpoptim.integrations.hugging_face.arguments import remedies_for
+from dpoptim.privacy import PrivacyPlan
 from tests.integrations.hugging_face.cases import class_trainer
 
 
@@ -61,3 +64,9 @@ def test_smaller_batches_resume_where_no_step_is_repeated(tmp_path, monkeypatch)
     again = class_trainer(tmp_path, **smaller)
     again.train(resume_from_checkpoint=True)
     assert again.private_optimizer.mechanism.step == 4
+
+
+def test_the_next_smaller_batch_divides_the_expected_one():
+    args = SimpleNamespace(per_device_train_batch_size=15)
+    smaller = remedies_for(args, PrivacyPlan(num_examples=100, batch_size=60, steps=1)).smaller_batches
+    assert smaller == "set per_device_train_batch_size=6 and gradient_accumulation_steps=10"

@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dpoptim: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:
-        from dpoptim.optim.out_of_memory import noted_advice
+        from dpoptim.optim.out_of_memory import has_advice
 
-        if noted_advice(error) is None:
+        if not has_advice(error):
             raise
         print(f"dpoptim: {' '.join(error.__notes__)}".replace("\n", " "), file=sys.stderr)
         return 2

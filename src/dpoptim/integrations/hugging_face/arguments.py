@@ -20,6 +20,7 @@ from dpoptim.integrations.named_settings import (
 )
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
+from dpoptim.optim.out_of_memory import Remedies
 from dpoptim.privacy import Adjacency, PrivacyPlan
 
 # Defaults of TrainingArguments count as "not set".
@@ -147,4 +148,18 @@ def optimizer_for(
         weight_decay=0.0,
         key=key,
         param_groups=[group for group in groups if group["params"]],
+    )
+
+
+def remedies_for(args: Any, plan: PrivacyPlan) -> Remedies:
+    """What saves memory: the next smaller micro-batch that divides the expected batch, or a different optimizer."""
+    most, batch = args.per_device_train_batch_size // 2, plan.batch_size
+    size = next((size for size in range(min(most, batch), 0, -1) if batch % size == 0), 0)
+    smaller = f"set per_device_train_batch_size={size} and gradient_accumulation_steps={batch // size}" if size else ""
+    given = "and pass it with its plan: optimizers=(optimizer, None), plan=plan"
+    return Remedies(
+        smaller_batches=smaller,
+        clipping=f"{Remedies.clipping} {given}",
+        noise=f"{Remedies.noise} {given}",
+        fewer_parameters="train only LoRA factors (peft)",
     )

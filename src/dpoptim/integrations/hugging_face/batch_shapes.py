@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,26 +31,17 @@ def has_rows(batch: Any) -> bool:
     return bool(tensors) and all(tensor.ndim and len(tensor) == len(tensors[0]) for tensor in tensors)
 
 
-@contextlib.contextmanager
-def without_packing(batch: Any) -> Iterator[None]:
+def without_packing(batch: Any) -> contextlib.AbstractContextManager[None]:
     """Keep transformers from looking for packed texts in positions that the model counts itself: it would wait."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     has_positions = isinstance(batch, Mapping) and "position_ids" in batch
     if has_positions or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
-    else:
-        with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
-            yield
+        return contextlib.nullcontext()
+    return replaced(masking, find_packed_sequence_indices=lambda position_ids: None)
 
 
 class BatchShapes:
-    """Prepares the batches of a run for graphs.
-
-    Args:
-        model: A Hugging Face model.
-        losses: The loss of each example.
-        longest: The width of the longest record; no batch is padded beyond it.
-    """
+    """Prepares the batches of a run for graphs; none is padded beyond the width `longest` of the longest record."""
 
     def __init__(self, model: Any, losses: Any, longest: int | None) -> None:
         inner = without_peft(model)

@@ -31,10 +31,7 @@ class RunSecrets(NamedTuple):
 def run_secrets(
     privacy: PrivacyArguments, args: Any, optimizer: PrivateOptimizer | None, checkpoint: str | None
 ) -> RunSecrets:
-    """Find the secrets of a checkpoint's run, or create those of a new run.
-
-    The key of a new run is saved at once, unless `key_file` names a file or `optimizer`, made by the user, has its own.
-    """
+    """Find the secrets of a checkpoint's run, or create those of a new run; the key is that of a given optimizer."""
     output = Path(args.output_dir).resolve()
     folder = output.with_name(f"{output.name}.secret")
     file = None if privacy.key_file is None or optimizer is not None else Path(privacy.key_file)
@@ -57,11 +54,6 @@ def run_secrets(
         if optimizer is None:
             key.save(file)
     return RunSecrets(name=name, key=key, ledger_file=file.with_suffix(".steps"))
-
-
-def write_loader_state(checkpoint: str | Path, state: dict[str, Any]) -> None:
-    """Add the private loader's state to a checkpoint."""
-    (Path(checkpoint) / LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
 
 
 def read_loader_state(checkpoint: str | Path) -> dict[str, Any]:

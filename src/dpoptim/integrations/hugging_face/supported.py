@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from dpoptim.integrations import one_process
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments
 from dpoptim.integrations.named_settings import refuse_weak_delta
 from dpoptim.optim import PrivateOptimizer
@@ -29,6 +28,13 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # TrainingArguments: sup
     ),
     "optim_args": ((None,), "is for other optimizers. Set betas and weight_decay in TrainingArguments."),
 }
+_ONE_PROCESS = {  # TrainingArguments for several processes or devices, and how to avoid them
+    "n_gpu": "Set CUDA_VISIBLE_DEVICES=0.",
+    "world_size": "Start the script with python, not torchrun.",
+    "deepspeed": "Leave it out.",
+    "fsdp": "Leave it out.",
+    "parallelism_config": "Leave it out.",
+}
 _TRAINER_OPTIONS = {
     "compute_loss_func": "may average over the batch. Pass loss_per_example=.",
     "model_init": "would train again and spend epsilon again. Pass model=.",
@@ -37,18 +43,18 @@ _TRAINER_OPTIONS = {
 
 
 def private_arguments(args: Any) -> Any:
-    """Refuse unsupported TrainingArguments, and return a copy for the stock training loop.
-
-    The private loader cuts steps into micro-batches, so the loop's own gradient accumulation is 1.
-    """
-    one_process.check_arguments(args)
+    """Refuse unsupported TrainingArguments, and return a copy for the stock training loop."""
+    for option, fix in _ONE_PROCESS.items():
+        value = getattr(args, option, None)
+        if value and value != 1:
+            raise ValueError(f"{option}={value!r}: private training runs in one process on one device. {fix}")
     for option, (supported, why) in _SUPPORTED.items():
         value = getattr(args, option)
         value = getattr(value, "value", value)
         if value not in supported:
             raise ValueError(f"{option}={value!r} {why}")
     args = copy.copy(args)
-    args.gradient_accumulation_steps = 1
+    args.gradient_accumulation_steps = 1  # the private loader cuts steps into micro-batches
     if args.gradient_checkpointing:
         args.gradient_checkpointing_kwargs = {"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})}
     return args

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +20,11 @@ from dpoptim.clipping import Captured, Released, check_training_loss
 from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
-from dpoptim.data.rng_check import check_rng
-from dpoptim.data.secret_randomness import seed_for_step, seed_generators
-from dpoptim.integrations import one_process
-from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for
+from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
+from dpoptim.integrations.accelerate import check_accelerator
+from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
-from dpoptim.integrations.hugging_face.checkpoints import RunSecrets, read_loader_state, run_secrets, write_loader_state
-from dpoptim.integrations.hugging_face.out_of_memory import trainer_remedies
+from dpoptim.integrations.hugging_face.checkpoints import LOADER_STATE, RunSecrets, read_loader_state, run_secrets
 from dpoptim.integrations.hugging_face.supported import check_call, check_subclass, private_arguments
 from dpoptim.integrations.losses import losses_for
 from dpoptim.integrations.padding_check import check_padding, state_restored
@@ -32,11 +32,9 @@ from dpoptim.integrations.released_norms import released_norms
 from dpoptim.integrations.run_identity import run_header, trainer_settings
 from dpoptim.noise import NoiseKey
 from dpoptim.optim import PrivateOptimizer
-from dpoptim.optim.out_of_memory import RUNNING, add_advice
+from dpoptim.optim.out_of_memory import RUNNING, advising
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
-
-LossPerExample = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs of the stock Trainer
 
@@ -89,7 +87,7 @@ class PrivateTrainer(transformers.Trainer):
         *,
         privacy: PrivacyArguments | None = None,
         plan: PrivacyPlan | None = None,
-        loss_per_example: LossPerExample | None = None,
+        loss_per_example: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         **options: Any,
     ) -> None:
@@ -101,7 +99,7 @@ class PrivateTrainer(transformers.Trainer):
         super().__init__(
             model, private_arguments(given), data_collator, train_dataset, optimizers=optimizers, **options
         )
-        one_process.check_accelerator(self.accelerator)
+        check_accelerator(self.accelerator)
         self.loss_per_example = losses_for(model, self.privacy.task) if loss_per_example is None else loss_per_example
         self.private_optimizer: PrivateOptimizer | None = optimizers[0]
         check_rng(data_collator=self.data_collator, loss_per_example=self.loss_per_example, model=model)
@@ -179,17 +177,15 @@ class PrivateTrainer(transformers.Trainer):
         if size < 2:
             return  # no two records are in one batch
         records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
-
-        def batch(rows: list[Any]) -> Any:
-            return self._prepare_inputs(collate(rows))
-
-        check_padding(self.model, self.loss_per_example, batch, records)
+        check_padding(self.model, self.loss_per_example, lambda rows: self._prepare_inputs(collate(rows)), records)
         self.model.train()
         with state_restored(self.model):
             given = collate(copy.deepcopy(records))
             self._all_have_rows = has_rows(given) and has_rows(collate(copy.deepcopy(records[:1])))
             if self.args.device.type == "cuda":
-                self._shapes = BatchShapes(self.model, self.loss_per_example, _width(given))
+                ids = given.get("input_ids") if isinstance(given, Mapping) else None
+                longest = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
+                self._shapes = BatchShapes(self.model, self.loss_per_example, longest)
             given = self._prepare_inputs(self._shapes(given))
             check_training_loss(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
 
@@ -262,22 +258,19 @@ class PrivateTrainer(transformers.Trainer):
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run one backward of the summed losses per micro-batch; the stock loop then calls the optimizer.
-
-        Returns:
-            0 instead of the loss, which is not private, unless debug_loss is set.
-        """
+        """Run one backward of the summed losses per micro-batch; return 0, unless debug_loss asks for the loss."""
         assert self._steps is not None
         assert self.private_optimizer is not None
         model.train()
         seed_for_step(self.private_optimizer)
         shown, examples = torch.zeros((), device=self.args.device), 0
-        for part in inputs:
-            losses = self._differentiate(model, self._shapes(part))
-            if self.privacy.debug_loss:
-                shown, examples = shown + losses.sum(), examples + len(losses)
-            if not self._steps.loader.step_ends:
-                self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
+        with advising(self.private_optimizer, RUNNING):
+            for part in inputs:
+                losses = self._differentiate(model, self._shapes(part))
+                if self.privacy.debug_loss:
+                    shown, examples = shown + losses.sum(), examples + len(losses)
+                if not self._steps.loader.step_ends:
+                    self.optimizer.step()  # adds the micro-batch; the loop calls it for the last one
         seed_generators(self.args.seed)  # forget the secret seed
         return shown / max(1, examples)
 
@@ -318,7 +311,7 @@ class PrivateTrainer(transformers.Trainer):
             self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
         assert self.private_optimizer is not None
-        self.private_optimizer.remedies = trainer_remedies(self.args, self.plan)
+        self.private_optimizer.remedies = remedies_for(self.args, self.plan)
         observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)
@@ -348,10 +341,6 @@ class PrivateTrainer(transformers.Trainer):
         self._run_secrets(str(resume_from_checkpoint) if resume_from_checkpoint else None)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        except Exception as error:
-            if self.private_optimizer is not None and self.model.training:  # not in an evaluation
-                add_advice(error, self.private_optimizer, RUNNING)
-            raise
         finally:
             if self._steps is not None:
                 self._steps.pause()
@@ -420,7 +409,8 @@ class PrivateTrainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._steps is not None:
-            write_loader_state(output_dir, {**self._steps.loader.state_dict(), "run": self._run_secrets().name})
+            state = {**self._steps.loader.state_dict(), "run": self._run_secrets().name}
+            Path(output_dir, LOADER_STATE).write_text(json.dumps(state), encoding="utf-8")
             self._steps.pause()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -430,11 +420,6 @@ class PrivateTrainer(transformers.Trainer):
         assert self.private_optimizer is not None
         self._open_ledger(step=self.private_optimizer.mechanism.step)
         self._steps.loader.load_state_dict(read_loader_state(checkpoint))
-
-
-def _width(batch: Any) -> int | None:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
 
 
 class StepLoader:

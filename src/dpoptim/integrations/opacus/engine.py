@@ -13,7 +13,6 @@ from torch import nn
 
 from dpoptim.arguments import check_choice, check_number, check_whole
 from dpoptim.data import private_loader
-from dpoptim.integrations import one_process
 from dpoptim.integrations.opacus.loader import DPDataLoader, checked_loader
 from dpoptim.integrations.opacus.models import ModuleValidator, split_own_loss
 from dpoptim.integrations.opacus.optimizers import DPOptimizer, check_optimizer, private_optimizer
@@ -21,6 +20,7 @@ from dpoptim.noise import NoiseKey
 from dpoptim.privacy import Adjacency, Poisson, PrivacyPlan, Shuffled
 
 _MAX_STEPS = 1_000_000  # of a run without `epochs`: its noise is independent, so ε is that of the steps taken
+_PARALLEL = ("DistributedDataParallel", "DifferentiallyPrivateDistributedDataParallel", "FSDPModule")
 
 File = str | os.PathLike[str] | IO[bytes]
 
@@ -220,11 +220,7 @@ def _plan(
     epochs: int | None,
     noise_multiplier: float | None = None,
 ) -> PrivacyPlan:
-    """The plan, with num_examples // batch_size steps per epoch.
-
-    As in Opacus, the sampling rate is exactly 1/L and the divisor ⌊N/L⌋, with L = len(data_loader). Under add-remove
-    adjacency num_examples is a declared constant, and L·⌊N/L⌋ gives this rate.
-    """
+    """The plan, with num_examples // batch_size steps per epoch."""
     check_settings(settings)
     given = checked_loader(data_loader)
     if epochs is not None:
@@ -232,7 +228,7 @@ def _plan(
     check_number("max_grad_norm", max_grad_norm, above=0.0, infinity=True, hint="Use √(Σ norm²) for norms per layer.")
     is_poisson = settings.get("poisson_sampling", True)
     num_examples = len(cast(Sized, given.dataset))
-    if is_poisson:
+    if is_poisson:  # As in Opacus, the rate is 1/len(data_loader): num_examples is a declared constant that gives it.
         batch_size = num_examples // len(given)
         num_examples = len(given) * batch_size
     else:
@@ -262,9 +258,11 @@ def _assemble(
     *,
     is_open: bool = False,
 ) -> PrivateTraining:
-    if any(kind.__name__ == "GradSampleModule" for kind in type(module).__mro__):
-        raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
-    one_process.check_module(module)
+    for kind in type(module).__mro__:
+        if kind.__name__ == "GradSampleModule":
+            raise ValueError("module is a GradSampleModule of Opacus. Pass the plain module inside it, module._module.")
+        if kind.__name__ in _PARALLEL:
+            raise ValueError(f"module is a {kind.__name__}: private training runs in one process. Pass a plain module.")
     check_optimizer(optimizer, module)
     reduction = settings.get("loss_reduction", "mean")
     if reduction == "sum":

@@ -91,13 +91,11 @@ def private_optimizer(
     key: NoiseKey,
     steps_are_known: bool,
 ) -> DPOptimizer:
-    """Create the private optimizer with the update rule, learning rates and parameter groups of `optimizer`.
-
-    variant=None is `dp_sgd` for SGD and `post_processing` for the others: torch's update with the noisy gradient.
-    """
+    """Create the private optimizer with the update rule, learning rates and parameter groups of `optimizer`."""
     make_rule, copied, _ = _KINDS[type(optimizer)]
     variant, options = settings.get("variant"), settings.get("variant_options") or {}
-    groups = [_group(group, copied) for group in optimizer.param_groups]
+    names = ("lr", *copied)
+    groups = [{"params": g["params"], **{name: _plain(g[name]) for name in names}} for g in optimizer.param_groups]
     first = {name: groups[0][name] for name in copied}
     lr = groups[0]["lr"]
     common = {"param_groups": groups, "loss_reduction": settings.get("loss_reduction", "mean"), "key": key}
@@ -131,11 +129,6 @@ def private_optimizer(
     )
 
 
-def _group(group: Mapping[str, Any], copied: tuple[str, ...]) -> dict[str, Any]:
-    """The parameters and settings of a group as plain values, without options of torch's kernels."""
-    plain = {
-        name: tuple(map(float, value)) if isinstance(value, tuple | list) else float(value)
-        for name, value in group.items()
-        if name in ("lr", *copied)
-    }
-    return {"params": group["params"], **plain}
+def _plain(setting: Any) -> Any:
+    """A setting of a group as numbers, without tensors."""
+    return tuple(map(float, setting)) if isinstance(setting, tuple | list) else float(setting)
