@@ -44,7 +44,7 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
     "script", ["abstracts", "growth", "noise", "picture", "small", "steps", "strategies", "trainer"]
 )
 def test_scripts_start_outside_the_tests(script, tmp_path):
-    command = [sys.executable, BENCHMARKS / f"{script}.py", "--help"]
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout

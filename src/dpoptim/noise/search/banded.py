@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.arguments import check_at_most, set_whole
+from dpoptim.arguments import ShortRepr, check_at_most, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.dense import optimal_dense
 from dpoptim.noise.search.objective import SearchObjective, check_workload
-from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.workloads import PrefixSums, Workload

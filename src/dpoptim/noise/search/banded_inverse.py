@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpoptim.arguments import set_whole
+from dpoptim.arguments import ShortRepr, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, inverse_series, inverse_sqrt_series, sqrt_series
-from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.toeplitz import BandedInverseStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
 

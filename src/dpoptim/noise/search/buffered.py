@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpoptim.arguments import check_choice, set_whole
+from dpoptim.arguments import ShortRepr, check_choice, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, noising_series, powers
-from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.toeplitz import BufferedToeplitzStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dpoptim.arguments import ShortRepr
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_inverse import BandedInverse
 from dpoptim.noise.search.objective import check_workload, lbfgs
 from dpoptim.noise.series import Series
-from dpoptim.noise.short_repr import ShortRepr
 from dpoptim.noise.strategies.base import Strategy, check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
