@@ -1,4 +1,4 @@
-"""Forty deliberate faults, and a script that shows that the tests find each one.
+"""Deliberate faults, and a script that shows that the tests find each one.
 
     python tests/faults.py                  # try all of them, one after the other
     python tests/faults.py --only NAME      # try one, and show pytest's output
@@ -36,7 +36,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src/dpoptim")
 TIMEOUT = 300  # seconds for one run of pytest
-torch.set_num_threads(1)
 
 # Each entry: name, description, file below src/dpoptim, arguments of pytest (files below tests), old and new text.
 TABLE = r"""
@@ -232,6 +231,18 @@ decay-coupled: AdamW adds its weight decay to the gradient as well.
     - if decay and not self.rule.decoupled:
     + if decay:
 
+# captured batches
+
+captured-rows-by-batch-order: Rows that need recomputing are taken in the wrong order, so that others count twice.
+    in clipping/captured.py, found by clipping/test_captured.py -k reorders
+    - shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=rows))
+    + shape.differentiate(partial(self._sums.clip_and_sum_rows, rows=[batch.examples - 1 - row for row in rows]))
+
+captured-padding-counts: The copies of the first row that pad a captured batch count as examples.
+    in clipping/captured.py, found by clipping/test_captured.py -k padding_rows_add_nothing
+    - self.real[: batch.examples], self.real[batch.examples :] = True, False
+    + self.real[:] = True
+
 # around training
 
 dropout-not-reseeded: Dropout draws from the public seed instead of the run's secret key.
@@ -383,6 +394,7 @@ def check_fault(fault: Fault) -> Outcome:
 
 
 def main() -> int:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description="Show that the tests find each deliberate fault.")
     parser.add_argument("--only", metavar="NAME", action="append", help="try this fault only; may be repeated")
     parser.add_argument("--check", action="store_true", help="only check that each fault applies and has tests")

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import dpoptim
+from tests import faults
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(dpoptim.__file__).parent
 ROOMS = [  # lowest floor first: a room imports only from itself and the rooms before it
     "kernels",
@@ -147,6 +149,14 @@ def test_reference_optimizers_do_not_use_the_fast_path():
     for name, imported in IMPORTS.items():
         if name.startswith("dpoptim.optim.reference"):
             assert all(other.startswith("dpoptim.optim.reference") for other in imported), name
+
+
+def test_every_deliberate_fault_applies():
+    """Otherwise `python tests/faults.py` would show less than it claims."""
+    stale = {
+        fault.name: note for fault in faults.read_table(faults.TABLE) if (note := faults.find_text(fault, ROOT)[1])
+    }
+    assert not stale
 
 
 def test_import_is_lazy_and_has_no_side_effect():
