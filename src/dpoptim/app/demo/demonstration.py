@@ -91,7 +91,6 @@ def main(
             return 128 + summary.get("signal", 2)
     runs = read_runs([folder / name for name in METHODS])
     report = write_report(runs, folder / "report.html")
-    guarantee = runs[0].guarantee
     answer = {
         "epsilon": epsilon,
         "delta": delta,
@@ -99,8 +98,8 @@ def main(
         "test_records": len(test),
         "batch_size": size.batch_size,
         "steps": size.steps,
-        "adjacency": guarantee.adjacency,
-        "sampling": guarantee.sampling,
+        "adjacency": runs[0].plan.adjacency.value,
+        "sampling": type(runs[0].plan.sampling).__name__,
         "results": list(rows(summaries)),
         "seconds": time.perf_counter() - began,
         "report": str(report),

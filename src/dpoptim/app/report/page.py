@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
 from dpoptim.app.report.charts import CURVES, Mark, all_charts, colour_class, format_number, quantiles_of
 from dpoptim.app.runs.run_log import RunHistory, number, series
+from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 
@@ -67,15 +67,20 @@ def _numbers_of(run: RunHistory) -> dict[str, Any]:
 
 def final_numbers(run: RunHistory) -> dict[str, Any]:
     """The run in a few numbers: `epsilon` covers all planned steps, `epsilon_spent` those taken (∞: no guarantee)."""
+    plan = run.plan
     released, private = ([r[key] for r in run.steps if r.get(key)] for key in ("released", "not_private"))
     found: dict[str, Any] = {
         **{name: run.setting(name) for name in (*_SETTINGS, *_COUNTS)},
         "steps": run.last_step,
-        "planned_steps": run.planned_steps,
+        "planned_steps": plan.steps,
         "ending": run.ending,
         "resumes": run.resumes,
-        "private": run.guarantee.is_private,
-        **dataclasses.asdict(run.guarantee),
+        "private": plan.is_private,
+        "epsilon": run.epsilon,
+        "delta": plan.delta,
+        "adjacency": plan.adjacency.value,
+        "sampling": type(plan.sampling).__name__,
+        "accountant": describe_accountant(plan.run),
         "epsilon_spent": run.epsilon_spent,
         "validation": _validation(run),
         "released": {name: number(released[-1].get(name)) for name in _RELEASED} if released else None,
@@ -153,7 +158,7 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
         "name": run.name,
         "colour": colour_class(place),
         "guarantee": guarantee_sentence(run),
-        "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
+        "covered": run.plan.is_private and run.last_step <= run.plan.steps,
         "notes": notes,
         "statement": re.sub(r"\n {4,}", " ", run.statement).splitlines(),  # joins lines that continue a paragraph
         "finals": _finals(found),
@@ -187,18 +192,19 @@ def _title(numbers: Sequence[dict[str, Any]]) -> str:
 
 def guarantee_sentence(run: RunHistory) -> str:
     """The guarantee in one sentence, with ε rounded up; for an unfinished run, also what was spent so far."""
-    found = run.guarantee
-    if not found.is_private:
+    plan = run.plan
+    if not plan.is_private:
         return f"Not private, regardless of the values below: {run.statement.partition(chr(10))[0]}"
     sentence = (
-        f"ε = {format_epsilon(found.epsilon)} at δ = {found.delta!r}, {found.adjacency.replace('_', '-')} adjacency, "
-        f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', found.sampling)} sampling, accountant: {found.accountant.rstrip('.')}"
+        f"ε = {format_epsilon(run.epsilon)} at δ = {plan.delta!r}, {plan.adjacency.value.replace('_', '-')} adjacency, "
+        f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', type(plan.sampling).__name__)} sampling, accountant: "
+        f"{describe_accountant(plan.run).rstrip('.')}"
     )
-    taken, planned = run.last_step, run.planned_steps
+    taken, planned = run.last_step, plan.steps
     if taken > planned:
         return f"The guarantee does not hold: {taken:,} steps were taken, and {sentence} covers {planned:,}."
     if taken < planned:
-        took = "took" if run.is_ended else "is known to have taken"
+        took = "took" if run.reason else "is known to have taken"
         sentence += (
             f". The run {took} {taken:,} of {planned:,} steps, which cost ε = {format_epsilon(run.epsilon_spent)}"
         )
@@ -261,7 +267,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Device": found["device"],
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),
-        "Examples covered by the guarantee": f"{run.privacy_plan.num_examples:,}",
+        "Examples covered by the guarantee": f"{run.plan.num_examples:,}",
         "Validation examples": _number(found["validation_examples"]),
         "Expected batch size": _number(found["batch_size"]),
         "Noise": found["mechanism"],
