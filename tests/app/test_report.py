@@ -414,7 +414,14 @@ def test_file_is_written_atomically(debugged, tmp_path, monkeypatch):
         write_report([], output)
 
 
+def test_ranges_and_ticks():
+    (row,) = thin([[(1, [2.0] * 3), (2, [9.0] * 3), (3, [1.0] * 3)]], limit=1)
+    assert (row.steps, row.fans) == ("1–3", [[1.0, 4.0, 9.0]])
+    assert axis([0.0, 9.7]).ticks == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
 def test_format_number():
+    assert [format_number(v) for v in (3.14159265, 12345678.0)] == ["3.14159", "12,345,678"]
     assert [format_number(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
         *("0.1", "1,234.5", "0", "∞", "−∞", "not a number")
     ]

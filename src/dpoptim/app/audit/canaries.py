@@ -62,11 +62,7 @@ def play(
     steps: int | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> GameResult:
-    """Train, in micro-batches, over a dataset of canaries and blanks that is as large as the plan says.
-
-    The seed determines coins, batches and noise. Under a known order (`Shuffled`), canaries take the places that are
-    drawn most often.
-    """
+    """Train over as many canaries and blanks as the plan has examples; the seed decides coins, batches and noise."""
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
@@ -125,7 +121,7 @@ def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
 
 
 def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.random.Generator) -> NDArray[np.int64]:
-    """Examples in the order in which they become canaries."""
+    """Examples in the order in which they become canaries: where batches are known, those drawn most often first."""
     order = generator.permutation(plan.num_examples)
     if plan.sampling.is_random:  # batches are secret, so they may not influence the choice
         return order
@@ -162,15 +158,13 @@ def whiten(matrix: Any, table: Floats) -> Floats:
 
 
 def square_residuals(plan: PrivacyPlan, game: GameResult) -> Floats | None:
-    """The residuals of the released square, or None if no square is noised.
-
-    A canary that is drawn alone along its coordinate adds ζ²/B to an average of squares, (ζ/B)² to a squared average.
-    """
+    """The residuals of the released square, or None if no square is noised."""
     stddev = plan.noise_stddevs().square
     if not stddev or game.square is None:
         return None
     release = plan.release
     of_average = isinstance(release, IndependentMoments) and release.squares == "of_average"
+    # A canary that is drawn alone along its coordinate adds ζ²/B to an average of squares, (ζ/B)² to a squared average.
     one = plan.clip_norm**2 / (plan.batch_size**2 if of_average else plan.batch_size)
     matrix = whitening(plan.square_strategy, stddev)
     return whiten(matrix, game.square - game.drawn * game.directions**2 * one)

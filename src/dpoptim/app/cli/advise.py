@@ -115,10 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train_line(advice: Advice, *, betas: tuple[float, ...], model: str | None) -> str:
-    """The `dpoptim train` command that follows the advice; DATA, and MODEL if it is None, are left open.
-
-    `dpoptim train` derives eps and eps_scale from the plan in the same way, so they are left out.
-    """
+    """The `dpoptim train` command that follows the advice; it derives eps and eps_scale in the same way."""
     plan = advice.plan
     flags: dict[str, Any] = {
         "model": model or "MODEL",
@@ -303,11 +300,7 @@ def _to_try(advice: Advice, *, every_variant: bool) -> list[dict[str, str]]:
 
 
 def typed_count(model: str) -> int | None:
-    """Return MODEL as a number, or None if it is a folder or a name.
-
-    >>> typed_count("124M"), typed_count("gpt2")
-    (124000000, None)
-    """
+    """Return MODEL as a number, such as 124M, or None if it is a folder or a name."""
     try:
         number = count(model)
     except argparse.ArgumentTypeError:
@@ -322,13 +315,7 @@ def _task(options: argparse.Namespace) -> Task:
 
 
 def model_size(model: str, *, task: Task) -> tuple[int, str]:
-    """Count the trained parameters of a folder with config.json, a name on the hub, or a built-in model.
-
-    Also returns the name of the class. It is built on the meta device, which needs no weights and no memory.
-
-    >>> model_size("small-cnn", task=Task.IMAGE_CLASSIFICATION)[1]
-    'SmallCNN'
-    """
+    """Count the trained parameters of MODEL and name its class; it is built on the meta device, without weights."""
     if task is Task.TABULAR_CLASSIFICATION:
         raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
     labels = 2

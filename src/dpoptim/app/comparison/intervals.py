@@ -49,10 +49,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval | None:
-    """Compute the mean of valueᵢ − otherᵢ with its interval, or None if either diverged.
-
-    It is tighter than two separate intervals if both depend on seed i in the same way.
-    """
+    """Compute the mean of valueᵢ − otherᵢ, paired by seed, with its interval, or None if either diverged."""
     if not all(math.isfinite(value) for value in (*values, *others)):
         return None
     return mean_interval([one - other for one, other in zip(values, others, strict=True)])

@@ -30,22 +30,14 @@ def record_hash(tokens: NDArray[np.int32]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def training_key(seed: int, step: int) -> int:
-    """The key of one step of one run."""
-    return _key(f"training/{seed}/{step}")
-
-
-def evaluation_key() -> int:
-    """The key of every evaluation: a record gets the same mask in all of them."""
-    return _key("evaluation")
+def mask_key(name: str) -> int:
+    """The key of the masks of a step of a run, or of every evaluation: a record gets the same mask in all of them."""
+    digest = blake2b(name.encode(), digest_size=8, person=b"dpoptim/maskkey")
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def target_counts(words: NDArray[np.int64], mask_fraction: float) -> NDArray[np.int64]:
-    """How many tokens are masked: the fraction, rounded, and at least one if there are any.
-
-    >>> target_counts(np.array([0, 1, 20, 100]), 0.15)
-    array([ 0,  1,  3, 15])
-    """
+    """How many tokens are masked: the fraction, rounded, and at least one if there are any."""
     return np.minimum(np.maximum(np.rint(mask_fraction * words).astype(np.int64), 1), words)
 
 
@@ -90,9 +82,3 @@ def _mix(words: Tensor) -> Tensor:
     words = (words ^ (words >> 30 & (1 << 34) - 1)) * _FIRST
     words = (words ^ (words >> 27 & (1 << 37) - 1)) * _SECOND
     return words ^ (words >> 31 & (1 << 33) - 1)
-
-
-def _key(name: str) -> int:
-    return int.from_bytes(
-        blake2b(name.encode(), digest_size=8, person=b"dpoptim/maskkey").digest(), "little", signed=True
-    )

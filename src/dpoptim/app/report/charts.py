@@ -40,11 +40,7 @@ class Mark(Enum):
 
 
 def format_number(value: float, digits: int = 6) -> str:
-    """A number to read, with this many significant digits.
-
-    >>> format_number(3.14159265), format_number(12345678.0)
-    ('3.14159', '12,345,678')
-    """
+    """A number to read, with this many significant digits."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "−∞" if value < 0 else "not a number"
     if value == int(value) and abs(value) < 1e12:
@@ -234,11 +230,7 @@ class Axis:
 
 
 def thin(found: Sequence[Fans], *, limit: int, gather: Callable[[Sequence[float]], float] = mean) -> list[Row]:
-    """Merge steps into at most `limit` ranges for all runs; each range keeps its least and greatest value.
-
-    >>> thin([[(1, [2.0] * 3), (2, [9.0] * 3), (3, [1.0] * 3)]], limit=1)
-    [Row(first=1, last=3, fans=[[1.0, 4.0, 9.0]])]
-    """
+    """Merge steps into at most `limit` ranges for all runs; each range keeps its least and greatest value."""
     steps = sorted({step for one in found for step, _ in one})
     width = max(1, -(-len(steps) // limit))
     rows = []
@@ -261,11 +253,7 @@ def _merged(fans: list[list[float]], gather: Callable[[Sequence[float]], float])
 
 
 def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Axis:
-    """An axis over all values that ends on round numbers; with `log`, logarithmic if they span a factor of 30.
-
-    >>> axis([0.0, 9.7]).ticks
-    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    """
+    """An axis over all values that ends on round numbers; with `log`, logarithmic if they span a factor of 30."""
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
     if log and low > _TINY and high / low >= 30:

@@ -171,12 +171,10 @@ class Diagnostics:
 
 
 def _quantiles(tensors: Iterable[Tensor], numel: int) -> list[float]:
-    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact.
-
-    It holds one tensor at a time, because a large model's scale is computed when it is read.
-    """
+    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact."""
     every, at = -(-numel // _MOST_SORTED), 0
     some, lows, highs = [], [], []
+    # One tensor at a time, because a large model's scale is computed when it is read.
     for flat in (tensor.reshape(-1).float() for tensor in tensors if tensor.numel()):
         some.append(flat[-at % every :: every].clone())
         lows.append(flat.min())

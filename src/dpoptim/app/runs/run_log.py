@@ -183,10 +183,7 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
-    """Read run directories; a folder of runs, as a comparison or the demonstration writes it, stands for all of them.
-
-    The runs are named by their folders, with as much of the path as it takes to make the names differ.
-    """
+    """Read runs, named by as much of their paths as differs; a folder of runs stands for all of them."""
     found = dict.fromkeys(path.resolve() for folder in folders for path in _runs_in(Path(folder).expanduser()))
     parts = [path.parts for path in found]
     length = next(n for n in itertools.count(1) if len({part[-n:] for part in parts}) == len(parts))
