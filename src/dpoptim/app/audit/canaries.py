@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dpoptim.app.audit.statistics import Bools, Floats
 from dpoptim.clipping import Released
-from dpoptim.data import PrivateLoader, private_loader
+from dpoptim.data import private_loader
 from dpoptim.noise import NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
@@ -46,11 +46,6 @@ class GameResult:
     drawn: Bools  # [steps, canaries]: whether it was in the batch, which an attack may not know
     directions: Floats  # [canaries]: 1 if it is in; if it is out, 0, or −1 under replace adjacency
     batches: list[NDArray[np.int64]]  # the examples drawn at each step
-
-    @property
-    def included(self) -> Bools:
-        """The coins."""
-        return self.directions > 0
 
 
 def play(
@@ -78,7 +73,10 @@ def play(
         collate_fn=lambda examples: (row[examples], length[examples]),
         check_schema=False,
     )
-    batches = [_drawn_at(loader, step) for step in range(steps)]
+    batches = []
+    for step in range(steps):
+        parts = [part for part, ticket in loader.physical_batches(step) if not ticket.is_placeholder]
+        batches.append(np.array([index for part in parts for index in part], dtype=np.int64))
     places = _places(plan, batches, generator)[:canaries]
     included = generator.random(canaries) < 0.5
     directions = np.where(included, 1.0, -1.0 if plan.adjacency is Adjacency.REPLACE else 0.0)
@@ -113,11 +111,6 @@ def _along_canaries(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | 
     """The release along each canary, in the coordinates in which it was clipped and noised."""
     parts = [value.double() if scale is None else value.double() * scale[name] for name, value in values.items()]
     return torch.cat([part[:-1, 0] for part in parts]).numpy()  # the last row of each table belongs to blanks
-
-
-def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
-    parts = [part for part, ticket in loader.physical_batches(step) if not ticket.is_placeholder]
-    return np.array([index for part in parts for index in part], dtype=np.int64)
 
 
 def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.random.Generator) -> NDArray[np.int64]:

@@ -208,11 +208,15 @@ def _print_advice(advice: Advice, options: argparse.Namespace, *, train: str, co
 def _answer(advice: Advice, options: argparse.Namespace, train: str, counted: str | None) -> Iterator[RenderableType]:
     source = "measured" if advice.signal.measured else "ASSUMED (--probe measures them)"
     of = "" if counted is None else f" of {counted}"
+    constant = {
+        "scale_then_privatize": f", eps_scale={advice.window.default:.3g}",
+        "bias_correction": f", rule=Adam(eps={advice.eps_to_try[1]:.3g})",
+    }
     yield Text(f"Use {advice.variant} with {advice.choice.chosen.name}:", style="bold green")
     yield f"  {train}"
     yield "or in Python:"
     yield f"  plan = {plan_line(advice.plan, options)}"
-    yield f"  optimizer = {_optimizer_line(advice)}"
+    yield f"  optimizer = {advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
     yield ""
     yield Text.assemble((advice.variant, "bold"), f": {advice.reason}.")
     yield Text.assemble(("noise", "bold"), f": {advice.choice.reason}.")
@@ -241,14 +245,6 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield ""
     for note in advice.notes:
         yield Text(f"- {note}")
-
-
-def _optimizer_line(advice: Advice) -> str:
-    constant = {
-        "scale_then_privatize": f", eps_scale={advice.window.default:.3g}",
-        "bias_correction": f", rule=Adam(eps={advice.eps_to_try[1]:.3g})",
-    }
-    return f"{advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
 
 
 def _numbers(advice: Advice) -> dict[str, str]:

@@ -109,7 +109,11 @@ class _Runner:
 
     def run(self, name: str, place: Path, recipe: Callable[[], Recipe]) -> RunHistory:
         if last_reason(place) not in ("finished", DIVERGED):
-            self._progress.message(f"run {self._done + 1} of {len(self._steps)}: {name}{self._time_left()}")
+            left = ""
+            if self._steps_taken:
+                seconds = self._seconds / self._steps_taken * sum(self._steps[self._done :])
+                left = f"; about {duration(seconds)} left for all"
+            self._progress.message(f"run {self._done + 1} of {len(self._steps)}: {name}{left}")
             began = time.perf_counter()
             with contextlib.suppress(Diverged):  # which is a score too: the worst
                 if RunDirectory(place).recipe_file.exists():
@@ -124,12 +128,6 @@ class _Runner:
         for old in checkpoints(RunDirectory(place).checkpoints):
             shutil.rmtree(old)  # a finished run is never resumed, and there are many runs
         return RunHistory(place)
-
-    def _time_left(self) -> str:
-        if not self._steps_taken:
-            return ""
-        left = self._seconds / self._steps_taken * sum(self._steps[self._done :])
-        return f"; about {duration(left)} left for all"
 
 
 def _base_recipe(request: Request, folder: Path, progress: ProgressReporter) -> Recipe:

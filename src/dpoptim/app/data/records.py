@@ -261,9 +261,6 @@ class _Reader:
             return None, ()
 
 
-# -- values of columns ------------------------------------------------------------------------------------------------
-
-
 def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:
     """Raise a ValueError if there are wrong records; it names the first and quotes none, because they are private."""
     if wrong:

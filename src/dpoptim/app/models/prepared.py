@@ -299,9 +299,6 @@ def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _
     return partial(ImageDataset, size=side, mean=mean, std=std), partial(collate_tensors, name="pixel_values")
 
 
-# -- checks and examples that touch no record -----------------------------------------------------------------------
-
-
 def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
     """Make a batch of random examples of these lengths; it has nothing of a record but the size of images or rows."""
     if prepared.lengths is not None:

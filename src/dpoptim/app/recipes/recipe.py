@@ -30,9 +30,8 @@ ADJACENCIES = ("zero-out", "add-remove", "replace")
 BUILT_IN = ("mlp", "small-cnn")
 """Models that need no files."""
 
-# -- kinds of settings: the check, (name, value) -> the value as the recipe stores it, and how a flag reads and shows it
-
 Kind = dict[str, Any]
+"""A kind of setting: its check, (name, value) -> the value as the recipe stores it, and how its flag is shown."""
 
 
 def _kind(check: Callable[[str, Any], Any], type: type, metavar: Any = None, **more: Any) -> Kind:
@@ -106,8 +105,6 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 _ABOVE_0 = _number(0, low_allowed=False)
 _TEXT = _kind(_name, str, "NAME")
 _SWITCH = _kind(boolean, bool)
-
-# -- the recipe --------------------------------------------------------------------------------------------------------
 
 DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
 

@@ -236,20 +236,16 @@ def thin(found: Sequence[Fans], *, limit: int, gather: Callable[[Sequence[float]
     rows = []
     for start in range(0, len(steps), width):
         first, last = steps[start], steps[start : start + width][-1]
-        fans = []
+        fans: list[list[float]] = []
         for one in found:
             begin = bisect.bisect_left(one, first, key=itemgetter(0))
             end = bisect.bisect_right(one, last, key=itemgetter(0))
-            fans.append(_merged([fan for _, fan in one[begin:end]], gather))
+            fans.append([])
+            if begin < end:
+                least, *middle, greatest = zip(*(fan for _, fan in one[begin:end]), strict=True)
+                fans[-1] = [min(least), *map(gather, middle), max(greatest)]
         rows.append(Row(first=first, last=last, fans=fans))
     return rows
-
-
-def _merged(fans: list[list[float]], gather: Callable[[Sequence[float]], float]) -> list[float]:
-    if not fans:
-        return []
-    least, *middle, greatest = zip(*fans, strict=True)
-    return [min(least), *map(gather, middle), max(greatest)]
 
 
 def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Axis:
@@ -331,12 +327,8 @@ def colour_class(run: int) -> str:
     return f"c{run % _COLOURS}" + (f" dashed{run // _COLOURS % 3}" if run >= _COLOURS else "")
 
 
-def all_charts(runs: Sequence[RunHistory], *, limit: int) -> list[dict[str, Any] | str]:
-    """Every chart of the runs, thinned to `limit` ranges of steps; a sentence in place of each that has no numbers."""
-    return [_chart(curve, runs, limit=limit) for curve in CURVES]
-
-
-def _chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
+def chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
+    """The chart of a number, thinned to `limit` ranges of steps; a sentence in its place if no run logged it."""
     found = [quantiles_of(run) if curve.fan else [(step, [one] * 3) for step, one in curve.of(run)] for run in runs]
     if not any(found):
         return f"{curve.title}: {curve.absent}."

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
-from dpoptim.app.report.charts import CURVES, Mark, all_charts, colour_class, format_number, quantiles_of
+from dpoptim.app.report.charts import CURVES, Mark, chart, colour_class, format_number, quantiles_of
 from dpoptim.app.runs.run_log import RunHistory, number, series
 from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.format_epsilon import format_epsilon
@@ -47,22 +47,21 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Everything that the report draws, not thinned, as JSON values (no NaN, no infinity)."""
-    return {"runs": [plain(_numbers_of(run)) for run in runs]}
-
-
-def _numbers_of(run: RunHistory) -> dict[str, Any]:
-    curves = {curve.name: (curve, curve.of(run)) for curve in CURVES}
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "final": final_numbers(run),
-        "curves": {name: {"mark": c.mark.value, "values": values} for name, (c, values) in curves.items() if values},
-        "scale_quantiles": quantiles_of(run),
-        "recipe": run.recipe,
-        "versions": run.setting("versions"),
-        "statement": run.statement,
-        "notes": run.notes,
-    }
+    found = [
+        {
+            "name": run.name,
+            "folder": str(run.folder),
+            "final": final_numbers(run),
+            "curves": {c.name: {"mark": c.mark.value, "values": values} for c in CURVES if (values := c.of(run))},
+            "scale_quantiles": quantiles_of(run),
+            "recipe": run.recipe,
+            "versions": run.setting("versions"),
+            "statement": run.statement,
+            "notes": run.notes,
+        }
+        for run in runs
+    ]
+    return {"runs": plain(found)}
 
 
 def final_numbers(run: RunHistory) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         several=several,
         runs=shown,
         finals=_comparison(shown) if several else None,
-        charts=all_charts(runs, limit=max(40, _POINTS * 3 // (2 + len(runs)))),
+        charts=[chart(curve, runs, limit=max(40, _POINTS * 3 // (2 + len(runs)))) for curve in CURVES],
         differences=_differences(shown) if several else None,
     )
     text = text.encode("utf-8", "replace").decode("utf-8")  # JSON allows half a surrogate pair, UTF-8 does not

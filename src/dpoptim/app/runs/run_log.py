@@ -24,8 +24,6 @@ Series = list[tuple[int, float]]
 
 _LOG = "log.jsonl"
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
 
 class RunLog:
     """Appends entries to a log: one JSON object per line.
@@ -79,9 +77,6 @@ def cut_log(path: Path, step: int) -> None:
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
 
 
-# -- reading the log ---------------------------------------------------------------------------------------------------
-
-
 def log_lines(path: Path) -> list[dict[str, Any] | None]:
     """The entries of a log, in order; None for a line that is not a JSON object."""
     return [_entry(line) for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -111,9 +106,6 @@ def _last_reason(entries: list[dict[str, Any]]) -> str | None:
     """How the last session ended; None if it did not log its end."""
     sessions = [entry for entry in entries if entry["kind"] in ("start", "end")]
     return sessions[-1].get("reason") if sessions else None
-
-
-# -- reading a run -----------------------------------------------------------------------------------------------------
 
 
 class RunHistory:
@@ -229,9 +221,6 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
-
-
-# -- how a run ended ---------------------------------------------------------------------------------------------------
 
 
 class Diverged(ValueError):
