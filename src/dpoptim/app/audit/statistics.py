@@ -83,12 +83,10 @@ def _least_epsilon(canaries: int, guesses: int, right: int, *, delta: float, err
 
 
 def guessing_chance(canaries: int, guesses: int, right: int, *, epsilon: float, delta: float) -> float:
-    """Bound the probability that an (ε, δ)-private run allows `right` or more right guesses.
-
-    P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
-    """
+    """Bound the probability that an (ε, δ)-private run allows `right` or more right guesses."""
     if right == 0:
         return 1.0
+    # P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
     probability = float(expit(epsilon))
     at_least = count_chance(np.arange(right, -1, -1), guesses, probability, only_more=True)  # of v, v − 1, ..., 0
     more = (at_least[1:] - at_least[0]) / np.arange(1, right + 1)

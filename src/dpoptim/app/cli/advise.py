@@ -50,7 +50,6 @@ _ONLY_WITH_PROBE = ("--text-column", "--label-column", "--max-length", "--from-s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     model = "a count of parameters (4.4M), a folder with config.json, or a Hugging Face name"
     parser.add_argument("model", metavar="MODEL", help=model)
     training = shared.add_training(parser, required=True, title="training")
@@ -357,8 +356,7 @@ def _measure(options: argparse.Namespace, plan: PrivacyPlan, *, progress: Callab
 
     def batches() -> Iterator[Any]:
         for step, part in enumerate(torch.arange(len(order)).split(8)):
-            batch = prepared.collate([dataset[int(i)] for i in part])
-            yield prepared.at_step({name: values.to(device) for name, values in batch.items()}, step)
+            yield prepared.at_step(prepared.collated([dataset[int(i)] for i in part]), step)
 
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
         torch.default_generator.manual_seed(0)

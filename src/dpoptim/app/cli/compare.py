@@ -41,7 +41,6 @@ _SETTINGS = ("epsilon", "device", "variants", "seeds", "metric", "tuning_epsilon
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")

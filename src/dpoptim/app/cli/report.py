@@ -26,7 +26,6 @@ from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"
     )

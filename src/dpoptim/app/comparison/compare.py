@@ -52,9 +52,6 @@ class Interrupted(Exception):
 def compare(request: Request, folder: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
     """Run what is left of a comparison; write its result to comparison.json and return it (see `summarize`).
 
-    Trials come first, then each variant's best setting, seed by seed. A run that finished or diverged never runs
-    again; one that was interrupted is resumed.
-
     Guarantee: all compared runs have the same (ε, δ), sampling, batch size, steps and noise, and each has its own noise
     key. The result states ε of one run, of one run with its tuning, and of everything together.
     """

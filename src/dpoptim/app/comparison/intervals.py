@@ -26,12 +26,7 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values with Student's interval.
-
-        mean ± t_{(1 + CONFIDENCE)/2, n−1}·s/√n,      s² = Σ(x − mean)²/(n − 1)
-
-    If a value is not finite (a run diverged), the mean is infinite.
-    """
+    """Compute mean ± t_{(1 + CONFIDENCE)/2, n−1}·s/√n; the mean is infinite if a value is not finite (it diverged)."""
     count = len(values)
     if not all(math.isfinite(value) for value in values):
         return Interval(mean=math.inf, half_width=None)

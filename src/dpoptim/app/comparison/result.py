@@ -33,9 +33,6 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarize finished runs as plain values: one row per variant, references, tuning, and what everything costs.
 
-    Differences to the best variant are paired by seed. They are not corrected for several comparisons, nor for
-    choosing the best by its score.
-
     Guarantee: `epsilon.everything` composes all runs of the table on the private records, including trials. Runs marked
     NOT PRIVATE have no guarantee and are left out. `epsilon.folder` also composes runs that were started in the same
     folder and are no longer in the table (`in_folder`).

@@ -49,8 +49,6 @@ class TokenDataset(Dataset[TextExample]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TextExample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         end = self._ends[index]
         label = IGNORED if self._labels is None else int(self._labels[index])
         return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))

@@ -51,11 +51,7 @@ def masked(
     mask_id: int,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask tokens; return `input_ids` with masks, the places of the targets and their labels ([examples, most] each).
-
-    Targets are drawn without replacement among the maskable tokens. Each becomes `mask_id` with probability 80 %, a
-    random token with 10 %, and stays as it is with 10 %. Labels are `IGNORED` where `is_target` is False.
-    """
+    """Mask tokens; return `input_ids` with masks, and the places and labels of the targets ([examples, most] each)."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = _mix(record + key)[:, None]
     # The position in the last 20 bits makes all lots distinct, so that every device sorts them the same way.
@@ -65,6 +61,7 @@ def masked(
     own = input_ids.gather(1, places)
     draw = (_words(start, places, lane=1) & (2**63 - 1)) % 10
     other = (_words(start, places, lane=2) & (2**63 - 1)) % vocabulary
+    # 80 % of the targets become `mask_id`, 10 % a random token, and 10 % stay as they are.
     shown = torch.where(draw < 8, mask_id, torch.where(draw == 8, other, own))
     return (
         input_ids.scatter(1, places, torch.where(is_target, shown, own)),

@@ -32,11 +32,7 @@ _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
-    """Write the report of runs from `read_runs`; the file appears complete or not at all.
-
-    Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
-    guarantee. The noise key is not read. The file loads nothing.
-    """
+    """Write the report; what it shows of private data was released, or is marked as not private or outside."""
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
@@ -118,11 +114,7 @@ def _median(run: RunHistory, path: str) -> float | None:
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    """Make the whole HTML file.
-
-    Guarantee: everything that comes from files is escaped. The page's policy allows its one script and style (by their
-    hashes) and nothing else, and lets it fetch nothing.
-    """
+    """Make the whole HTML file; its policy allows its one script and style, by their hashes, and nothing else."""
     assets = files("dpoptim.app.report") / "assets"
     template, style, script = (assets.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)

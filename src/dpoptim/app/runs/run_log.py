@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -26,11 +27,7 @@ _LOG = "log.jsonl"
 
 
 class RunLog:
-    """Appends entries to a log: one JSON object per line.
-
-    Only start and end have the time of day, because the times of steps reveal the sizes of their batches. If
-    `tensorboard` names a folder, it is rebuilt from the log and then gets the numbers of every entry.
-    """
+    """Appends entries to a log, one JSON object per line, and mirrors their numbers to a folder of TensorBoard."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
         self._path = path
@@ -47,7 +44,7 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         """Append an entry."""
         entry: dict[str, Any] = {"kind": kind}
-        if kind in ("start", "end"):
+        if kind in ("start", "end"):  # times of steps reveal the sizes of their batches
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
         with self._path.open("a", encoding="utf-8") as file:
@@ -79,15 +76,13 @@ def cut_log(path: Path, step: int) -> None:
 
 def log_lines(path: Path) -> list[dict[str, Any] | None]:
     """The entries of a log, in order; None for a line that is not a JSON object."""
-    return [_entry(line) for line in path.read_bytes().split(b"\n") if line.strip()]
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) else None
+    entries: list[dict[str, Any] | None] = []
+    for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+        entry = None
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+        entries.append(entry if isinstance(entry, dict) else None)
+    return entries
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
