@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, StackDataset
 
 from dpoptim.app.data.masking import record_hash, target_counts
 from dpoptim.app.data.records import Records
@@ -54,9 +54,10 @@ class TokenDataset(Dataset[TextExample]):
         return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
 
 
-def row_dataset(records: Records) -> TensorDataset:
+def row_dataset(records: Records) -> Dataset[tuple[Tensor, int]]:
     """Rows of numbers, each with a label."""
-    return TensorDataset(torch.from_numpy(records.contents), torch.from_numpy(records.labels))
+    columns: Any = torch.from_numpy(records.contents), np.asarray(records.labels).tolist()
+    return StackDataset(*columns)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
@@ -134,7 +135,7 @@ class TextCollate(_PaddedCollate):
         return {**self._tokens(examples), "labels": torch.tensor([example.label for example in examples])}
 
 
-def collate_tensors(examples: Sequence[tuple[Tensor, int | Tensor]], *, name: str) -> Batch:
+def collate_tensors(examples: Sequence[tuple[Tensor, int]], *, name: str) -> Batch:
     """Make the values under the model's name for them, and labels [examples]."""
     values, labels = zip(*examples, strict=True)
     return {name: torch.stack(values), "labels": torch.tensor(labels)}
