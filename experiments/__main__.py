@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dpoptim.app import plot_style
+from dpoptim.integrations.optional import require
 from experiments import framework, results_file
 from experiments.framework import NAMES, SCALES, Experiment, MissingInput, Request
 from experiments.progress import ProgressReporter, reporter_for
@@ -154,7 +154,7 @@ def _run_one(
 def _can_draw(reporter: ProgressReporter) -> bool:
     """Whether matplotlib is installed."""
     try:
-        plot_style.check_matplotlib()
+        require("matplotlib", "a picture")
     except ValueError as error:
         reporter.say(f"{error}; tables are made without pictures")
         return False

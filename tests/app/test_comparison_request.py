@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpoptim.app import Recipe
-from dpoptim.app.comparison.request import Request, read_request
+from dpoptim.app.comparison.request import Request, name_of_setting, read_request
 from dpoptim.app.recipes.recipe import VARIANTS
 from tests.app.comparisons import recipe_for
 
@@ -178,3 +178,8 @@ def test_recipes_in_the_documentation_are_valid(tmp_path):
         path.write_text(block)
         assert isinstance(read_request(path).recipe, Recipe)
     assert doctest.testfile(str(ROOT / "docs" / "compare.md"), module_relative=False) == (0, 4)
+
+
+def test_settings_name_folders():
+    assert name_of_setting({"learning_rate": 0.001, "betas": [0.9, 0.99]}) == "learning_rate=0.001,betas=0.9-0.99"
+    assert name_of_setting({}) == "as-in-recipe"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dpoptim
-from dpoptim.app.data.masking import masked, record_hash, training_key
+from dpoptim.app.data.masking import mask_key, masked, record_hash, target_counts
 from dpoptim.integrations.token_losses import IGNORED
 from tests.app.cases import (
     WORDS,
@@ -69,7 +69,7 @@ def test_masks_hide_what_they_should():
     record = torch.tensor([record_hash(np.array([j], np.int32)) for j in range(examples)])
     is_target = (torch.arange(targets) < targets).expand(examples, -1)
     hidden, places, labels = masked(
-        ids, maskable, is_target, record, key=training_key(0, 0), mask_id=3, vocabulary=vocabulary
+        ids, maskable, is_target, record, key=mask_key("training/0/0"), mask_id=3, vocabulary=vocabulary
     )
     assert (labels == 7).all()
     assert ((places >= 1) & (places < 21)).all()
@@ -111,3 +111,7 @@ def test_special_tokens_and_padding_are_never_masked(monkeypatch):
     special = torch.isin(batch["input_ids"], torch.tensor(WORDS.all_special_ids))
     assert torch.equal(seen["input_ids"][special], batch["input_ids"][special])
     assert not torch.isin(seen["labels"], torch.tensor(WORDS.all_special_ids)).any()
+
+
+def test_at_least_one_token_is_masked_if_there_is_any():
+    assert target_counts(np.array([0, 1, 20, 100]), 0.15).tolist() == [0, 1, 3, 15]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dpoptim.app.report.charts import CURVES, Mark, axis, format_number, plot, thin
 from dpoptim.app.report.page import all_numbers, guarantee_sentence, page, write_report
-from dpoptim.app.runs.run_log import read_run, read_runs
+from dpoptim.app.runs.run_log import RunHistory, read_runs
 from dpoptim.privacy.format_epsilon import format_epsilon
 from tests.app.page_reader import Element, parsed
 from tests.app.report_runs import (
@@ -145,29 +145,29 @@ def test_whole_statement_is_shown(debugged):
 
 
 def test_guarantee_is_one_sentence(debugged, tmp_path):
-    sentence = guarantee_sentence(read_run(debugged))
+    sentence = guarantee_sentence(RunHistory(debugged))
     assert sentence.startswith(
         "ε = 8.0000 at δ = 1e-06, zero-out adjacency, Poisson sampling, accountant: privacy loss"
     )
     assert Decimal(calibrated(40).epsilon()) <= Decimal("8.0000")
     half = write_run(tmp_path / "half", records(taken=28))
-    assert guarantee_sentence(read_run(half)).endswith("The run took 28 of 40 steps, which cost ε = 6.6927.")
+    assert guarantee_sentence(RunHistory(half)).endswith("The run took 28 of 40 steps, which cost ε = 6.6927.")
     longer = write_run(tmp_path / "longer", records(steps=50))
-    assert "does not hold: 50 steps were taken" in guarantee_sentence(read_run(longer))
+    assert "does not hold: 50 steps were taken" in guarantee_sentence(RunHistory(longer))
     loud = write_run(tmp_path / "loud", records(), plan=calibrated(40).replace(noise_multiplier=0.0))
-    assert guarantee_sentence(read_run(loud)).startswith("Not private")
-    (found,) = json.loads(json.dumps(all_numbers([read_run(loud)]), allow_nan=False))["runs"]
+    assert guarantee_sentence(RunHistory(loud)).startswith("Not private")
+    (found,) = json.loads(json.dumps(all_numbers([RunHistory(loud)]), allow_nan=False))["runs"]
     assert found["final"]["private"] is False
     assert found["final"]["epsilon"] is None
 
 
 def test_guarantee_comes_from_the_plan_not_the_statement(debugged, tmp_path):
-    before = read_run(debugged).guarantee
+    before = guarantee_sentence(RunHistory(debugged))
     other = write_run(tmp_path / "other", records())
     (other / "statement.txt").write_text("NOT PRIVATE: epsilon = inf\nAccountant: nobody\n")
-    assert read_run(other).guarantee == before
+    assert guarantee_sentence(RunHistory(other)) == before
     (other / "statement.txt").write_text("Differentially private: epsilon = 0.1 at delta = 1e-9\n")
-    assert read_run(other).guarantee == before
+    assert guarantee_sentence(RunHistory(other)) == before
 
 
 def test_sentence_replaces_a_chart_without_numbers(tmp_path):
@@ -183,7 +183,7 @@ def test_sentence_replaces_a_chart_without_numbers(tmp_path):
 def test_unlogged_steps_cost_epsilon_too(tmp_path):
     """Logged at step 10 of 40, stopped at 17: ε is that of 17 steps or more, never that of 10."""
     log = [record for record in records(taken=17) if record.get("step", 0) <= 10 or record["kind"] == "end"]
-    run = read_run(write_run(tmp_path / "run", log))
+    run = RunHistory(write_run(tmp_path / "run", log))
     exact = calibrated(40).replace(steps=17).epsilon()
     assert run.epsilon_spent is not None
     assert exact <= run.epsilon_spent < calibrated(40).epsilon()
@@ -226,7 +226,7 @@ def test_invalid_unicode_is_replaced(tmp_path):
     folder = write_run(tmp_path / "run", records())
     log = (folder / "log.jsonl").read_text().replace('"device": "cpu"', '"device": "\\ud83d\\u0000\\u202e gpu"')
     (folder / "log.jsonl").write_text(log)
-    text = write_report([read_run(folder)], tmp_path / "r.html").read_text(encoding="utf-8")
+    text = write_report([RunHistory(folder)], tmp_path / "r.html").read_text(encoding="utf-8")
     assert "gpu" in text
     assert not re.search("[\x00\u202e\ud83d]", text)
 
@@ -325,7 +325,7 @@ def test_truncated_log_is_reported(tmp_path):
     log = folder / "log.jsonl"
     whole = log.read_text()
     log.write_text(whole + json.dumps(step_record(13, 40, debug=False))[:70])
-    run = read_run(folder)
+    run = RunHistory(folder)
     assert run.last_step == 12
     assert "was cut off while it was written" in run.notes[0]
     root = page_of(folder)
@@ -333,14 +333,14 @@ def test_truncated_log_is_reported(tmp_path):
     assert "has not finished (still running, or killed)" in root.text
     log.write_text("rubbish\n" + whole)
     with pytest.raises(ValueError, match=r"log\.jsonl"):
-        read_run(folder)
+        RunHistory(folder)
 
 
 def test_resumed_run_is_one_curve(tmp_path):
     first = [record for record in records(taken=20) if record.get("step", 0) <= 12]  # as a resumed run cuts its log
     second = [record for record in records(shift=0.5) if record.get("step", 0) > 12]
     log = [*first, start_record(40, resumed_from=12), *second]
-    run = read_run(write_run(tmp_path / "run", log))
+    run = RunHistory(write_run(tmp_path / "run", log))
     assert [row["step"] for row in run.steps] == list(range(1, 41))
     assert run.resumes == 1
     losses = dict(all_numbers([run])["runs"][0]["curves"]["validation-loss"]["values"])
@@ -371,7 +371,7 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     ]
     odd[1]["released"]["scale_quantiles"], odd[2]["released"]["scale_quantiles"] = [1, 2], [1.0] * 7
     folder = write_run(tmp_path / "odd", [start_record(40), *odd])
-    found = all_numbers([read_run(folder)])["runs"][0]
+    found = all_numbers([RunHistory(folder)])["runs"][0]
     assert found["curves"]["seconds-per-step"]["values"] == [[6, 0.5]]
     assert "validation-loss" not in found["curves"]
     assert found["scale_quantiles"] == [[3, [1.0] * 7]]
@@ -414,7 +414,14 @@ def test_file_is_written_atomically(debugged, tmp_path, monkeypatch):
         write_report([], output)
 
 
+def test_ranges_and_ticks():
+    (row,) = thin([[(1, [2.0] * 3), (2, [9.0] * 3), (3, [1.0] * 3)]], limit=1)
+    assert (row.steps, row.fans) == ("1–3", [[1.0, 4.0, 9.0]])
+    assert axis([0.0, 9.7]).ticks == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
 def test_format_number():
+    assert [format_number(v) for v in (3.14159265, 12345678.0)] == ["3.14159", "12,345,678"]
     assert [format_number(v) for v in (0.1, 1234.5, 0.0, math.inf, -math.inf, math.nan)] == [
         *("0.1", "1,234.5", "0", "∞", "−∞", "not a number")
     ]

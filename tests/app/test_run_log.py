@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from dpoptim.app.runs.run_log import RunLog, cut_log, log_lines, read_log, read_run, read_runs
-from tests.app.report_runs import records, write_run
+from dpoptim.app.runs.run_log import RunHistory, RunLog, cut_log, log_lines, read_log, read_runs
+from tests.app.report_runs import calibrated, records, write_run
 
 
 @pytest.fixture
@@ -50,14 +50,13 @@ def test_log_is_cut_after_a_step(log):
 
 
 def test_history_of_a_run(tmp_path):
-    run = read_run(write_run(tmp_path / "run", records(steps=40, taken=30)))
-    assert (run.ending, run.last_step, run.planned_steps, run.resumes, run.seconds) == ("interrupted", 30, 40, 0, 7.5)
-    assert run.guarantee.is_private
-    assert (run.guarantee.adjacency, run.guarantee.delta) == ("zero_out", 1e-6)
-    assert 0 < run.epsilon_spent < run.guarantee.epsilon
+    run = RunHistory(write_run(tmp_path / "run", records(steps=40, taken=30)))
+    assert (run.ending, run.last_step, run.plan.steps, run.resumes, run.seconds) == ("interrupted", 30, 40, 0, 7.5)
+    assert run.plan == calibrated(40)
+    assert 0 < run.epsilon_spent < run.epsilon
     with (tmp_path / "run" / "log.jsonl").open("a") as file:
         file.write('{"kind": "start", "resumed_from": 20}\n{"kind": "st')
-    run = read_run(tmp_path / "run")
+    run = RunHistory(tmp_path / "run")
     assert (run.ending, run.resumes) == ("still running, or killed", 1)
     assert "was cut off" in run.notes[0]
 
@@ -71,13 +70,13 @@ def test_missing_or_broken_file_of_a_run_is_named(name, tmp_path):
             read_runs([tmp_path])
     file.unlink()
     with pytest.raises(ValueError, match=f"{name} cannot be read"):
-        read_run(tmp_path / "run")
+        RunHistory(tmp_path / "run")
 
 
 def test_broken_plan_is_refused(tmp_path):
     file = write_run(tmp_path / "run", records()) / "plan.json"
     file.write_text('{"plan": {"steps": 3}, "epsilon": 1, "delta": 1e-6}')
     with pytest.raises(ValueError, match=r"plan\.json cannot be read"):
-        read_run(tmp_path / "run")
+        RunHistory(tmp_path / "run")
     with pytest.raises(ValueError, match="is not a run directory"):
-        read_run(tmp_path)
+        RunHistory(tmp_path)

@@ -18,11 +18,7 @@ def plain(value: Any) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units.
-
-    >>> duration(0.04), duration(4.26), duration(50), duration(125), duration(7325)
-    ('0.04 s', '4.3 s', '50 s', '2 min 5 s', '2 h 2 min')
-    """
+    """A time in its two largest units."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)

@@ -5,8 +5,9 @@ Matplotlib is optional (`pip install 'dpoptim[plots]'`) and is imported when the
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from dpoptim.integrations.optional import require
 
 ORANGE, SKY, BLUE, RED, GREY = "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777"
 """Four of Okabe and Ito's colours, and a grey for annotations."""
@@ -21,19 +22,9 @@ FONTS = {
 }
 
 
-def check_matplotlib(what: str = "plots need") -> None:
-    """Raise ValueError if matplotlib is not installed; `what` begins the message."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as missing:
-        raise ValueError(f"{what} matplotlib; install it with: pip install matplotlib") from missing
-
-
 def new_figure(width: float, height: float) -> Any:
     """Make a matplotlib Figure of that size in inches, without a window."""
-    check_matplotlib()
-    import matplotlib
-
+    matplotlib = require("matplotlib", "a plot")
     matplotlib.use("agg")
     matplotlib.rcParams.update(FONTS)
     from matplotlib.figure import Figure

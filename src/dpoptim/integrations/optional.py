@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXTRAS = {"transformers": "train", "peft": "train", "datasets": "data", "pyarrow": "data", "pillow": "data"}
+_EXTRAS = {"transformers": "train", "peft": "train", "matplotlib": "plots"}
+_EXTRAS |= dict.fromkeys(("datasets", "pyarrow", "pillow"), "data")
 
 
 def require(module: str, purpose: str) -> Any:

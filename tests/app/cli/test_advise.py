@@ -345,6 +345,8 @@ def test_without_transformers(monkeypatch):
     with pytest.raises(ValueError, match=r"'some/model' needs .*transformers"):
         model_size("some/model", task=Task.MASKED_LM)
     assert typed_count("4.4M") == 4_400_000
+    assert typed_count("gpt2") is None
+    assert model_size("small-cnn", task=Task.IMAGE_CLASSIFICATION)[1] == "SmallCNN"
 
 
 def refused_in_one_line(capsys, arguments, words):

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from dpoptim.app.cli import main
+from dpoptim.app.cli.compare import _grid, _interval, _word
 from dpoptim.app.comparison import compare as compare_module
 from dpoptim.app.progress import ProgressReporter
 from tests.app.comparisons import recipe_for, write_rows
@@ -130,3 +131,10 @@ def test_train_does_not_resume_a_comparison_and_report_shows_its_runs(place, tmp
     names = [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]]
     assert len(names) == 6, "three rows with two seeds each, no trial"
     assert all("seed-" in name for name in names)
+
+
+def test_grids_are_read_and_shown():
+    found = _grid(["learning_rate=0.1,0.2", "dp_sgd.betas=0.9:0.99"])
+    assert found == {"learning_rate": [0.1, 0.2], "dp_sgd": {"betas": [[0.9, 0.99]]}}
+    assert (_word(0.001), _word([0.9, 0.99])) == ("0.001", "0.9:0.99")
+    assert _interval({"mean": 0.5, "half_width": 0.01}, "{:.1f}", times=100) == "50.0 ± 1.0"

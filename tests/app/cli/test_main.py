@@ -9,6 +9,7 @@ import pytest
 
 from dpoptim.app.cli import command_line, main
 from dpoptim.app.cli.main import COMMANDS
+from dpoptim.app.cli.options import count, size
 from dpoptim.app.recipes.recipe import ADJACENCIES
 from dpoptim.privacy import Adjacency
 
@@ -81,3 +82,8 @@ def test_closed_pipe_is_not_an_error():
     assert ran.wait() == 141
     assert "Broken pipe" not in errors
     assert "Traceback" not in errors
+
+
+def test_numbers_as_people_type_them():
+    assert [count(text) for text in ("4.4M", "1_000", "1e6")] == [4_400_000, 1000, 1_000_000]
+    assert [size(text) for text in ("4GB", "2 GiB", "100")] == [4_000_000_000, 2**31, 100]

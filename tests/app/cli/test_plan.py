@@ -90,7 +90,9 @@ def test_tight_memory_budget_is_explained(capsys):
 def test_plot_without_matplotlib_is_refused_early(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*SMALL, "--plot", str(tmp_path / "plan.png")]) == 2
-    assert capsys.readouterr().err == "dpoptim: --plot needs matplotlib; install it with: pip install matplotlib\n"
+    assert (
+        capsys.readouterr().err == "dpoptim: --plot needs the package matplotlib; run: pip install 'dpoptim[plots]'\n"
+    )
 
 
 def test_secret_sampling_and_verbose(capsys):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dpoptim.app.audit.statistics import Bools, Floats
 from dpoptim.clipping import Released
-from dpoptim.data import PrivateLoader, private_loader
+from dpoptim.data import private_loader
 from dpoptim.noise import NoiseKey, Strategy
 from dpoptim.optim import PrivateOptimizer
 from dpoptim.privacy import Adjacency, CyclicPoisson, IndependentMoments, PrivacyPlan
@@ -47,11 +47,6 @@ class GameResult:
     directions: Floats  # [canaries]: 1 if it is in; if it is out, 0, or −1 under replace adjacency
     batches: list[NDArray[np.int64]]  # the examples drawn at each step
 
-    @property
-    def included(self) -> Bools:
-        """The coins."""
-        return self.directions > 0
-
 
 def play(
     plan: PrivacyPlan,
@@ -62,11 +57,7 @@ def play(
     steps: int | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> GameResult:
-    """Train, in micro-batches, over a dataset of canaries and blanks that is as large as the plan says.
-
-    The seed determines coins, batches and noise. Under a known order (`Shuffled`), canaries take the places that are
-    drawn most often.
-    """
+    """Train over as many canaries and blanks as the plan has examples; the seed decides coins, batches and noise."""
     steps = plan.steps if steps is None else steps
     secret = hashlib.sha256(f"dpoptim audit {seed}".encode())
     key, generator = NoiseKey.from_bytes(secret.digest()), np.random.default_rng(seed)
@@ -82,7 +73,10 @@ def play(
         collate_fn=lambda examples: (row[examples], length[examples]),
         check_schema=False,
     )
-    batches = [_drawn_at(loader, step) for step in range(steps)]
+    batches = []
+    for step in range(steps):
+        parts = [part for part, ticket in loader.physical_batches(step) if not ticket.is_placeholder]
+        batches.append(np.array([index for part in parts for index in part], dtype=np.int64))
     places = _places(plan, batches, generator)[:canaries]
     included = generator.random(canaries) < 0.5
     directions = np.where(included, 1.0, -1.0 if plan.adjacency is Adjacency.REPLACE else 0.0)
@@ -119,13 +113,8 @@ def _along_canaries(values: Mapping[str, Tensor], scale: Mapping[str, Tensor] | 
     return torch.cat([part[:-1, 0] for part in parts]).numpy()  # the last row of each table belongs to blanks
 
 
-def _drawn_at(loader: PrivateLoader, step: int) -> NDArray[np.int64]:
-    parts = [part for part, ticket in loader.physical_batches(step) if not ticket.is_placeholder]
-    return np.array([index for part in parts for index in part], dtype=np.int64)
-
-
 def _places(plan: PrivacyPlan, batches: list[NDArray[np.int64]], generator: np.random.Generator) -> NDArray[np.int64]:
-    """Examples in the order in which they become canaries."""
+    """Examples in the order in which they become canaries: where batches are known, those drawn most often first."""
     order = generator.permutation(plan.num_examples)
     if plan.sampling.is_random:  # batches are secret, so they may not influence the choice
         return order
@@ -162,15 +151,13 @@ def whiten(matrix: Any, table: Floats) -> Floats:
 
 
 def square_residuals(plan: PrivacyPlan, game: GameResult) -> Floats | None:
-    """The residuals of the released square, or None if no square is noised.
-
-    A canary that is drawn alone along its coordinate adds ζ²/B to an average of squares, (ζ/B)² to a squared average.
-    """
+    """The residuals of the released square, or None if no square is noised."""
     stddev = plan.noise_stddevs().square
     if not stddev or game.square is None:
         return None
     release = plan.release
     of_average = isinstance(release, IndependentMoments) and release.squares == "of_average"
+    # A canary that is drawn alone along its coordinate adds ζ²/B to an average of squares, (ζ/B)² to a squared average.
     one = plan.clip_norm**2 / (plan.batch_size**2 if of_average else plan.batch_size)
     matrix = whitening(plan.square_strategy, stddev)
     return whiten(matrix, game.square - game.drawn * game.directions**2 * one)

@@ -175,7 +175,7 @@ class _Findings:
     def add(self, game: GameResult) -> None:
         released, expected = self._whitened(game)
         self.scores.append(scores(self._plan, self._whitening, game, released))
-        self.included.append(game.included)
+        self.included.append(game.directions > 0)
         if (violation := sampling_violation(self._plan, game)) is not None:
             self._violations.append(violation)
         self._gradients.append(measure_noise(released - expected))

@@ -29,11 +29,8 @@ _LARGE_DELTAS = np.linspace(0.05, 0.9, 25)
 
 
 def correlation_chance(total: float, count: int) -> float:
-    """Bound the probability that `count` products of independent unit normals sum to ±`total` or further.
-
-    Chernoff: a product's moment generating function is (1 − θ²)^−½.
-    """
-    mean = abs(total) / count
+    """Bound the probability that `count` products of independent unit normals sum to ±`total` or further."""
+    mean = abs(total) / count  # Chernoff: a product's moment generating function is (1 − θ²)^−½
     if mean == 0.0:
         return 1.0
     slope = (math.sqrt(1.0 + 4.0 * mean**2) - 1.0) / (2.0 * mean)
@@ -60,15 +57,11 @@ def upper_limit(count: int, of: int, error: float) -> float:
 
 
 def guessing_bound(scores: Floats, included: Bools, *, delta: float, confidence: float) -> float:
-    """Bound ε from below by the number of right guesses in one run, however the canaries affect each other.
-
-    The attack guesses the highest and the lowest scores, equally many of each. A few shares are tried, and the allowed
-    probability of error is divided among them (Steinke, Nasr, Jagielski 2023, Theorem 5.2).
-    """
+    """Bound ε from below by the right guesses in one run (Steinke, Nasr, Jagielski 2023, Theorem 5.2)."""
     order = np.argsort(scores, kind="stable")
     error = (1.0 - confidence) / len(_GUESSED_SHARES)
     best = 0.0
-    for share in _GUESSED_SHARES:
+    for share in _GUESSED_SHARES:  # the attack guesses the highest and the lowest scores, equally many of each
         half = int(share * len(scores)) // 2
         if half:
             right = int((~included[order[:half]]).sum() + included[order[-half:]].sum())
@@ -90,12 +83,10 @@ def _least_epsilon(canaries: int, guesses: int, right: int, *, delta: float, err
 
 
 def guessing_chance(canaries: int, guesses: int, right: int, *, epsilon: float, delta: float) -> float:
-    """Bound the probability that an (ε, δ)-private run allows `right` or more right guesses.
-
-    P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
-    """
+    """Bound the probability that an (ε, δ)-private run allows `right` or more right guesses."""
     if right == 0:
         return 1.0
+    # P[X ≥ v] + 2mδ·max_i P[v − i ≤ X < v]/i,    X ~ Binomial(r, 1/(1 + e^−ε)), r guesses of m, v right
     probability = float(expit(epsilon))
     at_least = count_chance(np.arange(right, -1, -1), guesses, probability, only_more=True)  # of v, v − 1, ..., 0
     more = (at_least[1:] - at_least[0]) / np.arange(1, right + 1)
@@ -103,10 +94,8 @@ def guessing_chance(canaries: int, guesses: int, right: int, *, epsilon: float, 
 
 
 def gaussian_bound(scores: Floats, included: Bools, *, delta: float, confidence: float) -> float:
-    """Bound ε from below, assuming that in and out differ as two Gaussians: μ ≥ Φ⁻¹(rate in) − Φ⁻¹(rate out).
-
-    The threshold is 0, because a score is a log likelihood ratio.
-    """
+    """Bound ε from below, assuming that in and out differ as two Gaussians: μ ≥ Φ⁻¹(rate in) − Φ⁻¹(rate out)."""
+    # The threshold is 0, because a score is a log likelihood ratio.
     passed, wrongly = int((scores[included] > 0).sum()), int((scores[~included] > 0).sum())
     error = (1.0 - confidence) / 2
     low = 1.0 - upper_limit(int(included.sum()) - passed, int(included.sum()), error)
@@ -125,10 +114,7 @@ class TradeOff:
     deltas: Floats
 
     def least_missed(self, wrong: Floats | float) -> Floats:
-        """The least false-negative rate that the pairs allow at the false-positive rate `wrong`.
-
-        (ε, δ) allows no less than 1 − δ − e^ε·wrong, and no less than e^−ε·(1 − δ − wrong). Every pair counts.
-        """
+        """The least false-negative rate that the pairs allow at the false-positive rate `wrong`."""
         rates = np.asarray(wrong, dtype=np.float64)[..., None]
         steep = 1.0 - self.deltas - np.exp(self.epsilons) * rates
         flat = np.exp(-self.epsilons) * (1.0 - self.deltas - rates)

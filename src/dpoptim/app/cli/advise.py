@@ -50,7 +50,6 @@ _ONLY_WITH_PROBE = ("--text-column", "--label-column", "--max-length", "--from-s
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     model = "a count of parameters (4.4M), a folder with config.json, or a Hugging Face name"
     parser.add_argument("model", metavar="MODEL", help=model)
     training = shared.add_training(parser, required=True, title="training")
@@ -115,10 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train_line(advice: Advice, *, betas: tuple[float, ...], model: str | None) -> str:
-    """The `dpoptim train` command that follows the advice; DATA, and MODEL if it is None, are left open.
-
-    `dpoptim train` derives eps and eps_scale from the plan in the same way, so they are left out.
-    """
+    """The `dpoptim train` command that follows the advice; it derives eps and eps_scale in the same way."""
     plan = advice.plan
     flags: dict[str, Any] = {
         "model": model or "MODEL",
@@ -211,11 +207,15 @@ def _print_advice(advice: Advice, options: argparse.Namespace, *, train: str, co
 def _answer(advice: Advice, options: argparse.Namespace, train: str, counted: str | None) -> Iterator[RenderableType]:
     source = "measured" if advice.signal.measured else "ASSUMED (--probe measures them)"
     of = "" if counted is None else f" of {counted}"
+    constant = {
+        "scale_then_privatize": f", eps_scale={advice.window.default:.3g}",
+        "bias_correction": f", rule=Adam(eps={advice.eps_to_try[1]:.3g})",
+    }
     yield Text(f"Use {advice.variant} with {advice.choice.chosen.name}:", style="bold green")
     yield f"  {train}"
     yield "or in Python:"
     yield f"  plan = {plan_line(advice.plan, options)}"
-    yield f"  optimizer = {_optimizer_line(advice)}"
+    yield f"  optimizer = {advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
     yield ""
     yield Text.assemble((advice.variant, "bold"), f": {advice.reason}.")
     yield Text.assemble(("noise", "bold"), f": {advice.choice.reason}.")
@@ -244,14 +244,6 @@ def _explanation(advice: Advice) -> Iterator[RenderableType]:
     yield ""
     for note in advice.notes:
         yield Text(f"- {note}")
-
-
-def _optimizer_line(advice: Advice) -> str:
-    constant = {
-        "scale_then_privatize": f", eps_scale={advice.window.default:.3g}",
-        "bias_correction": f", rule=Adam(eps={advice.eps_to_try[1]:.3g})",
-    }
-    return f"{advice.variant}(model, plan, lr=...{constant.get(advice.variant, '')})"
 
 
 def _numbers(advice: Advice) -> dict[str, str]:
@@ -303,11 +295,7 @@ def _to_try(advice: Advice, *, every_variant: bool) -> list[dict[str, str]]:
 
 
 def typed_count(model: str) -> int | None:
-    """Return MODEL as a number, or None if it is a folder or a name.
-
-    >>> typed_count("124M"), typed_count("gpt2")
-    (124000000, None)
-    """
+    """Return MODEL as a number, such as 124M, or None if it is a folder or a name."""
     try:
         number = count(model)
     except argparse.ArgumentTypeError:
@@ -322,13 +310,7 @@ def _task(options: argparse.Namespace) -> Task:
 
 
 def model_size(model: str, *, task: Task) -> tuple[int, str]:
-    """Count the trained parameters of a folder with config.json, a name on the hub, or a built-in model.
-
-    Also returns the name of the class. It is built on the meta device, which needs no weights and no memory.
-
-    >>> model_size("small-cnn", task=Task.IMAGE_CLASSIFICATION)[1]
-    'SmallCNN'
-    """
+    """Count the trained parameters of MODEL and name its class; it is built on the meta device, without weights."""
     if task is Task.TABULAR_CLASSIFICATION:
         raise ValueError(f"MODEL {model!r}: its size depends on the columns of the data; give a number")
     labels = 2
@@ -374,8 +356,7 @@ def _measure(options: argparse.Namespace, plan: PrivacyPlan, *, progress: Callab
 
     def batches() -> Iterator[Any]:
         for step, part in enumerate(torch.arange(len(order)).split(8)):
-            batch = prepared.collate([dataset[int(i)] for i in part])
-            yield prepared.at_step({name: values.to(device) for name, values in batch.items()}, step)
+            yield prepared.at_step(prepared.collated([dataset[int(i)] for i in part]), step)
 
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else None):
         torch.default_generator.manual_seed(0)

@@ -41,7 +41,6 @@ _OPTIONAL = ("noise", "sampling", "adjacency", "clip_norm")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument(
         "run_or_plan", nargs="?", metavar="RUN", type=Path, help="a run directory, or a .json file with a plan"
     )

@@ -41,7 +41,6 @@ _SETTINGS = ("epsilon", "device", "variants", "seeds", "metric", "tuning_epsilon
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, with or without a [compare] table")
     what = parser.add_argument_group("comparison")
     what.add_argument("--variants", type=_names, metavar="A,B", help="names as in `dpoptim train` (default: all)")
@@ -92,11 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _grid(given: list[str]) -> dict[str, Any]:
-    """Parse the grid that the flags describe.
-
-    >>> _grid(["learning_rate=0.1,0.2", "dp_sgd.betas=0.9:0.99"])
-    {'learning_rate': [0.1, 0.2], 'dp_sgd': {'betas': [[0.9, 0.99]]}}
-    """
+    """Parse the grid of the flags: NAME=V,V, or VARIANT.NAME=V,V, where 0.9:0.99 is a pair."""
     found: dict[str, Any] = {}
     for text in given:
         name, equals, values = text.partition("=")
@@ -191,11 +186,7 @@ def _row(row: dict[str, Any], result: dict[str, Any], *, is_best: bool) -> dict[
 
 
 def _interval(values: dict[str, Any], form: str, *, times: float = 1.0) -> str:
-    """mean ± half-width.
-
-    >>> _interval({"mean": 0.5, "half_width": 0.01}, "{:.1f}", times=100)
-    '50.0 ± 1.0'
-    """
+    """mean ± half-width."""
     if values["mean"] == float("inf"):
         return "diverged"
     text = form.format(times * values["mean"])
@@ -213,11 +204,7 @@ def _difference(row: dict[str, Any], metric: str) -> tuple[str, str]:
 
 
 def _word(value: Any) -> str:
-    """A value of a setting in short.
-
-    >>> _word(0.001), _word([0.9, 0.99])
-    ('0.001', '0.9:0.99')
-    """
+    """A value of a setting in short, such as 0.001 or 0.9:0.99."""
     if isinstance(value, list):
         return ":".join(map(_word, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dpoptim.app.files import check_target
-from dpoptim.app.plot_style import check_matplotlib
 from dpoptim.app.recipes.recipe import ADJACENCIES, flags
+from dpoptim.integrations.optional import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,13 +61,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Name an argument that the command does not have, and the flag that was probably meant.
-
-    >>> parser = argparse.ArgumentParser(prog="dpoptim train")
-    >>> _ = parser.add_argument("--learning-rate")
-    >>> explain_unknown(parser, ["--learn", "1"])
-    'there is no --learn; did you mean --learning-rate?'
-    """
+    """Name an argument that the command does not have, and the flag that was probably meant."""
     given = unknown[0]
     if not given.startswith("-"):
         return f"unexpected argument {given!r}; see {parser.prog} --help"
@@ -80,20 +74,12 @@ def explain_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 
 def count(text: str) -> int:
-    """Parse a whole number, with k, M or B for thousands, millions and billions.
-
-    >>> count("4.4M"), count("1_000"), count("1e6")
-    (4400000, 1000, 1000000)
-    """
+    """Parse a whole number, with k, M or B for thousands, millions and billions."""
     return _parse(text, _COUNTS, "a whole number such as 2000, 4.4M or 1e6")
 
 
 def size(text: str) -> int:
-    """Parse a number of bytes, with kB, MB, GB, TB, KiB, MiB, GiB or TiB.
-
-    >>> size("4GB"), size("2 GiB"), size("100")
-    (4000000000, 2147483648, 100)
-    """
+    """Parse a number of bytes, with kB, MB, GB, TB, KiB, MiB, GiB or TiB."""
     return _parse(text, _BYTES, "a number of bytes such as 500MB, 4GB or 2GiB")
 
 
@@ -205,7 +191,7 @@ def check_plot(path: Path | None) -> None:
     """Raise ValueError, before any work is done, if a plot could not be drawn or written."""
     if path is not None:
         check_target("--plot", path, ".png", ".svg", ".pdf")
-        check_matplotlib("--plot needs")
+        require("matplotlib", "--plot")
 
 
 def fields(source: object, *names: str) -> dict[str, Any]:

@@ -33,7 +33,6 @@ normals per step: rows of random numbers, which decide how long the noise takes.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     training = shared.add_training(parser, required=True, title="training")
     shared.add_sampling(training, default="shuffled")
     noise = parser.add_argument_group("noise")

@@ -98,11 +98,10 @@ def _window(axes: Any, advice: Advice) -> None:
 def draw_comparison(result: dict[str, Any]) -> Any:
     """Draw a dot per seed and an interval per variant; the best is on top, and references are grey."""
     metric = result["metric"]
-    sign = -1 if metric == "accuracy" else 1
 
     def badness(row: dict[str, Any]) -> float:
-        mean = float(row[metric]["mean"])
-        return sign * mean if math.isfinite(mean) else math.inf
+        mean = float(row[metric]["mean"])  # ∞ if a run diverged
+        return -mean if metric == "accuracy" and math.isfinite(mean) else mean
 
     rows = sorted(result["variants"], key=badness) + result["references"]
     figure = new_figure(8, 1.4 + 0.5 * len(rows))

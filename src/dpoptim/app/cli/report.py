@@ -24,11 +24,8 @@ import json
 import sys
 from pathlib import Path
 
-from dpoptim.app.files import check_target
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run directory of `dpoptim train`, or a folder of `dpoptim compare`"
     )
@@ -41,11 +38,8 @@ def run(options: argparse.Namespace) -> int:
     from dpoptim.app.report.page import all_numbers, write_report
     from dpoptim.app.runs.run_log import read_runs
 
-    output = None
-    if options.output is not None or not options.json:
-        output = Path(options.output or "report.html")
-        check_target("--output", output, ".html", ".htm")
     runs = read_runs(options.runs)
+    output = Path(options.output or "report.html") if options.output is not None or not options.json else None
     if output is not None:
         write_report(runs, output)
     if options.json:

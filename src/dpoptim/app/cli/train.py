@@ -85,7 +85,9 @@ def run(options: argparse.Namespace) -> int:
         return _dry_run(recipe, options, progress)
     from dpoptim.app import train
 
-    return _report(train(recipe, options.run_dir or _default_directory(recipe), progress=progress), options)
+    name = re.sub("[^A-Za-z0-9.-]+", "-", Path(recipe.model).name) or "model"
+    directory = options.run_dir or f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return _report(train(recipe, directory, progress=progress), options)
 
 
 def _resume(options: argparse.Namespace, over: dict[str, Any], progress: ProgressReporter) -> int:
@@ -192,8 +194,3 @@ def _report(summary: dict[str, Any], options: argparse.Namespace) -> int:
     secret = RunDirectory(Path(summary["run"])).secret_folder
     say(f"{secret} holds the noise key: keep it or delete it, but never share it")
     return 0
-
-
-def _default_directory(recipe: Recipe) -> str:
-    name = re.sub("[^A-Za-z0-9.-]+", "-", Path(recipe.model).name) or "model"
-    return f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

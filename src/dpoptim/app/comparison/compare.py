@@ -28,7 +28,7 @@ from dpoptim.app.recipes.defaults import plan_of
 from dpoptim.app.recipes.recipe import Recipe, read_recipe, whole_path
 from dpoptim.app.runs.run import resume, train
 from dpoptim.app.runs.run_directory import RunDirectory, checkpoints
-from dpoptim.app.runs.run_log import Diverged, RunResult, has_diverged, is_finished, read_result
+from dpoptim.app.runs.run_log import DIVERGED, Diverged, RunHistory, last_reason
 from dpoptim.app.runs.setup import RunSetup, prepare_run, records_of, shared_count
 from dpoptim.privacy import Adjacency, PrivacyPlan
 from dpoptim.privacy.composition import calibrate_runs
@@ -52,9 +52,6 @@ class Interrupted(Exception):
 def compare(request: Request, folder: str | Path, *, progress: ProgressReporter | None = None) -> dict[str, Any]:
     """Run what is left of a comparison; write its result to comparison.json and return it (see `summarize`).
 
-    Trials come first, then each variant's best setting, seed by seed. A run that finished or diverged never runs
-    again; one that was interrupted is resumed.
-
     Guarantee: all compared runs have the same (ε, δ), sampling, batch size, steps and noise, and each has its own noise
     key. The result states ε of one run, of one run with its tuning, and of everything together.
     """
@@ -67,7 +64,7 @@ def compare(request: Request, folder: str | Path, *, progress: ProgressReporter 
     tuned = {variant: settings if len(settings) > 1 else [] for variant, settings in choices.items()}
     steps = [trial_steps] * sum(map(len, tuned.values())) + [base.steps] * len(request.rows) * len(request.seeds)
     runner = _Runner(progress, steps, device=request.recipe.device)
-    trials: dict[str, list[tuple[Setting, RunResult]]] = {variant: [] for variant in request.rows}
+    trials: dict[str, list[tuple[Setting, RunHistory]]] = {variant: [] for variant in request.rows}
     chosen: dict[str, Setting] = {}
     for variant, settings in tuned.items():
         for setting in settings:
@@ -75,9 +72,9 @@ def compare(request: Request, folder: str | Path, *, progress: ProgressReporter 
             recipe = partial(trial_recipe, request, base, variant, setting)
             run = runner.run(f"trial of {variant} at {name}", folder / "trials" / variant / name, recipe)
             trials[variant].append((setting, run))
-        scores = [(badness(run.last, request.metric), setting) for setting, run in trials[variant]]
+        scores = [(badness(run.scores, request.metric), setting) for setting, run in trials[variant]]
         chosen[variant] = min(scores, key=lambda score: score[0])[1] if scores else choices[variant][0]
-    runs: dict[str, list[RunResult]] = {variant: [] for variant in request.rows}
+    runs: dict[str, list[RunHistory]] = {variant: [] for variant in request.rows}
     for seed in request.seeds:
         for variant, setting in chosen.items():
             name = name_of_setting(setting)
@@ -107,9 +104,13 @@ class _Runner:
         self._done = 0
         self._seconds, self._steps_taken = 0.0, 0
 
-    def run(self, name: str, place: Path, recipe: Callable[[], Recipe]) -> RunResult:
-        if not is_finished(place) and not has_diverged(place):
-            self._progress.message(f"run {self._done + 1} of {len(self._steps)}: {name}{self._time_left()}")
+    def run(self, name: str, place: Path, recipe: Callable[[], Recipe]) -> RunHistory:
+        if last_reason(place) not in ("finished", DIVERGED):
+            left = ""
+            if self._steps_taken:
+                seconds = self._seconds / self._steps_taken * sum(self._steps[self._done :])
+                left = f"; about {duration(seconds)} left for all"
+            self._progress.message(f"run {self._done + 1} of {len(self._steps)}: {name}{left}")
             began = time.perf_counter()
             with contextlib.suppress(Diverged):  # which is a score too: the worst
                 if RunDirectory(place).recipe_file.exists():
@@ -123,13 +124,7 @@ class _Runner:
         self._done += 1
         for old in checkpoints(RunDirectory(place).checkpoints):
             shutil.rmtree(old)  # a finished run is never resumed, and there are many runs
-        return read_result(place)
-
-    def _time_left(self) -> str:
-        if not self._steps_taken:
-            return ""
-        left = self._seconds / self._steps_taken * sum(self._steps[self._done :])
-        return f"; about {duration(left)} left for all"
+        return RunHistory(place)
 
 
 def _base_recipe(request: Request, folder: Path, progress: ProgressReporter) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,34 +26,19 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values with Student's interval.
-
-        mean ± t_{(1 + CONFIDENCE)/2, n−1}·s/√n,      s² = Σ(x − mean)²/(n − 1)
-
-    If a value is not finite (a run diverged), the mean is infinite.
-
-    >>> found = mean_interval([1.0, 2.0, 3.0])
-    >>> found.mean, round(found.half_width, 4)
-    (2.0, 2.4841)
-    """
-    if not values:
-        raise ValueError("values is empty; give at least one")
+    """Compute mean ± t_{(1 + CONFIDENCE)/2, n−1}·s/√n; the mean is infinite if a value is not finite (it diverged)."""
     count = len(values)
     if not all(math.isfinite(value) for value in values):
         return Interval(mean=math.inf, half_width=None)
-    mean = math.fsum(values) / count
+    mean = statistics.fmean(values)
     if count == 1:
         return Interval(mean=mean, half_width=None)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     quantile = float(stdtrit(count - 1, (1.0 + CONFIDENCE) / 2))
-    return Interval(mean=mean, half_width=quantile * math.sqrt(variance / count))
+    return Interval(mean=mean, half_width=quantile * statistics.stdev(values) / math.sqrt(count))
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float]) -> Interval | None:
-    """Compute the mean of valueᵢ − otherᵢ with its interval, or None if either diverged.
-
-    It is tighter than two separate intervals if both depend on seed i in the same way.
-    """
+    """Compute the mean of valueᵢ − otherᵢ, paired by seed, with its interval, or None if either diverged."""
     if not all(math.isfinite(value) for value in (*values, *others)):
         return None
     return mean_interval([one - other for one, other in zip(values, others, strict=True)])

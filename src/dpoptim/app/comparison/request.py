@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dpoptim.app.recipes.recipe import VARIANTS, Recipe, read_recipe, read_toml, whole_path, yes_or_no
+from dpoptim.app.recipes.recipe import VARIANTS, Recipe, boolean, check_known, names, read_recipe, read_toml, whole_path
 from dpoptim.app.runs.setup import same_source
 
 METRICS = ("loss", "accuracy")
@@ -30,20 +29,13 @@ _TUNABLE = ("learning_rate", "clip_norm", "weight_decay", "betas", "schedule", "
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Several variants at one (ε, δ), each with every seed and at its best setting of the grid.
-
-    `tuning_epsilon` is the ε that all trials of a variant together may cost; "public" if trials run on `tuning_data`,
-    which is not private, at no cost; or "uncovered" if trials run on the private records and the ε of a run does NOT
-    cover them.
-
-    Guarantee: a grid with a choice needs an explicit `tuning_epsilon`.
-    """
+    """Several variants at one (ε, δ), each with every seed and at its best setting of the grid."""
 
     recipe: Recipe
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
     grid: Mapping[str, Any] = field(default_factory=dict)
-    tuning_epsilon: float | str | None = None
+    tuning_epsilon: float | str | None = None  # of a variant's trials together, PUBLIC, or UNCOVERED by ε of a run
     tuning_data: str | None = None
     tuning_steps: int | None = None
     references: bool = False
@@ -61,7 +53,7 @@ class Request:
             raise ValueError(f"metric={self.metric!r} must be one of {', '.join(METRICS)}")
         if self.tuning_steps is not None and not _is_whole(self.tuning_steps, 1):
             raise ValueError(f"tuning_steps={self.tuning_steps!r} must be a whole number, 1 or more")
-        yes_or_no("references", self.references)
+        boolean("references", self.references)
         for name in self.grid:
             if isinstance(self.grid[name], Mapping) and name != NON_PRIVATE:
                 _check_variant("grid", name)
@@ -120,15 +112,11 @@ def read_request(path: str | Path, *, epsilon: float | None = None, device: str 
     table = read_toml(path).get("compare", {})
     if not isinstance(table, Mapping):
         raise ValueError(f"compare={table!r} must be a table: write [compare]")
-    for name, value in table.items():
-        if name not in _KEYS:
-            near = get_close_matches(name, _KEYS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(_KEYS)}"
-            raise ValueError(f"compare.{name}={value!r} is not a setting of a comparison; {hint}")
+    check_known(table, _KEYS, "a comparison", prefix="compare.")
     recipe = read_recipe(path, epsilon=epsilon, device=device)
     given = {name: value for name, value in over.items() if value is not None}
     settings = {"variants": list(VARIANTS), "seeds": 3, **table, **given}
-    settings["variants"] = _names(settings["variants"])
+    settings["variants"] = names("variants", settings["variants"])
     settings["seeds"] = _seeds(settings["seeds"], recipe.seed)
     settings["grid"] = _merged(table.get("grid", {}), given.get("grid", {}))
     return Request(recipe=recipe, **settings)
@@ -143,12 +131,6 @@ def _merged(table: Any, over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(found.get(name), dict)
         found[name] = {**found[name], **value} if both else value
     return found
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"variants={value!r} must be a list of names")
-    return tuple(value)
 
 
 def _seeds(value: Any, first: int) -> tuple[int, ...]:
@@ -169,27 +151,14 @@ def _check_variant(what: str, name: str) -> None:
 
 
 def tunable_settings(variant: str) -> tuple[str, ...]:
-    """The settings that can be tuned for a variant: it reads them, and ε does not depend on them.
-
-    >>> tunable_settings("dp_sgd")
-    ('learning_rate', 'clip_norm', 'weight_decay', 'betas', 'schedule', 'warmup')
-    """
-    if variant == NON_PRIVATE:
-        return (*(name for name in _TUNABLE if name != "clip_norm"), "eps")
-    if variant == "dp_sgd":
-        return _TUNABLE
-    return (*_TUNABLE, "eps", "eps_scale") if variant == "scale_then_privatize" else (*_TUNABLE, "eps")
+    """The settings that can be tuned for a variant: it reads them, and ε does not depend on them."""
+    shared = tuple(name for name in _TUNABLE if variant != NON_PRIVATE or name != "clip_norm")
+    own = {"dp_sgd": (), "scale_then_privatize": ("eps", "eps_scale")}
+    return shared + own.get(variant, ("eps",))
 
 
 def grid_of(variant: str, grid: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The values of each setting for one variant: those for all, overridden by its own table.
-
-    >>> grid_of("dp_sgd", {"learning_rate": [0.1, 0.2], "dp_sgd": {"learning_rate": 1.0}})
-    {'learning_rate': [1.0]}
-    >>> grid_of("dp_sgd", {"eps_scale": [1e-4]})
-    Traceback (most recent call last):
-    ValueError: grid: eps_scale cannot be tuned for dp_sgd; put it under [compare.grid.scale_then_privatize]
-    """
+    """The values of each setting for one variant: those for all, overridden by its own table."""
     own = grid.get(variant, {})
     if not isinstance(own, Mapping):
         raise ValueError(f"grid.{variant}={own!r} must be a table of settings")
@@ -222,11 +191,7 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 
 def name_of_setting(setting: Mapping[str, Any]) -> str:
-    """A setting as one word, which is also the name of a folder.
-
-    >>> name_of_setting({"learning_rate": 0.001, "betas": [0.9, 0.99]}), name_of_setting({})
-    ('learning_rate=0.001,betas=0.9-0.99', 'as-in-recipe')
-    """
+    """A setting as one word, which is also the name of a folder."""
     return ",".join(f"{name}={_word(value)}" for name, value in setting.items()) or "as-in-recipe"
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from dpoptim.app.comparison.intervals import CONFIDENCE, mean_interval, paired_difference
 from dpoptim.app.comparison.request import NON_PRIVATE, PUBLIC, UNCOVERED, Request, Setting
-from dpoptim.app.runs.run_log import RunResult
+from dpoptim.app.runs.run_log import RunHistory
 from dpoptim.integrations.named_settings import name_of_noise, name_of_sampling
 from dpoptim.privacy import PrivacyPlan
 from dpoptim.privacy.composition import epsilon_of_runs
 
-Trials = Mapping[str, Sequence[tuple[Setting, RunResult]]]
-Runs = Mapping[str, Sequence[RunResult]]
+Trials = Mapping[str, Sequence[tuple[Setting, RunHistory]]]
+Runs = Mapping[str, Sequence[RunHistory]]
 
 NOT_PRIVATE = "NOT PRIVATE"
 
@@ -33,16 +33,13 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarize finished runs as plain values: one row per variant, references, tuning, and what everything costs.
 
-    Differences to the best variant are paired by seed. They are not corrected for several comparisons, nor for
-    choosing the best by its score.
-
     Guarantee: `epsilon.everything` composes all runs of the table on the private records, including trials. Runs marked
     NOT PRIVATE have no guarantee and are left out. `epsilon.folder` also composes runs that were started in the same
     folder and are no longer in the table (`in_folder`).
     """
     variants = [variant for variant in request.rows if variant != NON_PRIVATE]
     one = runs[variants[0]][0]
-    best = min(variants, key=lambda variant: math.fsum(badness(run.last, request.metric) for run in runs[variant]))
+    best = min(variants, key=lambda variant: math.fsum(badness(run.scores, request.metric) for run in runs[variant]))
     rows = {
         variant: _row(variant, chosen[variant], runs[variant], trials[variant], runs[best], request.metric)
         for variant in request.rows
@@ -52,7 +49,7 @@ def summarize(
         references = [_before(runs[variants[0]], runs[best], request.metric), rows[NON_PRIVATE]]
     return {
         "examples": one.plan.num_examples,
-        "validation_examples": one.last["examples"],
+        "validation_examples": one.evaluations[0]["examples"],
         "batch_size": one.plan.batch_size,
         "steps": one.plan.steps,
         "sampling": name_of_sampling(one.plan.sampling),
@@ -74,9 +71,9 @@ def summarize(
 def _row(
     variant: str,
     setting: Setting,
-    runs: Sequence[RunResult],
-    trials: Sequence[tuple[Setting, RunResult]],
-    best: Sequence[RunResult],
+    runs: Sequence[RunHistory],
+    trials: Sequence[tuple[Setting, RunHistory]],
+    best: Sequence[RunHistory],
     metric: str,
 ) -> dict[str, Any]:
     is_private = all(run.plan.is_private for run in runs)
@@ -85,27 +82,27 @@ def _row(
         "private": is_private,
         "label": variant if is_private else f"{variant.replace('non_private', 'non-private')} ({NOT_PRIVATE})",
         "setting": setting,
-        "learning_rate": runs[0].recipe.learning_rate,
-        "clip_norm": runs[0].recipe.clip_norm if variant != NON_PRIVATE else None,
+        "learning_rate": runs[0].recipe["learning_rate"],
+        "clip_norm": runs[0].recipe["clip_norm"] if variant != NON_PRIVATE else None,
         "noise_multiplier": runs[0].plan.noise_multiplier,
         "epsilon": max(run.plan.epsilon() for run in runs),
         **_scores(runs, best, metric),
-        "seconds": math.fsum(run.seconds for run in runs) / len(runs),
-        "runs": [str(run.path) for run in runs],
+        "seconds": math.fsum(run.seconds or 0.0 for run in runs) / len(runs),
+        "runs": [str(run.folder) for run in runs],
         "trials": [
             {
                 "setting": tried,
-                "loss": run.last["loss"],
-                "accuracy": run.last["accuracy"],
+                "loss": run.scores.get("loss"),
+                "accuracy": run.scores.get("accuracy"),
                 "noise_multiplier": run.plan.noise_multiplier,
-                "run": str(run.path),
+                "run": str(run.folder),
             }
             for tried, run in trials
         ],
     }
 
 
-def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -> dict[str, Any]:
+def _before(runs: Sequence[RunHistory], best: Sequence[RunHistory], metric: str) -> dict[str, Any]:
     """The model before training, which is the same for every variant and has not seen the private records."""
     return {
         "variant": "no_fine_tuning",
@@ -116,18 +113,18 @@ def _before(runs: Sequence[RunResult], best: Sequence[RunResult], metric: str) -
         "epsilon": 0.0,
         **_scores(runs, best, metric, before=True),
         "seconds": 0.0,
-        "runs": [str(run.path) for run in runs],
+        "runs": [str(run.folder) for run in runs],
         "trials": [],
     }
 
 
 def _scores(
-    runs: Sequence[RunResult], best: Sequence[RunResult], metric: str, *, before: bool = False
+    runs: Sequence[RunHistory], best: Sequence[RunHistory], metric: str, *, before: bool = False
 ) -> dict[str, Any]:
     """Scores with intervals over the seeds, and their difference to the best variant's, seed by seed."""
     found: dict[str, Any] = {"loss": None, "accuracy": None, "difference_to_best": None}
     for name in ("loss", "accuracy"):
-        if runs[0].first[name] is not None:
+        if runs[0].evaluations[0][name] is not None:
             values = _values(runs, name, before=before)
             found[name] = {**asdict(mean_interval(values)), "values": values}
     difference = paired_difference(_values(runs, metric, before=before), _values(best, metric))
@@ -136,8 +133,8 @@ def _scores(
     return found
 
 
-def _values(runs: Sequence[RunResult], metric: str, *, before: bool = False) -> list[float]:
-    values = [(run.first if before else run.last).get(metric) for run in runs]
+def _values(runs: Sequence[RunHistory], metric: str, *, before: bool = False) -> list[float]:
+    values = [(run.evaluations[0] if before else run.scores).get(metric) for run in runs]
     return [math.inf if value is None else value for value in values]
 
 

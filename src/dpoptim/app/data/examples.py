@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset
 
 from dpoptim.app.data.masking import record_hash, target_counts
 from dpoptim.app.data.records import Records
@@ -32,20 +32,8 @@ class TextExample(NamedTuple):
     is_empty: bool  # the text has no tokens; the one token here is padding and not a target
 
 
-class TensorExample(NamedTuple):
-    """One image or row of numbers."""
-
-    values: Tensor  # [columns], or [3, height, width]
-    label: int
-
-
 class TokenDataset(Dataset[TextExample]):
-    """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`.
-
-    >>> dataset = TokenDataset([[5, 6], [], [7]], None, filler=0)
-    >>> [example.tokens.tolist() for example in dataset], dataset.lengths
-    ([[5, 6], [0], [7]], array([2, 1, 1]))
-    """
+    """Tokenized texts, stored in one array; a text without tokens becomes one token `filler`."""
 
     def __init__(self, texts: Iterable[Sequence[int]], labels: NDArray[np.int64] | None, *, filler: int) -> None:
         tokens, counts = array.array("i"), array.array("q")
@@ -61,27 +49,18 @@ class TokenDataset(Dataset[TextExample]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TextExample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         end = self._ends[index]
         label = IGNORED if self._labels is None else int(self._labels[index])
         return TextExample(self._tokens[end - self.lengths[index] : end], label, bool(self._empty[index]))
 
 
-class RowDataset(Dataset[TensorExample]):
+def row_dataset(records: Records) -> Dataset[tuple[Tensor, int]]:
     """Rows of numbers, each with a label."""
-
-    def __init__(self, records: Records) -> None:
-        self._features, self._labels = torch.from_numpy(records.contents), np.asarray(records.labels)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> TensorExample:
-        return TensorExample(self._features[index], int(self._labels[index]))
+    columns: Any = torch.from_numpy(records.contents), np.asarray(records.labels).tolist()
+    return StackDataset(*columns)
 
 
-class ImageDataset(Dataset[TensorExample]):
+class ImageDataset(Dataset[tuple[Tensor, int]]):
     """Images, opened when needed: RGB, resized to a square of `size`, (pixel / 255 − mean) / std."""
 
     def __init__(self, records: Records, *, size: int, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -92,7 +71,7 @@ class ImageDataset(Dataset[TensorExample]):
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> TensorExample:
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         pillow = require("PIL.Image", "reading images")
         image = self._images[index]
         try:
@@ -101,7 +80,7 @@ class ImageDataset(Dataset[TensorExample]):
         except OSError as error:
             raise ValueError(f"{image} is not a readable image ({error}); fix or remove it before training") from error
         values = torch.from_numpy(np.array(resized, dtype=np.float32)).permute(2, 0, 1) / 255
-        return TensorExample((values - self._mean) / self._std, int(self._labels[index]))
+        return (values - self._mean) / self._std, int(self._labels[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +135,7 @@ class TextCollate(_PaddedCollate):
         return {**self._tokens(examples), "labels": torch.tensor([example.label for example in examples])}
 
 
-def collate_tensors(examples: Sequence[TensorExample], *, name: str) -> Batch:
+def collate_tensors(examples: Sequence[tuple[Tensor, int]], *, name: str) -> Batch:
     """Make the values under the model's name for them, and labels [examples]."""
     values, labels = zip(*examples, strict=True)
     return {name: torch.stack(values), "labels": torch.tensor(labels)}

@@ -30,22 +30,14 @@ def record_hash(tokens: NDArray[np.int32]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def training_key(seed: int, step: int) -> int:
-    """The key of one step of one run."""
-    return _key(f"training/{seed}/{step}")
-
-
-def evaluation_key() -> int:
-    """The key of every evaluation: a record gets the same mask in all of them."""
-    return _key("evaluation")
+def mask_key(name: str) -> int:
+    """The key of the masks of a step of a run, or of every evaluation: a record gets the same mask in all of them."""
+    digest = blake2b(name.encode(), digest_size=8, person=b"dpoptim/maskkey")
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def target_counts(words: NDArray[np.int64], mask_fraction: float) -> NDArray[np.int64]:
-    """How many tokens are masked: the fraction, rounded, and at least one if there are any.
-
-    >>> target_counts(np.array([0, 1, 20, 100]), 0.15)
-    array([ 0,  1,  3, 15])
-    """
+    """How many tokens are masked: the fraction, rounded, and at least one if there are any."""
     return np.minimum(np.maximum(np.rint(mask_fraction * words).astype(np.int64), 1), words)
 
 
@@ -59,11 +51,7 @@ def masked(
     mask_id: int,
     vocabulary: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask tokens; return `input_ids` with masks, the places of the targets and their labels ([examples, most] each).
-
-    Targets are drawn without replacement among the maskable tokens. Each becomes `mask_id` with probability 80 %, a
-    random token with 10 %, and stays as it is with 10 %. Labels are `IGNORED` where `is_target` is False.
-    """
+    """Mask tokens; return `input_ids` with masks, and the places and labels of the targets ([examples, most] each)."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = _mix(record + key)[:, None]
     # The position in the last 20 bits makes all lots distinct, so that every device sorts them the same way.
@@ -73,6 +61,7 @@ def masked(
     own = input_ids.gather(1, places)
     draw = (_words(start, places, lane=1) & (2**63 - 1)) % 10
     other = (_words(start, places, lane=2) & (2**63 - 1)) % vocabulary
+    # 80 % of the targets become `mask_id`, 10 % a random token, and 10 % stay as they are.
     shown = torch.where(draw < 8, mask_id, torch.where(draw == 8, other, own))
     return (
         input_ids.scatter(1, places, torch.where(is_target, shown, own)),
@@ -90,9 +79,3 @@ def _mix(words: Tensor) -> Tensor:
     words = (words ^ (words >> 30 & (1 << 34) - 1)) * _FIRST
     words = (words ^ (words >> 27 & (1 << 37) - 1)) * _SECOND
     return words ^ (words >> 31 & (1 << 33) - 1)
-
-
-def _key(name: str) -> int:
-    return int.from_bytes(
-        blake2b(name.encode(), digest_size=8, person=b"dpoptim/maskkey").digest(), "little", signed=True
-    )

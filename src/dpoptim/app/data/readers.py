@@ -66,12 +66,6 @@ def table_files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def image_files(folder: Path) -> dict[Path, str]:
-    """Every image folder/CLASS/… with its class, sorted by class and name."""
-    found = files_below(folder, IMAGE_SUFFIXES)
-    return {path: path.relative_to(folder).parts[0] for path in found if path.parent != folder}
-
-
 def files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """The files below a folder, sorted; hidden files are copies that editors and systems keep, not records."""
     found = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in suffixes]

@@ -161,7 +161,8 @@ def read_records(
 
 def _folder(folder: Path, split: str, kind: RecordKind | None) -> tuple[Columns, Locate]:
     texts = readers.files_below(folder, (".txt",)) if kind is not RecordKind.IMAGE else []
-    images = readers.image_files(folder) if kind is not RecordKind.TEXT else {}
+    pictures = readers.files_below(folder, readers.IMAGE_SUFFIXES) if kind is not RecordKind.TEXT else []
+    images = {path: path.relative_to(folder).parts[0] for path in pictures if path.parent != folder}  # with its class
     tables = readers.table_files(folder, split) if kind is not RecordKind.IMAGE else []
     if bool(texts) + bool(images) + bool(tables) != 1:
         raise ValueError(
@@ -259,9 +260,6 @@ class _Reader:
             if needed or self.label is not None or self.label_names is not None:
                 raise
             return None, ()
-
-
-# -- values of columns ------------------------------------------------------------------------------------------------
 
 
 def _refuse(wrong: Sequence[int], locate: Locate, what: str, problem: str, advice: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,20 +55,11 @@ METHODS = {
 }
 
 
-def main(
-    *,
-    json_wanted: bool,
-    quick: bool,
-    console: Console,
-    keep: str | None = None,
-    epsilon: float = 8.0,
-    delta: float = 1e-5,
-    seed: int = 0,
-) -> int:
+def main(*, json_wanted: bool, quick: bool, console: Console, keep: str | None = None, **over: Any) -> int:
     """Run the demonstration into the folder `keep`, print a table or JSON, and return the exit code."""
     require("transformers", "the demonstration")
     size = QUICK if quick else FULL
-    settings: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "seed": seed}
+    settings: dict[str, Any] = {"epsilon": 8.0, "delta": 1e-5, "seed": 0, **over}
     Recipe(model="demo", data="demo", **settings)  # refuses bad values before the work
     folder = Path(keep or f"runs/demo-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     torch.set_num_threads(1)  # two threads spend more time waiting than such a small model computes
@@ -77,7 +67,7 @@ def main(
     progress = ProgressReporter(console, brief=True)
     progress.message(f"a demonstration, because no model or data is given: reading {' and '.join(LIBRARIES)} ...")
     private, test = read_texts(size)
-    refuse_weak_delta(delta, len(private))
+    refuse_weak_delta(settings["delta"], len(private))
     folder.mkdir(parents=True)
     for name, texts in (("private", private), ("test", test)):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
@@ -89,19 +79,23 @@ def main(
         summary = summaries[name] = train(recipe, folder / name, progress=progress)
         if summary["reason"] != "finished":
             return 128 + summary.get("signal", 2)
+    first = summaries[NOT_PRIVATE]["validation"]["first"]
+    results = [{"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": first["loss"]}]
+    for name, summary in summaries.items():
+        spent = {"private": name != NOT_PRIVATE, "epsilon": summary["epsilon"]}
+        results.append({"name": name, "idea": METHODS[name], **spent, "loss": summary["validation"]["last"]["loss"]})
     runs = read_runs([folder / name for name in METHODS])
     report = write_report(runs, folder / "report.html")
-    guarantee = runs[0].guarantee
     answer = {
-        "epsilon": epsilon,
-        "delta": delta,
+        "epsilon": settings["epsilon"],
+        "delta": settings["delta"],
         "num_examples": len(private),
         "test_records": len(test),
         "batch_size": size.batch_size,
         "steps": size.steps,
-        "adjacency": guarantee.adjacency,
-        "sampling": guarantee.sampling,
-        "results": list(rows(summaries)),
+        "adjacency": runs[0].plan.adjacency.value,
+        "sampling": type(runs[0].plan.sampling).__name__,
+        "results": results,
         "seconds": time.perf_counter() - began,
         "report": str(report),
     }
@@ -143,16 +137,6 @@ def recipe_of(method: str, folder: Path, size: Size, settings: dict[str, Any]) -
         device="cpu",
         **changes,
     )
-
-
-def rows(summaries: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows of the table: the model before fine-tuning, then each method."""
-    first = summaries[NOT_PRIVATE]["validation"]["first"]
-    yield {"name": "none", "idea": "the public model", "private": True, "epsilon": 0.0, "loss": first["loss"]}
-    for name, idea in METHODS.items():
-        last = summaries[name]["validation"]["last"]
-        spent = {"private": name != NOT_PRIVATE, "epsilon": summaries[name]["epsilon"]}
-        yield {"name": name, "idea": idea, **spent, "loss": last["loss"]}
 
 
 def show(answer: dict[str, Any]) -> None:

@@ -40,10 +40,7 @@ class MLP(nn.Sequential):
 
 
 class SmallCNN(nn.Module):
-    """Three 3×3 convolutions (32, 64, 128 channels) with GroupNorm, ReLU and pooling, then a linear classifier.
-
-    Takes `pixel_values` [examples, 3, height, width] with sides of at least 8. BatchNorm would mix examples.
-    """
+    """Three convolutions with GroupNorm (BatchNorm would mix examples), ReLU and pooling, then a linear classifier."""
 
     def __init__(self, *, num_labels: int) -> None:
         super().__init__()
@@ -53,7 +50,7 @@ class SmallCNN(nn.Module):
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(128, num_labels)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
+    def forward(self, pixel_values: Tensor) -> Tensor:  # [examples, 3, height, width], sides of at least 8
         return cast(Tensor, self.classifier(self.features(pixel_values).mean((2, 3))))
 
 

@@ -20,14 +20,13 @@ from dpoptim.app.data.examples import (
     CausalCollate,
     ImageDataset,
     MaskedCollate,
-    RowDataset,
-    TensorExample,
     TextCollate,
     TextExample,
     TokenDataset,
     collate_tensors,
+    row_dataset,
 )
-from dpoptim.app.data.masking import evaluation_key, masked, training_key
+from dpoptim.app.data.masking import mask_key, masked
 from dpoptim.app.data.records import RecordKind, Records
 from dpoptim.app.models.loading import CNN_IMAGE_SIZE, load_model, load_pixel_scale, load_tokenizer
 from dpoptim.data import PrivateLoader
@@ -84,7 +83,7 @@ class Prepared:
 
     def at_step(self, batch: Batch, step: int) -> Batch:
         """Mask the batch for step `step` (from 0); only masked-lm changes it."""
-        return self._masked(batch, training_key(self.seed, step))
+        return self._masked(batch, mask_key(f"training/{self.seed}/{step}"))
 
     def loss_per_example(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of each example, [examples]: the mean over its targets, or 0 if it has none."""
@@ -95,7 +94,9 @@ class Prepared:
 
         The caller sets the mode (`model.eval()`) and turns gradients off. Losses of private records are not private.
         """
-        return example_losses(self.task, model, self._masked(batch, evaluation_key()), targets_only=self.targets_only)
+        return example_losses(
+            self.task, model, self._masked(batch, mask_key("evaluation")), targets_only=self.targets_only
+        )
 
     def on(self, records: Records) -> Prepared:
         """The same model and settings for other records, such as held-out ones.
@@ -191,7 +192,7 @@ def prepare(
     elif task is Task.IMAGE_CLASSIFICATION:
         make_dataset, collate = _for_images(module, name, image_size)
     else:
-        make_dataset, collate = RowDataset, partial(collate_tensors, name="features")
+        make_dataset, collate = row_dataset, partial(collate_tensors, name="features")
     prepared = Prepared(
         task=task,
         model=module,
@@ -298,20 +299,14 @@ def _for_images(model: nn.Module, name: str | None, image_size: int | None) -> _
     return partial(ImageDataset, size=side, mean=mean, std=std), partial(collate_tensors, name="pixel_values")
 
 
-# -- checks and examples that touch no record -----------------------------------------------------------------------
-
-
 def random_batch(prepared: Prepared, lengths: Sequence[int]) -> Batch:
-    """Make a batch of random examples of these lengths (images and rows: of this number) on the model's device.
-
-    Guarantee: the batch contains nothing of a record except the size that all images or rows have.
-    """
+    """Make a batch of random examples of these lengths; it has nothing of a record but the size of images or rows."""
     if prepared.lengths is not None:
         return prepared.at_step(prepared.collated(_random_texts(prepared, lengths)), 0)
     dataset: Any = prepared.dataset
-    values = torch.randn(len(lengths), *dataset[0].values.shape, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(len(lengths), *dataset[0][0].shape, generator=torch.Generator().manual_seed(0))
     classes = len(prepared.records.label_names)
-    return prepared.collated([TensorExample(one, place % classes) for place, one in enumerate(values)])
+    return prepared.collated([(one, place % classes) for place, one in enumerate(values)])
 
 
 def _random_texts(prepared: Prepared, lengths: Sequence[int]) -> list[TextExample]:

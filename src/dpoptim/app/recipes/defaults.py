@@ -101,9 +101,6 @@ def chosen_device(name: str) -> torch.device:
     raise ValueError(f"device={name!r} is not available here; use {', '.join(here)}")
 
 
-# -- the plan and the optimizer of a complete recipe -------------------------------------------------------------------
-
-
 def plan_of(
     recipe: Recipe, *, parameters: int | nn.Module, progress: Callable[[str], None] | None = None
 ) -> PrivacyPlan:
@@ -119,20 +116,15 @@ def optimizer_of(
     """Create the optimizer of a complete recipe, attached to the model."""
     values = recipe.part("learning_rate", "betas", "eps", "eps_scale", "weight_decay")
     optimizer = make_optimizer(recipe.variant, model, plan, **values, key=key, **options)
-    optimizer.remedies = remedies_of(recipe)
-    return optimizer
-
-
-def remedies_of(recipe: Recipe) -> Remedies:
-    """What saves memory in a run, as flags of `dpoptim train`."""
     fewer = f"a --lora-rank below {recipe.lora_rank}" if recipe.lora_rank else "--lora-rank 16"
     shorter = "" if recipe.micro_batch_tokens is None else ", or a shorter --max-length"
-    return Remedies(
+    optimizer.remedies = Remedies(  # as flags of `dpoptim train`
         smaller_batches=smaller_micro_batch(recipe),
         clipping="",
         noise="in a new run, --noise independent",
         fewer_parameters="" if recipe.model in BUILT_IN else f"in a new run, {fewer}{shorter}",
     )
+    return optimizer
 
 
 def smaller_micro_batch(recipe: Recipe) -> str:

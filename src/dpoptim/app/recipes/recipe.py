@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,9 +30,8 @@ ADJACENCIES = ("zero-out", "add-remove", "replace")
 BUILT_IN = ("mlp", "small-cnn")
 """Models that need no files."""
 
-# -- kinds of settings: the check, (name, value) -> the value as the recipe stores it, and how a flag reads and shows it
-
 Kind = dict[str, Any]
+"""A kind of setting: its check, (name, value) -> the value as the recipe stores it, and how its flag is shown."""
 
 
 def _kind(check: Callable[[str, Any], Any], type: type, metavar: Any = None, **more: Any) -> Kind:
@@ -59,7 +58,7 @@ def _adjacency(name: str, value: Any) -> str:
     return str(check(name, str(value).replace("_", "-"))).replace("-", "_")
 
 
-def yes_or_no(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
     """Check that a setting is true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be true or false")
@@ -96,7 +95,8 @@ def _betas(name: str, value: Any) -> tuple[float, float]:
     return check(f"{name}[0]", value[0]), check(f"{name}[1]", value[1])
 
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Check that a setting is a list of strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
         raise ValueError(f"{name}={value!r} must be a list of names")
     return tuple(value)
@@ -104,9 +104,7 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
 
 _ABOVE_0 = _number(0, low_allowed=False)
 _TEXT = _kind(_name, str, "NAME")
-_SWITCH = _kind(yes_or_no, bool)
-
-# -- the recipe --------------------------------------------------------------------------------------------------------
+_SWITCH = _kind(boolean, bool)
 
 DATA, PRIVACY, OPTIMIZER, RUN = "model and data", "privacy", "optimizer", "the run"
 
@@ -144,7 +142,7 @@ class Recipe:
     split: str = _setting("train", _TEXT, DATA, "split of the data (default: train)")
     text_column: str | None = _setting(None, _TEXT, DATA, "column of the texts (default: text)")
     label_column: str | None = _setting(None, _TEXT, DATA, "column of the labels (default: label)")
-    label_names: tuple[str, ...] | None = _setting(None, _kind(_names, str), DATA, "the labels in order", flag=None)
+    label_names: tuple[str, ...] | None = _setting(None, _kind(names, str), DATA, "the labels in order", flag=None)
     max_length: int | None = _setting(None, _whole(2), DATA, "cut texts to this many tokens")
     image_size: int | None = _setting(None, _whole(1), DATA, "side of an image in pixels")
     from_scratch: bool = _setting(False, _SWITCH, DATA, "start from new weights; read only the configuration")
@@ -217,12 +215,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """Make a recipe from plain values; unknown names are refused."""
-        known = [part.name for part in dataclasses.fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
-                raise ValueError(f"{name}={value!r} is not a setting of a recipe; {hint}")
+        check_known(values, [part.name for part in dataclasses.fields(cls)], "a recipe")
         for name in ("model", "data"):
             if name not in values:
                 raise ValueError(f"{name} is missing; add --{name} NAME_OR_PATH, or {name} = ... to the recipe")
@@ -254,6 +247,15 @@ class Recipe:
 
 _PAIRS = (("epsilon", "noise_multiplier"), ("steps", "epochs"), ("validation_data", "validation_fraction"))
 """Settings that replace each other."""
+
+
+def check_known(values: Mapping[str, Any], known: Sequence[str], what: str, prefix: str = "") -> None:
+    """Refuse a name that is not a setting, and suggest the one that was probably meant."""
+    for name, value in values.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+            raise ValueError(f"{prefix}{name}={value!r} is not a setting of {what}; {hint}")
 
 
 def flags() -> dict[str, dataclasses.Field[Any]]:

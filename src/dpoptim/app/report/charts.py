@@ -40,11 +40,7 @@ class Mark(Enum):
 
 
 def format_number(value: float, digits: int = 6) -> str:
-    """A number to read, with this many significant digits.
-
-    >>> format_number(3.14159265), format_number(12345678.0)
-    ('3.14159', '12,345,678')
-    """
+    """A number to read, with this many significant digits."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "−∞" if value < 0 else "not a number"
     if value == int(value) and abs(value) < 1e12:
@@ -57,28 +53,22 @@ def mean(values: Sequence[float]) -> float:
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Curve:
-    """One logged number against steps.
-
-    `path` is where the log has the number, and `mark` is what the guarantee says about it. `absent` explains why no
-    run logged it. `gap` explains missing single values ("": they need no explanation). `zero` and `log` shape the y
-    axis, as for `axis`. A `fan` is a list of quantiles. `is_epsilon` marks the privacy spent: its texts are rounded up,
-    a range of steps shows its greatest value, and the caption repeats the notes that the run logged about ε.
-    """
+    """One logged number against steps."""
 
     name: str
     title: str
     y_label: str
-    path: str
+    path: str  # where the log has the number
     mark: Mark
     caption: str
-    absent: str = "not logged"
-    gap: str = "logged value(s) are not finite and are not drawn"
-    zero: bool = False
+    absent: str = "not logged"  # why no run logged it
+    gap: str = "logged value(s) are not finite and are not drawn"  # why single values are missing
+    zero: bool = False  # of the y axis, as for `axis`
     log: bool = False
-    fan: bool = False
-    is_epsilon: bool = False
+    fan: bool = False  # the number is a list of quantiles
+    is_epsilon: bool = False  # texts are rounded up, and the caption repeats the notes that the run logged about ε
 
     @property
     def gather(self) -> Callable[[Sequence[float]], float]:
@@ -86,7 +76,6 @@ class Curve:
         return max if self.is_epsilon else mean
 
     def show(self, value: float) -> str:
-        """A value as text."""
         return format_epsilon(value) if self.is_epsilon else format_number(value, 4 if self.fan else 6)
 
     def of(self, run: RunHistory) -> Series:
@@ -100,109 +89,43 @@ class Curve:
 
 _DEBUG_ONLY = "logged only with debug = true, because it is not private"
 
-CURVES = (
-    Curve(
-        name="validation-loss",
-        title="Validation loss",
-        y_label="loss (nats)",
-        path="loss",
-        mark=Mark.OUTSIDE,
-        caption="Lower is better. If the curve rises again, training was too long.",
-    ),
-    Curve(
-        name="validation-accuracy",
-        title="Validation accuracy",
-        y_label="accuracy (share of predictions)",
-        path="accuracy",
-        mark=Mark.OUTSIDE,
-        caption="Higher is better.",
-    ),
-    Curve(
-        name="training-loss",
-        title="Training loss",
-        y_label="mean loss of the batch (nats)",
-        path="not_private.loss",
-        mark=Mark.DEBUG,
-        caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
-        absent=_DEBUG_ONLY,
-    ),
-    Curve(
-        name="clipped-fraction",
-        title="Clipped fraction",
-        y_label="share of the batch's examples",
-        path="not_private.clipped_fraction",
-        mark=Mark.DEBUG,
-        caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
-        absent=_DEBUG_ONLY,
-        zero=True,
-    ),
-    Curve(
-        name="signal-over-clip",
-        title="Gradient against clip norm, ‖g‖/ζ",
-        y_label="‖g‖/ζ (ratio), estimated",
-        path="released.signal_over_clip",
-        mark=Mark.RELEASED,
-        caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
-        "1, when all examples agree.",
-        zero=True,
-    ),
-    Curve(
-        name="noise-to-signal",
-        title="Noise to signal",
-        y_label="noise norm / ‖g‖ (ratio), estimated",
-        path="released.noise_to_signal",
-        mark=Mark.RELEASED,
-        caption="Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
+CURVES = (  # name, title, label of the y axis, path in the log, mark, caption
+    Curve("validation-loss", "Validation loss", "loss (nats)", "loss", Mark.OUTSIDE,
+        "Lower is better. If the curve rises again, training was too long."),
+    Curve("validation-accuracy", "Validation accuracy", "accuracy (share of predictions)", "accuracy", Mark.OUTSIDE,
+        "Higher is better."),
+    Curve("training-loss", "Training loss", "mean loss of the batch (nats)", "not_private.loss", Mark.DEBUG,
+        "The raw loss of private examples. Far below the validation loss, the model memorizes.",
+        absent=_DEBUG_ONLY),
+    Curve("clipped-fraction", "Clipped fraction", "share of the batch's examples",
+        "not_private.clipped_fraction", Mark.DEBUG,
+        "Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
+        absent=_DEBUG_ONLY, zero=True),
+    Curve("signal-over-clip", "Gradient against clip norm, ‖g‖/ζ", "‖g‖/ζ (ratio), estimated",
+        "released.signal_over_clip", Mark.RELEASED,
+        "‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most 1, when "
+        "all examples agree.",
+        zero=True),
+    Curve("noise-to-signal", "Noise to signal", "noise norm / ‖g‖ (ratio), estimated",
+        "released.noise_to_signal", Mark.RELEASED,
+        "Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
         absent="not logged, or the noise hid every gradient",
-        gap="logged step(s) are not drawn, because the noise hides their gradient",
-        log=True,
-    ),
-    Curve(
-        name="negative-fraction",
-        title="Negative second moments ν̂",
-        y_label="share of coordinates",
-        path="released.negative_fraction",
-        mark=Mark.RELEASED,
-        caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
-        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them",
-        zero=True,
-    ),
-    Curve(
-        name="scales",
-        title="Scales s over steps",
-        y_label="scale s (no unit)",
-        path="released.scale_quantiles",
-        mark=Mark.RELEASED,
-        caption="Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, "
-        "scaling does nothing.",
-        absent="this variant does not scale before clipping, or they were not logged",
-        zero=True,
-        log=True,
-        fan=True,
-    ),
-    Curve(
-        name="seconds-per-step",
-        title="Time per step",
-        y_label="seconds per step",
-        path="seconds",
-        mark=Mark.TIMING,
-        caption="It should be flat. The first steps may be slower.",
-        gap="",  # null until there are enough steps for a mean
-        zero=True,
-        log=True,
-    ),
-    Curve(
-        name="epsilon",
-        title="Privacy spent, ε",
-        y_label="ε of the steps so far, at the run's δ",
-        path="epsilon",
-        mark=Mark.KNOWN,
-        caption="What stopping at a step would have cost. Numbers are rounded up.",
-        absent="not logged, or infinite because the run is not private",
-        zero=True,
-        is_epsilon=True,
-    ),
-)
+        gap="logged step(s) are not drawn, because the noise hides their gradient", log=True),
+    Curve("negative-fraction", "Negative second moments ν̂", "share of coordinates",
+        "released.negative_fraction", Mark.RELEASED,
+        "Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
+        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them", zero=True),
+    Curve("scales", "Scales s over steps", "scale s (no unit)", "released.scale_quantiles", Mark.RELEASED,
+        "Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, scaling "
+        "does nothing.",
+        absent="this variant does not scale before clipping, or they were not logged", zero=True, log=True, fan=True),
+    Curve("seconds-per-step", "Time per step", "seconds per step", "seconds", Mark.TIMING,
+        "It should be flat. The first steps may be slower.",
+        gap="", zero=True, log=True),  # null until there are enough steps for a mean
+    Curve("epsilon", "Privacy spent, ε", "ε of the steps so far, at the run's δ", "epsilon", Mark.KNOWN,
+        "What stopping at a step would have cost. Numbers are rounded up.",
+        absent="not logged, or infinite because the run is not private", zero=True, is_epsilon=True),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +138,6 @@ class Row:
 
     @property
     def steps(self) -> str:
-        """The range as text."""
         return f"{self.first:,}–{self.last:,}" if self.first < self.last else f"{self.last:,}"
 
 
@@ -234,38 +156,26 @@ class Axis:
 
 
 def thin(found: Sequence[Fans], *, limit: int, gather: Callable[[Sequence[float]], float] = mean) -> list[Row]:
-    """Merge steps into at most `limit` ranges for all runs; each range keeps its least and greatest value.
-
-    >>> thin([[(1, [2.0] * 3), (2, [9.0] * 3), (3, [1.0] * 3)]], limit=1)
-    [Row(first=1, last=3, fans=[[1.0, 4.0, 9.0]])]
-    """
+    """Merge steps into at most `limit` ranges for all runs; each range keeps its least and greatest value."""
     steps = sorted({step for one in found for step, _ in one})
     width = max(1, -(-len(steps) // limit))
     rows = []
     for start in range(0, len(steps), width):
         first, last = steps[start], steps[start : start + width][-1]
-        fans = []
+        fans: list[list[float]] = []
         for one in found:
             begin = bisect.bisect_left(one, first, key=itemgetter(0))
             end = bisect.bisect_right(one, last, key=itemgetter(0))
-            fans.append(_merged([fan for _, fan in one[begin:end]], gather))
+            fans.append([])
+            if begin < end:
+                least, *middle, greatest = zip(*(fan for _, fan in one[begin:end]), strict=True)
+                fans[-1] = [min(least), *map(gather, middle), max(greatest)]
         rows.append(Row(first=first, last=last, fans=fans))
     return rows
 
 
-def _merged(fans: list[list[float]], gather: Callable[[Sequence[float]], float]) -> list[float]:
-    if not fans:
-        return []
-    least, *middle, greatest = zip(*fans, strict=True)
-    return [min(least), *map(gather, middle), max(greatest)]
-
-
 def axis(values: Iterable[float], *, zero: bool = False, log: bool = False) -> Axis:
-    """An axis over all values that ends on round numbers; with `log`, logarithmic if they span a factor of 30.
-
-    >>> axis([0.0, 9.7]).ticks
-    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    """
+    """An axis over all values that ends on round numbers; with `log`, logarithmic if they span a factor of 30."""
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
     if log and low > _TINY and high / low >= 30:
@@ -343,12 +253,8 @@ def colour_class(run: int) -> str:
     return f"c{run % _COLOURS}" + (f" dashed{run // _COLOURS % 3}" if run >= _COLOURS else "")
 
 
-def all_charts(runs: Sequence[RunHistory], *, limit: int) -> list[dict[str, Any] | str]:
-    """Every chart of the runs, thinned to `limit` ranges of steps; a sentence in place of each that has no numbers."""
-    return [_chart(curve, runs, limit=limit) for curve in CURVES]
-
-
-def _chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
+def chart(curve: Curve, runs: Sequence[RunHistory], *, limit: int) -> dict[str, Any] | str:
+    """The chart of a number, thinned to `limit` ranges of steps; a sentence in its place if no run logged it."""
     found = [quantiles_of(run) if curve.fan else [(step, [one] * 3) for step, one in curve.of(run)] for run in runs]
     if not any(found):
         return f"{curve.title}: {curve.absent}."

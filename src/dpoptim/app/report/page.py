@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import json
 import math
@@ -19,8 +18,9 @@ from markupsafe import Markup, escape
 
 from dpoptim.app.files import check_target, write_text
 from dpoptim.app.format import duration, plain
-from dpoptim.app.report.charts import CURVES, Mark, all_charts, colour_class, format_number, quantiles_of
+from dpoptim.app.report.charts import CURVES, Mark, chart, colour_class, format_number, quantiles_of
 from dpoptim.app.runs.run_log import RunHistory, number, series
+from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.format_epsilon import format_epsilon
 from dpoptim.version import __version__
 
@@ -32,11 +32,7 @@ _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
-    """Write the report of runs from `read_runs`; the file appears complete or not at all.
-
-    Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
-    guarantee. The noise key is not read. The file loads nothing.
-    """
+    """Write the report; what it shows of private data was released, or is marked as not private or outside."""
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)
@@ -47,35 +43,39 @@ def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
 
 def all_numbers(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Everything that the report draws, not thinned, as JSON values (no NaN, no infinity)."""
-    return {"runs": [plain(_numbers_of(run)) for run in runs]}
-
-
-def _numbers_of(run: RunHistory) -> dict[str, Any]:
-    curves = {curve.name: (curve, curve.of(run)) for curve in CURVES}
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "final": final_numbers(run),
-        "curves": {name: {"mark": c.mark.value, "values": values} for name, (c, values) in curves.items() if values},
-        "scale_quantiles": quantiles_of(run),
-        "recipe": run.recipe,
-        "versions": run.setting("versions"),
-        "statement": run.statement,
-        "notes": run.notes,
-    }
+    found = [
+        {
+            "name": run.name,
+            "folder": str(run.folder),
+            "final": final_numbers(run),
+            "curves": {c.name: {"mark": c.mark.value, "values": values} for c in CURVES if (values := c.of(run))},
+            "scale_quantiles": quantiles_of(run),
+            "recipe": run.recipe,
+            "versions": run.setting("versions"),
+            "statement": run.statement,
+            "notes": run.notes,
+        }
+        for run in runs
+    ]
+    return {"runs": plain(found)}
 
 
 def final_numbers(run: RunHistory) -> dict[str, Any]:
     """The run in a few numbers: `epsilon` covers all planned steps, `epsilon_spent` those taken (∞: no guarantee)."""
+    plan = run.plan
     released, private = ([r[key] for r in run.steps if r.get(key)] for key in ("released", "not_private"))
     found: dict[str, Any] = {
         **{name: run.setting(name) for name in (*_SETTINGS, *_COUNTS)},
         "steps": run.last_step,
-        "planned_steps": run.planned_steps,
+        "planned_steps": plan.steps,
         "ending": run.ending,
         "resumes": run.resumes,
-        "private": run.guarantee.is_private,
-        **dataclasses.asdict(run.guarantee),
+        "private": plan.is_private,
+        "epsilon": run.epsilon,
+        "delta": plan.delta,
+        "adjacency": plan.adjacency.value,
+        "sampling": type(plan.sampling).__name__,
+        "accountant": describe_accountant(plan.run),
         "epsilon_spent": run.epsilon_spent,
         "validation": _validation(run),
         "released": {name: number(released[-1].get(name)) for name in _RELEASED} if released else None,
@@ -114,11 +114,7 @@ def _median(run: RunHistory, path: str) -> float | None:
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    """Make the whole HTML file.
-
-    Guarantee: everything that comes from files is escaped. The page's policy allows its one script and style (by their
-    hashes) and nothing else, and lets it fetch nothing.
-    """
+    """Make the whole HTML file; its policy allows its one script and style, by their hashes, and nothing else."""
     assets = files("dpoptim.app.report") / "assets"
     template, style, script = (assets.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
@@ -137,7 +133,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         several=several,
         runs=shown,
         finals=_comparison(shown) if several else None,
-        charts=all_charts(runs, limit=max(40, _POINTS * 3 // (2 + len(runs)))),
+        charts=[chart(curve, runs, limit=max(40, _POINTS * 3 // (2 + len(runs)))) for curve in CURVES],
         differences=_differences(shown) if several else None,
     )
     text = text.encode("utf-8", "replace").decode("utf-8")  # JSON allows half a surrogate pair, UTF-8 does not
@@ -153,7 +149,7 @@ def _shown(run: RunHistory, found: dict[str, Any], place: int) -> dict[str, Any]
         "name": run.name,
         "colour": colour_class(place),
         "guarantee": guarantee_sentence(run),
-        "covered": run.guarantee.is_private and run.last_step <= run.planned_steps,
+        "covered": run.plan.is_private and run.last_step <= run.plan.steps,
         "notes": notes,
         "statement": re.sub(r"\n {4,}", " ", run.statement).splitlines(),  # joins lines that continue a paragraph
         "finals": _finals(found),
@@ -187,18 +183,19 @@ def _title(numbers: Sequence[dict[str, Any]]) -> str:
 
 def guarantee_sentence(run: RunHistory) -> str:
     """The guarantee in one sentence, with ε rounded up; for an unfinished run, also what was spent so far."""
-    found = run.guarantee
-    if not found.is_private:
+    plan = run.plan
+    if not plan.is_private:
         return f"Not private, regardless of the values below: {run.statement.partition(chr(10))[0]}"
     sentence = (
-        f"ε = {format_epsilon(found.epsilon)} at δ = {found.delta!r}, {found.adjacency.replace('_', '-')} adjacency, "
-        f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', found.sampling)} sampling, accountant: {found.accountant.rstrip('.')}"
+        f"ε = {format_epsilon(run.epsilon)} at δ = {plan.delta!r}, {plan.adjacency.value.replace('_', '-')} adjacency, "
+        f"{re.sub(r'(?<=[a-z])(?=[A-Z])', ' ', type(plan.sampling).__name__)} sampling, accountant: "
+        f"{describe_accountant(plan.run).rstrip('.')}"
     )
-    taken, planned = run.last_step, run.planned_steps
+    taken, planned = run.last_step, plan.steps
     if taken > planned:
         return f"The guarantee does not hold: {taken:,} steps were taken, and {sentence} covers {planned:,}."
     if taken < planned:
-        took = "took" if run.is_ended else "is known to have taken"
+        took = "took" if run.reason else "is known to have taken"
         sentence += (
             f". The run {took} {taken:,} of {planned:,} steps, which cost ε = {format_epsilon(run.epsilon_spent)}"
         )
@@ -261,7 +258,7 @@ def _details(run: RunHistory, found: dict[str, Any]) -> dict[str, str]:
         "Device": found["device"],
         "Parameters": _number(found["parameters"]),
         "Trained parameters": _number(found["trained_parameters"]),
-        "Examples covered by the guarantee": f"{run.privacy_plan.num_examples:,}",
+        "Examples covered by the guarantee": f"{run.plan.num_examples:,}",
         "Validation examples": _number(found["validation_examples"]),
         "Expected batch size": _number(found["batch_size"]),
         "Noise": found["mechanism"],

@@ -35,10 +35,7 @@ class Estimate:
 
 
 def estimate(setup: RunSetup) -> Estimate:
-    """Measure a private step on random examples; it changes the model, so `setup` cannot be used afterwards.
-
-    seconds per step = micro-batches · seconds per micro-batch + seconds per update
-    """
+    """Measure a private step on random examples; it changes the model, so `setup` cannot be used afterwards."""
     prepared, plan, device = setup.prepared, setup.plan, setup.device
     setup.model.train()
     optimizer = optimizer_of(setup.recipe, setup.model, plan, external_batches=True)

@@ -96,16 +96,7 @@ def _parts(prepared: Prepared, batch_size: int, batch_tokens: int) -> Iterator[n
 
 
 class Diagnostics:
-    """Measures the step between `before()` and `after()`, from released values only.
-
-    | value | meaning |
-    |---|---|
-    | gradient_norm | ‖g̃‖ |
-    | noise_norm | √(φ·Σ 1/s²), the expected norm of the noise alone |
-    | signal_norm | √max(‖g̃‖² − noise_norm², 0), an estimate of the norm without noise |
-    | negative_fraction | share of second moments below the noise's part; None if gradients are scaled |
-    | scale_quantiles | quantiles of s |
-    | update_norm | how far the parameters moved |
+    """Measures the step between `before()` and `after()`.
 
     Guarantee: the values are computed from what a step made public and from the plan's public numbers, so they may be
     shown to anyone who may see the model.
@@ -139,15 +130,16 @@ class Diagnostics:
         gradient, noise = map(float, released_norms(released, scale))
         signal = math.sqrt(max(gradient**2 - noise**2, 0.0))
         self._found = {
-            "gradient_norm": gradient,
-            "noise_norm": noise,
-            "signal_norm": signal,
+            "gradient_norm": gradient,  # ‖g̃‖
+            "noise_norm": noise,  # √(φ·Σ 1/s²), the expected norm of the noise alone
+            "signal_norm": signal,  # an estimate of the norm without noise
             "signal_over_clip": signal / self._optimizer.plan.clip_norm,
             "noise_to_signal": noise / signal if signal > 0 else None,
             "scale_quantiles": None if scale is None else _quantiles(scale.values(), self._numel),
         }
 
     def _negative_fraction(self) -> float | None:
+        """The share of second moments below the noise's part; None if gradients are scaled."""
         optimizer = self._optimizer
         if not isinstance(optimizer.rule, Adam) or optimizer.mechanism.scale is not None:
             return None
@@ -171,12 +163,10 @@ class Diagnostics:
 
 
 def _quantiles(tensors: Iterable[Tensor], numel: int) -> list[float]:
-    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact.
-
-    It holds one tensor at a time, because a large model's scale is computed when it is read.
-    """
+    """Quantiles of at most a million evenly spaced coordinates of `numel` in all; minimum and maximum are exact."""
     every, at = -(-numel // _MOST_SORTED), 0
     some, lows, highs = [], [], []
+    # One tensor at a time, because a large model's scale is computed when it is read.
     for flat in (tensor.reshape(-1).float() for tensor in tensors if tensor.numel()):
         some.append(flat[-at % every :: every].clone())
         lows.append(flat.min())

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -119,23 +119,18 @@ def resume(
         limits = {"micro_batch_size": micro_batch_size, "micro_batch_tokens": micro_batch_tokens}
         if changes := {name: limit for name, limit in limits.items() if limit is not None}:
             recipe = recipe.replace(**changes)
-            _check_repeats_nothing(place, changes)
+            saved = max(map(step_of, checkpoints(place.checkpoints)), default=0)
+            released = released_count(place.steps_file)
+            if released > saved:
+                name, value = next(iter(changes.items()))
+                raise ValueError(
+                    f"{name}={value} would change how step {saved + 1} rounds, and it was released after the last "
+                    f"checkpoint. Resume without it, stop with Ctrl-C after step {released}, and change it then."
+                )
             write_text(place.recipe_file, recipe.to_toml())  # later sessions must repeat the same sums
         recipe = recipe if device is None else recipe.replace(device=device)
         setup = prepare_run(recipe, plan=plan, stage=progress.stage)
         return _run(setup, place, progress, key)
-
-
-def _check_repeats_nothing(place: RunDirectory, changes: Mapping[str, int]) -> None:
-    """Refuse different micro-batches if steps were released after the last checkpoint."""
-    saved = max(map(step_of, checkpoints(place.checkpoints)), default=0)
-    released = released_count(place.steps_file)
-    if released > saved:
-        name, value = next(iter(changes.items()))
-        raise ValueError(
-            f"{name}={value} would change how step {saved + 1} rounds, and it was released after the last checkpoint. "
-            f"Resume without it, stop with Ctrl-C after step {released}, and change it then."
-        )
 
 
 def _run(setup: RunSetup, place: RunDirectory, progress: ProgressReporter, key: NoiseKey) -> dict[str, Any]:
@@ -340,9 +335,6 @@ def stopping_between_steps() -> Iterator[SimpleNamespace]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# -- the trained model -------------------------------------------------------------------------------------------------
 
 
 def load_trained(directory: str | Path) -> nn.Module:

@@ -99,9 +99,6 @@ class RunDirectory:
         return PrivacyPlan.from_dict(json.loads(self.plan_file.read_text(encoding="utf-8"))["plan"])
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write `folder`/step-000100/state.pt, then remove all but the last two checkpoints."""
     path = folder / f"step-{step:06d}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -10,16 +11,13 @@ import math
 import shutil
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dpoptim.app.files import write_text
 from dpoptim.app.format import plain
-from dpoptim.app.recipes.recipe import Recipe
 from dpoptim.integrations.optional import first_line
 from dpoptim.privacy import PrivacyPlan
-from dpoptim.privacy.accounting import describe_accountant
 from dpoptim.privacy.composition import EpsilonSpent
 
 Series = list[tuple[int, float]]
@@ -27,15 +25,9 @@ Series = list[tuple[int, float]]
 
 _LOG = "log.jsonl"
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
 
 class RunLog:
-    """Appends entries to a log: one JSON object per line.
-
-    Only start and end have the time of day, because the times of steps reveal the sizes of their batches. If
-    `tensorboard` names a folder, it is rebuilt from the log and then gets the numbers of every entry.
-    """
+    """Appends entries to a log, one JSON object per line, and mirrors their numbers to a folder of TensorBoard."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
         self._path = path
@@ -52,7 +44,7 @@ class RunLog:
     def write(self, kind: str, **values: Any) -> None:
         """Append an entry."""
         entry: dict[str, Any] = {"kind": kind}
-        if kind in ("start", "end"):
+        if kind in ("start", "end"):  # times of steps reveal the sizes of their batches
             entry["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entry |= values
         with self._path.open("a", encoding="utf-8") as file:
@@ -82,20 +74,15 @@ def cut_log(path: Path, step: int) -> None:
     write_text(path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
 
 
-# -- reading the log ---------------------------------------------------------------------------------------------------
-
-
 def log_lines(path: Path) -> list[dict[str, Any] | None]:
     """The entries of a log, in order; None for a line that is not a JSON object."""
-    return [_entry(line) for line in path.read_bytes().split(b"\n") if line.strip()]
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) else None
+    entries: list[dict[str, Any] | None] = []
+    for line in filter(bytes.strip, path.read_bytes().split(b"\n")):
+        entry = None
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+        entries.append(entry if isinstance(entry, dict) else None)
+    return entries
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -116,30 +103,11 @@ def _last_reason(entries: list[dict[str, Any]]) -> str | None:
     return sessions[-1].get("reason") if sessions else None
 
 
-# -- reading a run -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guarantee:
-    """What the plan guarantees for all its steps; `epsilon` is ∞ if there is no guarantee."""
-
-    epsilon: float
-    delta: float
-    adjacency: str
-    sampling: str
-    accountant: str
-
-    @property
-    def is_private(self) -> bool:
-        """Whether ε is finite."""
-        return math.isfinite(self.epsilon)
-
-
 class RunHistory:
     """A run directory, read back: its settings, its plan, and its log's entries by kind."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        self.folder, self.name = folder, name or folder.resolve().name
         log = folder / _LOG
         if not log.is_file():
             raise ValueError(f"{folder} is not a run directory: it has no {_LOG}")
@@ -149,14 +117,14 @@ class RunHistory:
         self.starts, self.steps, self.evaluations, self.ends = (
             [entry for entry in entries if entry["kind"] == kind] for kind in ("start", "step", "evaluation", "end")
         )
-        self.is_ended = _last_reason(entries) is not None  # the last session of the run logged its end
+        self.reason = _last_reason(entries)  # None: still running, or killed
         cut_off = log_lines(log)[-1] is None
         self.notes = [f"the last line of {_LOG} was cut off while it was written, and is ignored"] if cut_off else []
         self.recipe_text: str = _parsed(folder / "recipe.toml", str)
         self.recipe: dict[str, Any] = _parsed(folder / "recipe.toml", tomllib.loads)
         self.statement: str = _parsed(folder / "statement.txt", str).strip()
-        self.privacy_plan: PrivacyPlan
-        self.privacy_plan, self._epsilon = _parsed(folder / "plan.json", _plan)
+        self.plan: PrivacyPlan
+        self.plan, self.epsilon = _parsed(folder / "plan.json", _plan)  # ε of all steps; ∞ without a guarantee
 
     def setting(self, name: str) -> Any:
         """A value of the last start or the recipe; None if there is none."""
@@ -168,14 +136,14 @@ class RunHistory:
         return max((entry["step"] for entry in (*self.steps, *self.evaluations, *self.ends)), default=0)
 
     @property
-    def planned_steps(self) -> int:
-        """How many steps the guarantee covers."""
-        return self.privacy_plan.steps
-
-    @property
     def ending(self) -> str:
         """How the run ended, in the words of the log."""
-        return str(self.ends[-1]["reason"]) if self.is_ended else "still running, or killed"
+        return self.reason or "still running, or killed"
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The last held-out scores; none if the run diverged."""
+        return {} if self.reason == DIVERGED else self.evaluations[-1]
 
     @property
     def resumes(self) -> int:
@@ -191,38 +159,22 @@ class RunHistory:
         return math.fsum(value for _, value in steps) / len(steps) * self.last_step if steps else None
 
     @functools.cached_property
-    def guarantee(self) -> Guarantee:
-        """The guarantee of the whole run."""
-        plan = self.privacy_plan
-        assert plan.delta is not None  # a run has one
-        return Guarantee(
-            epsilon=self._epsilon,
-            delta=plan.delta,
-            adjacency=plan.adjacency.value,
-            sampling=type(plan.sampling).__name__,
-            accountant=describe_accountant(plan.run),
-        )
-
-    @functools.cached_property
     def epsilon_spent(self) -> float:
         """ε of the steps taken: as logged, or recomputed if steps after the last entry count too."""
-        if not self.guarantee.is_private:
+        if not self.plan.is_private:
             return math.inf
         logged = series(self.steps, "epsilon")
         if logged and logged[-1][0] >= self.last_step:
             return max(value for _, value in logged)
-        if self.last_step >= self.planned_steps:
-            return self.guarantee.epsilon
-        return EpsilonSpent(self.privacy_plan).at(self.last_step)
+        return self.epsilon if self.last_step >= self.plan.steps else EpsilonSpent(self.plan).at(self.last_step)
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
-    """Read run directories; a folder of runs, as a comparison or the demonstration writes it, stands for all of them.
-
-    The runs are named by their folders, with as much of the path as it takes to make the names differ.
-    """
+    """Read runs, named by as much of their paths as differs; a folder of runs stands for all of them."""
     found = dict.fromkeys(path.resolve() for folder in folders for path in _runs_in(Path(folder).expanduser()))
-    return [read_run(path, name=name) for path, name in zip(found, _names(list(found)), strict=True)]
+    parts = [path.parts for path in found]
+    length = next(n for n in itertools.count(1) if len({part[-n:] for part in parts}) == len(parts))
+    return [RunHistory(path, "/".join(path.parts[-length:])) for path in found]
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -231,11 +183,6 @@ def _runs_in(folder: Path) -> list[Path]:
         return [folder]
     logs = (*folder.glob(f"runs/*/*/seed-*/{_LOG}"), *folder.glob(f"*/{_LOG}"))
     return sorted(log.parent for log in logs if log.stat().st_size) or [folder]  # an empty log has just begun
-
-
-def read_run(folder: str | Path, *, name: str | None = None) -> RunHistory:
-    """Read one run directory."""
-    return RunHistory(Path(folder), name or Path(folder).resolve().name)
 
 
 def _plan(text: str) -> tuple[PrivacyPlan, float]:
@@ -271,57 +218,19 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    parts = [path.parts for path in paths]
-    length = next(n for n in itertools.count(1) if len({part[-n:] for part in parts}) == len(parts))
-    return ["/".join(part[-length:]) for part in parts]
-
-
-# -- the result --------------------------------------------------------------------------------------------------------
-
-
 class Diverged(ValueError):
     """Training stopped because parameters are no longer finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """A finished run; `first` and `last` are held-out scores before and after training."""
-
-    path: Path
-    recipe: Recipe
-    plan: PrivacyPlan
-    first: dict[str, Any]
-    last: dict[str, Any]
-    seconds: float
-
-
-def read_result(directory: Path) -> RunResult:
-    """Read the result of a run that finished or diverged."""
-    run = read_run(directory)
-    if not run.evaluations:
-        raise ValueError(f"{directory} has no scores, because no records were held out; set validation_fraction")
-    last = run.evaluations[-1]
-    if has_diverged(directory):
-        last = {**last, "loss": None, "accuracy": None, "perplexity": None}
-    return RunResult(
-        path=directory,
-        recipe=Recipe.from_dict(run.recipe),
-        plan=run.privacy_plan,
-        first=run.evaluations[0],
-        last=last,
-        seconds=run.seconds or 0.0,
-    )
-
-
-def is_finished(directory: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     """Whether the folder is a run that took all its steps."""
-    return _ended_by(directory, "finished")
+    return last_reason(folder) == "finished"
 
 
-def has_diverged(directory: Path) -> bool:
-    """Whether the folder is a run that stopped with `Diverged`, and would again."""
-    return _ended_by(directory, ending_by(Diverged()))
+def last_reason(folder: Path) -> str | None:
+    """How the last session of a run ended, in the words of its log; None if there is no log, or no end in it."""
+    log = folder / _LOG
+    return _last_reason(read_log(log)) if log.is_file() else None
 
 
 def ending_by(error: BaseException) -> str:
@@ -329,6 +238,4 @@ def ending_by(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {type(error).__name__}"
 
 
-def _ended_by(directory: Path, reason: str) -> bool:
-    log = directory / _LOG
-    return log.is_file() and _last_reason(read_log(log)) == reason
+DIVERGED = ending_by(Diverged())

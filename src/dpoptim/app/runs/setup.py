@@ -163,9 +163,6 @@ def _tried(setup: RunSetup) -> PrivacyPlan:
     return optimizer.plan
 
 
-# -- comparing records by content --------------------------------------------------------------------------------------
-
-
 def training_digest(prepared: Prepared, key: NoiseKey) -> str:
     """A keyed digest of the training examples as the model sees them: tokens, numbers, or the bytes of image files."""
     records = prepared.records
