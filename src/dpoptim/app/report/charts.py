@@ -53,7 +53,7 @@ def mean(values: Sequence[float]) -> float:
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Curve:
     """One logged number against steps."""
 
@@ -89,43 +89,109 @@ class Curve:
 
 _DEBUG_ONLY = "logged only with debug = true, because it is not private"
 
-CURVES = (  # name, title, label of the y axis, path in the log, mark, caption
-    Curve("validation-loss", "Validation loss", "loss (nats)", "loss", Mark.OUTSIDE,
-        "Lower is better. If the curve rises again, training was too long."),
-    Curve("validation-accuracy", "Validation accuracy", "accuracy (share of predictions)", "accuracy", Mark.OUTSIDE,
-        "Higher is better."),
-    Curve("training-loss", "Training loss", "mean loss of the batch (nats)", "not_private.loss", Mark.DEBUG,
-        "The raw loss of private examples. Far below the validation loss, the model memorizes.",
-        absent=_DEBUG_ONLY),
-    Curve("clipped-fraction", "Clipped fraction", "share of the batch's examples",
-        "not_private.clipped_fraction", Mark.DEBUG,
-        "Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
-        absent=_DEBUG_ONLY, zero=True),
-    Curve("signal-over-clip", "Gradient against clip norm, ‖g‖/ζ", "‖g‖/ζ (ratio), estimated",
-        "released.signal_over_clip", Mark.RELEASED,
-        "‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most 1, when "
-        "all examples agree.",
-        zero=True),
-    Curve("noise-to-signal", "Noise to signal", "noise norm / ‖g‖ (ratio), estimated",
-        "released.noise_to_signal", Mark.RELEASED,
-        "Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
+CURVES = (
+    Curve(
+        name="validation-loss",
+        title="Validation loss",
+        y_label="loss (nats)",
+        path="loss",
+        mark=Mark.OUTSIDE,
+        caption="Lower is better. If the curve rises again, training was too long.",
+    ),
+    Curve(
+        name="validation-accuracy",
+        title="Validation accuracy",
+        y_label="accuracy (share of predictions)",
+        path="accuracy",
+        mark=Mark.OUTSIDE,
+        caption="Higher is better.",
+    ),
+    Curve(
+        name="training-loss",
+        title="Training loss",
+        y_label="mean loss of the batch (nats)",
+        path="not_private.loss",
+        mark=Mark.DEBUG,
+        caption="The raw loss of private examples. Far below the validation loss, the model memorizes.",
+        absent=_DEBUG_ONLY,
+    ),
+    Curve(
+        name="clipped-fraction",
+        title="Clipped fraction",
+        y_label="share of the batch's examples",
+        path="not_private.clipped_fraction",
+        mark=Mark.DEBUG,
+        caption="Near 1, the clip norm sets every example's length. Near 0, the noise is larger than necessary.",
+        absent=_DEBUG_ONLY,
+        zero=True,
+    ),
+    Curve(
+        name="signal-over-clip",
+        title="Gradient against clip norm, ‖g‖/ζ",
+        y_label="‖g‖/ζ (ratio), estimated",
+        path="released.signal_over_clip",
+        mark=Mark.RELEASED,
+        caption="‖g‖ is estimated as √(‖g̃‖² − noise²), and is 0 where the noise hides it. Without scales it is at most "
+        "1, when all examples agree.",
+        zero=True,
+    ),
+    Curve(
+        name="noise-to-signal",
+        title="Noise to signal",
+        y_label="noise norm / ‖g‖ (ratio), estimated",
+        path="released.noise_to_signal",
+        mark=Mark.RELEASED,
+        caption="Above 1, a step is more noise than gradient, and only averages over steps mean anything.",
         absent="not logged, or the noise hid every gradient",
-        gap="logged step(s) are not drawn, because the noise hides their gradient", log=True),
-    Curve("negative-fraction", "Negative second moments ν̂", "share of coordinates",
-        "released.negative_fraction", Mark.RELEASED,
-        "Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
-        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them", zero=True),
-    Curve("scales", "Scales s over steps", "scale s (no unit)", "released.scale_quantiles", Mark.RELEASED,
-        "Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, scaling "
-        "does nothing.",
-        absent="this variant does not scale before clipping, or they were not logged", zero=True, log=True, fan=True),
-    Curve("seconds-per-step", "Time per step", "seconds per step", "seconds", Mark.TIMING,
-        "It should be flat. The first steps may be slower.",
-        gap="", zero=True, log=True),  # null until there are enough steps for a mean
-    Curve("epsilon", "Privacy spent, ε", "ε of the steps so far, at the run's δ", "epsilon", Mark.KNOWN,
-        "What stopping at a step would have cost. Numbers are rounded up.",
-        absent="not logged, or infinite because the run is not private", zero=True, is_epsilon=True),
-)  # fmt: skip
+        gap="logged step(s) are not drawn, because the noise hides their gradient",
+        log=True,
+    ),
+    Curve(
+        name="negative-fraction",
+        title="Negative second moments ν̂",
+        y_label="share of coordinates",
+        path="released.negative_fraction",
+        mark=Mark.RELEASED,
+        caption="Near one half, ν̂ is mostly noise after the noise's share is subtracted, and correction helps little.",
+        absent="only variants that subtract, or could subtract, the noise's share from ν̂ log them",
+        zero=True,
+    ),
+    Curve(
+        name="scales",
+        title="Scales s over steps",
+        y_label="scale s (no unit)",
+        path="released.scale_quantiles",
+        mark=Mark.RELEASED,
+        caption="Line: median coordinate. A wide fan means that coordinates are scaled differently. If all are near 1, "
+        "scaling does nothing.",
+        absent="this variant does not scale before clipping, or they were not logged",
+        zero=True,
+        log=True,
+        fan=True,
+    ),
+    Curve(
+        name="seconds-per-step",
+        title="Time per step",
+        y_label="seconds per step",
+        path="seconds",
+        mark=Mark.TIMING,
+        caption="It should be flat. The first steps may be slower.",
+        gap="",  # null until there are enough steps for a mean
+        zero=True,
+        log=True,
+    ),
+    Curve(
+        name="epsilon",
+        title="Privacy spent, ε",
+        y_label="ε of the steps so far, at the run's δ",
+        path="epsilon",
+        mark=Mark.KNOWN,
+        caption="What stopping at a step would have cost. Numbers are rounded up.",
+        absent="not logged, or infinite because the run is not private",
+        zero=True,
+        is_epsilon=True,
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
