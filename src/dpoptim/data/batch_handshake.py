@@ -44,16 +44,16 @@ class _Channel:
     was_used: bool = False
 
 
-_channels: list[_Channel] = []  # of plans that are alive
+_channels: list[_Channel] = []
 
 
 def _channel(plan: object) -> _Channel:
-    for found in list(_channels):
+    for found in _channels:
         if found.plan() is plan:
             return found
-    channel = _Channel(weakref.ref(plan, lambda plan: _channels.remove(channel)))
-    _channels.append(channel)
-    return channel
+    _channels[:] = [found for found in _channels if found.plan() is not None]  # forget plans that are gone
+    _channels.append(_Channel(weakref.ref(plan)))
+    return _channels[-1]
 
 
 def issue(plan: object, ticket: Ticket) -> None:
@@ -95,6 +95,6 @@ def pending_elsewhere(plan: object) -> bool:
     """Whether a loader waits under a different plan object, for which no optimizer was created."""
     return any(
         channel.consumer() is None and any(ticket.is_valid for ticket in channel.tickets)
-        for channel in list(_channels)
+        for channel in _channels
         if channel.plan() is not plan
     )
