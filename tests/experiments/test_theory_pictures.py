@@ -264,7 +264,7 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         pictures.main([str(tmp_path), "--only", "exponent"])
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'dpoptim[plots]'" in capsys.readouterr().err
 
 
 def test_matplotlib_is_imported_inside_functions_only():
