@@ -34,7 +34,6 @@ def _accept_cpu_tensors() -> None:
     from dpoptim.kernels import (
         adam_triton,
         choose,
-        cross_entropy_triton,
         normals_triton,
         outer_triton,
         tables_triton,
@@ -61,7 +60,6 @@ def _accept_cpu_tensors() -> None:
         (choose, "on_current_device"): lambda *tensors: True,
         (choose, "_has_tensor_descriptors"): lambda: True,
         (outer_triton, "processors"): lambda device: 2,
-        (cross_entropy_triton, "processors"): lambda device: 2,
         (outer_triton, "_loadable"): loadable,
         (tables_triton, "table_of"): table_of,
         (normals_triton, "table_of"): table_of,
