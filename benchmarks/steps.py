@@ -73,20 +73,29 @@ def steps_of(case: Case, way: str) -> Step:
         return opacus_steps(case, model, batch, "ghost" if way == "opacus ghost" else "hooks")
     if way in ("plain", "compiled", "off"):
         return ordinary_steps(case, model, batch, way)
+    return private_steps(dpoptim, case, model, batch, way)
+
+
+def private_steps(
+    package: Any, case: Case, model: nn.Module, batch: Batch, way: str, batches: str = "external_batches"
+) -> Step:
+    """Return a private step of a version of dpoptim; `batches` is its name for `external_batches`."""
     size = len(batch[0])
-    plan = dpoptim.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
-    make = dpoptim.scale_then_privatize if way in ("scaled", "captured") else dpoptim.post_processing
-    optimizer = make(model, plan, lr=1e-4, external_batches=True)
+    plan = package.PrivacyPlan(num_examples=1000 * size, batch_size=size, steps=10_000, noise_multiplier=1.0)
+    make = package.scale_then_privatize if way in ("scaled", "captured") else package.post_processing
+    optimizer = make(model, plan, lr=1e-4, **{batches: True})
 
     def ordinary(*given: Tensor) -> object:
         return case.loss(model, given).sum().backward()
 
-    captured = optimizer.captured(lambda *given: case.loss(model, given)) if way == "captured" else None
+    captured, steps = (optimizer.captured(lambda *given: case.loss(model, given)) if way == "captured" else None), 0
 
     def private() -> None:
+        nonlocal steps
         (captured or ordinary)(*batch)
         optimizer.step()
-        if captured is not None and optimizer.mechanism.step == 3 and not captured.graphs:
+        steps += 1
+        if captured is not None and steps == 3 and not captured.graphs:
             raise RuntimeError("no CUDA graph was captured")
 
     return private

@@ -41,7 +41,7 @@ def run(trainer: Any, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["abstracts", "growth", "noise", "picture", "small", "steps", "strategies", "trainer"]
+    "script", ["abstracts", "growth", "noise", "picture", "small", "steps", "strategies", "trainer", "versions"]
 )
 def test_scripts_start_outside_the_tests(script, tmp_path):
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--help"]
