@@ -467,6 +467,12 @@ def test_the_check_of_the_training_loss_covers_the_calls_of_the_model():
         assert model.runs_of(torch.randn(B, 4)) == runs
 
 
+def test_the_check_of_the_training_loss_returns_the_bytes_of_gradient_factors():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2, bias=False))
+    found = check_training_loss(model, lambda model, x: model(x).sum((1, 2)), torch.randn(4, 5, 4))
+    assert found == 4 * (5 * (4 + 6) + 6 + 5 * (6 + 2)), "float32: inputs and output gradients at 5 positions, one bias"
+
+
 def test_losses_of_0_cover_no_calls():
     """Nothing shows what rows without targets do to other rows."""
 

@@ -125,6 +125,7 @@ class Engine:
         self.allow_mixing = allow_mixing
         self.batch = self._new_batch()
         self.examples: int | None = None  # in the running forward
+        self.factor_bytes = 0  # of an example in the checked loss
         self.call: int | None = None  # number of the running call of the model or of a part
         self._called: nn.Module | None = None
         self._calls = 0
@@ -325,7 +326,7 @@ class Engine:
         return is_conclusive
 
     def _rely_on(self, check: ModelCheck) -> None:
-        self._loss_is_checked = True
+        self._loss_is_checked, self.factor_bytes = True, check.factor_bytes
         self._seen.update(check.seen)
         self._checked.setdefault(self.model, []).extend(check.calls)
 
@@ -384,7 +385,7 @@ class Engine:
             self._refuse("a parameter was replaced after the optimizer was created; create the optimizer last")
         name = self.names[id(parameter)]
         if ModelCheck.running is not None:
-            ModelCheck.running.record(self, name, factors.sketch)
+            ModelCheck.running.record(self, name, factors)
             return
         batch = self._batch_of(call, torch._C._current_graph_task_id())
         gradients = batch.gradients.get(name)

@@ -87,17 +87,22 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
     _check_losses(model, loss_fn, batch, covers_calls=False)
 
 
-def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> None:
-    """Check the loss that will be trained: calls of the model as in this batch are not checked again."""
-    _check_losses(model, loss_fn, batch, covers_calls=True)
+def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
+    """Check the loss that will be trained: calls of the model as in this batch are not checked again.
+
+    Returns:
+        The bytes that the gradient factors of an example take until its batch is clipped.
+    """
+    return _check_losses(model, loss_fn, batch, covers_calls=True)
 
 
-def _check_losses(model: nn.Module, loss_fn: LossFunction, batch: Any, *, covers_calls: bool) -> None:
+def _check_losses(model: nn.Module, loss_fn: LossFunction, batch: Any, *, covers_calls: bool) -> int:
     engine = Engine(model, lambda _: None)
     with _attached(engine):
         losses = partial(_losses, model, loss_fn)
         if not engine.check_losses(losses, batch, lasting=True, covers_calls=covers_calls):
             raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
+    return engine.factor_bytes
 
 
 def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:

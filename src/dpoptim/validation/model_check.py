@@ -109,7 +109,9 @@ class ModelCheck:
         self.seen, self.has_gradients = LayerAxes(), False
         self.calls: list[Any] = []  # signatures of the calls of the whole model
         self.all_rows_have_gradients = True  # otherwise losses that are 0 may hide what their rows do to others
+        self.factor_bytes = 0  # the most that gradient factors take for one example
         self._gradients: Gradients = []
+        self._bytes = 0.0
         self._runs: list[tuple[int, list[LayerShapes]]] = []  # the number of examples, and what the layers got
 
     def check(self, name: str, run: Callable[[Any], Any], arguments: Arguments) -> bool:
@@ -148,6 +150,7 @@ class ModelCheck:
 
     def _take(self) -> Gradients:
         taken, self._gradients = self._gradients, []
+        self.factor_bytes, self._bytes = max(self.factor_bytes, round(self._bytes)), 0.0
         if taken:
             has_gradient = torch.stack([(sketch != 0).any(1).cpu() for _, sketch in taken]).any(0)
             self.all_rows_have_gradients &= bool(has_gradient.all())
@@ -173,7 +176,8 @@ class ModelCheck:
             return tensor.expand(examples, *tensor.shape[1:])
         raise BatchAxisError(layer, tensor.shape, examples)
 
-    def record(self, owner: object, parameter: str, sketch: Callable[[], Tensor]) -> None:
+    def record(self, owner: object, parameter: str, factors: Any) -> None:
         if owner is self.owner:
             self.has_gradients = True
-            self._gradients.append((parameter, sketch()))
+            self._gradients.append((parameter, factors.sketch()))
+            self._bytes += sum(part.nbytes for part in factors if part is not None) / len(factors[0])

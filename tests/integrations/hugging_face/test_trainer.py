@@ -519,6 +519,29 @@ def test_gradient_checkpointing_gives_the_same_step(tmp_path):
         assert torch.allclose(value, found[1][name], atol=1e-6), name
 
 
+def test_checkpointed_micro_batches_have_bounded_gradient_factors(tmp_path):
+    trainers = [
+        class_trainer(tmp_path, per_device_train_batch_size=6, gradient_checkpointing=on) for on in (True, False)
+    ]
+    memory = 1 << 30  # the parameters of a tiny model take less
+    for factor_bytes, sizes in ((0, (6, 6)), (memory // 7, (6, 6)), (memory // 3, (3, 6)), (2 * memory, (1, 6))):
+        assert tuple(trainer._micro_batch_size(factor_bytes) for trainer in trainers) == sizes
+
+
+def test_the_loader_uses_the_bounded_micro_batch(tmp_path, monkeypatch):
+    seen = []
+
+    def always_two(self: PrivateTrainer, factor_bytes: int) -> int:
+        seen.append(factor_bytes)
+        return 2
+
+    monkeypatch.setattr(PrivateTrainer, "_micro_batch_size", always_two)
+    trainer = class_trainer(tmp_path, per_device_train_batch_size=6, max_steps=1)
+    trainer.train()
+    assert trainer._steps.loader.micro_batch_size == 2
+    assert 1_000 < seen[0] < 1_000_000
+
+
 @pytest.mark.slow
 def test_lora_trains_only_its_adapters_and_resumes_bitwise(tmp_path):
     def model() -> Any:

@@ -36,6 +36,7 @@ from dpoptim.optim.out_of_memory import RUNNING, advising
 from dpoptim.privacy import PrivacyPlan, StepLedger
 from dpoptim.privacy.composition import EpsilonSpent
 
+_MIN_FACTOR_MEMORY = 1 << 30  # bytes; smaller micro-batches would save little
 _NOT_RELEASED = ("loss", "grad_norm", "train_loss", "total_flos")  # in the logs of the stock Trainer
 
 
@@ -156,12 +157,12 @@ class PrivateTrainer(transformers.Trainer):
         self._read, self._data_digest = (self.train_dataset, key, found), found.digest
         self._check_held_out(self.eval_dataset)
         by_length = sorted(lengths, key=lengths.__getitem__)
-        self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
+        factor_bytes = self._check_records(collate, dataset, by_length[:1] + by_length[-1:])
         loader = private_loader(
             dataset,
             plan,
             key=key,
-            micro_batch_size=self.args.per_device_train_batch_size,
+            micro_batch_size=self._micro_batch_size(factor_bytes),
             collate_fn=collate,
             check_schema=False,  # checked above, for the columns in use
             num_workers=self.args.dataloader_num_workers,
@@ -171,11 +172,23 @@ class PrivateTrainer(transformers.Trainer):
         self._steps = StepLoader(loader)
         return self._steps
 
-    def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> None:
-        """Check the collator, padding and loss on a few records, the shortest and the longest among them."""
+    def _micro_batch_size(self, factor_bytes: int) -> int:
+        """The examples per micro-batch: fewer under gradient checkpointing, which drops activations but not factors."""
+        size: int = self.args.per_device_train_batch_size
+        if not self.args.gradient_checkpointing or not factor_bytes:
+            return size
+        memory = max(_MIN_FACTOR_MEMORY, 2 * sum(parameter.nbytes for parameter in self.model.parameters()))
+        return min(size, max(1, memory // factor_bytes))
+
+    def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> int:
+        """Check the collator, padding and loss on a few records, the shortest and the longest among them.
+
+        Returns:
+            The bytes of an example's gradient factors; 0 if nothing was checked.
+        """
         size = min(5, self.args.per_device_train_batch_size, len(dataset))
         if size < 2:
-            return  # no two records are in one batch
+            return 0  # no two records are in one batch
         records = [dataset[place] for place in list(dict.fromkeys([*places, *range(size)]))[:size]]
         check_padding(self.model, self.loss_per_example, lambda rows: self._prepare_inputs(collate(rows)), records)
         self.model.train()
@@ -187,7 +200,8 @@ class PrivateTrainer(transformers.Trainer):
                 longest = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
                 self._shapes = BatchShapes(self.model, self.loss_per_example, longest)
             given = self._prepare_inputs(self._shapes(given))
-            check_training_loss(self.model, self._losses, dict(given) if isinstance(given, Mapping) else given)
+            given = dict(given) if isinstance(given, Mapping) else given
+            return check_training_loss(self.model, self._losses, given)
 
     def _used_columns(self, dataset: Any) -> Any:
         return self._remove_unused_columns(dataset) if hasattr(dataset, "remove_columns") else dataset
