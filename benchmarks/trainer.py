@@ -91,6 +91,7 @@ class TrainerCase:
         sizes: per_device_train_batch_size, gradient_accumulation_steps and the tokens of a text.
         labels: The number of classes; None for a model that predicts the next token.
         examples: The size of the dataset.
+        checkpointed: Whether gradient_checkpointing is on.
         warm, block: The steps before the first timed block, and the steps of a block.
     """
 
@@ -100,6 +101,7 @@ class TrainerCase:
     sizes: tuple[int, int, int]
     vocabulary: int
     labels: int | None = None
+    checkpointed: bool = False
     examples: int = 8192
     warm: int = 10
     block: int = 5
@@ -107,7 +109,8 @@ class TrainerCase:
 
     @property
     def name(self) -> str:
-        return f"{self.model_name} trainer {'x'.join(map(str, self.sizes))}"
+        kind = f"{self.model_name} checkpointed" if self.checkpointed else self.model_name
+        return f"{kind} trainer {'x'.join(map(str, self.sizes))}"
 
     def records(self) -> list[dict[str, Any]]:
         """Return texts of equal length, as a tokenizer returns them; token 0 is padding and does not occur."""
@@ -162,6 +165,7 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
         return [
             (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, **few), TRAINERS),
             (TrainerCase(model_name="BERT tiny", model=tiny_bert, labels=2, **few), TRAINERS),
+            (TrainerCase(model_name="GPT-2 tiny", model=tiny_gpt2, checkpointed=True, **few), TRAINERS),
             (llama("cpu", "tiny", 4, 16), LOOPS),
             (llama("cpu", "tiny", 4, 16, checkpointed=True), LOOPS),
             (llama("cpu", "tiny", 4, 16, lora=True), adapters),
@@ -174,6 +178,18 @@ def cases(device: str) -> list[tuple[TrainerCase | Case, tuple[str, ...]]]:
         (
             TrainerCase(
                 model_name="BERT-base", device=device, model=bert, sizes=(32, 4, 128), vocabulary=30522, labels=2
+            ),
+            TRAINERS,
+        ),
+        (
+            TrainerCase(
+                model_name="Llama 1.2B",
+                device=device,
+                model=llama(device, "1.2B", 32, 512).model,
+                sizes=(32, 1, 512),
+                vocabulary=32000,
+                checkpointed=True,
+                examples=2048,
             ),
             TRAINERS,
         ),
@@ -229,6 +245,7 @@ def train(
             gradient_accumulation_steps=case.sizes[1],
             max_steps=steps,
             bf16=True,
+            gradient_checkpointing=case.checkpointed,
             use_cpu=case.device == "cpu",
             save_strategy="no",
             report_to="none",

@@ -81,7 +81,7 @@ def test_loops_are_timed(trainer, monkeypatch, tmp_path):
 def test_cases_are_added_to_results_of_the_same_setting(trainer, monkeypatch, tmp_path, capsys):
     record = tmp_path / "record.json"
     monkeypatch.setattr(trainer, "measured", lambda case, ways, repeats, profile: fake_case(case.name, ways))
-    for only in ("llama tiny lora", "gpt-2", "gpt-2"):
+    for only in ("llama tiny lora", "gpt-2 tiny trainer", "gpt-2 tiny trainer"):
         run(trainer, monkeypatch, "--only", only, "--append", "--json", record)
     names = [case["name"] for case in json.loads(record.read_text())["cases"]]
     assert names == ["GPT-2 tiny trainer 4x2x16", "Llama tiny LoRA 4x16", "Llama tiny LoRA checkpointed 4x16"]
