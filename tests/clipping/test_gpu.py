@@ -117,6 +117,6 @@ def test_kernels_run_only_on_the_current_device(monkeypatch):
     there = torch.ones(2, device="cuda")
     assert choose.on_gpu(there, None)
     assert choose.available("cuda:0")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7)
     assert not choose.on_gpu(there)
     assert not choose.available("cuda:0")
