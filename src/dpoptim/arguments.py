@@ -1,12 +1,10 @@
-"""Shared by all rooms: argument checks whose `ValueError` names argument and value, and a short `repr`."""
+"""Argument checks that the rooms share. Each raises a `ValueError` that names the argument and its value."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Collection
-from dataclasses import MISSING, fields
-from typing import Any
 
 
 def check_whole(name: str, value: object, *, low: int = 1, hint: str = "") -> int:
@@ -79,19 +77,3 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 def check_delta(delta: object) -> None:
     """Check that δ lies strictly between 0 and 1."""
     check_number("delta", delta, above=0.0, below=1.0, hint="Use 1/num_examples or less.")
-
-
-class ShortRepr:
-    """Give a dataclass a `repr` of the arguments that differ from their defaults.
-
-    Fields with the metadata key "shown" always appear. The disk cache of strategies uses this text as its key.
-    """
-
-    def __repr__(self) -> str:
-        parts: Any = fields(self)  # type: ignore[arg-type]
-        given = [
-            f"{part.name}={getattr(self, part.name)!r}"
-            for part in parts
-            if part.default is MISSING or "shown" in part.metadata or getattr(self, part.name) != part.default
-        ]
-        return f"{type(self).__name__}({', '.join(given)})"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -471,6 +473,16 @@ def test_the_check_of_the_training_loss_returns_the_bytes_of_gradient_factors():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2, bias=False))
     found = check_training_loss(model, lambda model, x: model(x).sum((1, 2)), torch.randn(4, 5, 4))
     assert found == 4 * (5 * (4 + 6) + 6 + 5 * (6 + 2)), "float32: inputs and output gradients at 5 positions, one bias"
+
+
+def test_a_checked_model_can_be_freed():
+    model = nn.Linear(4, 2)
+    check_example_independence(model, lambda model, x: model(x).sum(1), torch.randn(4, 4))
+    attached(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_losses_of_0_cover_no_calls():

@@ -158,8 +158,9 @@ class Captured:
 
     def _differentiate(self, shape: _Shape, batch: _Batch) -> Tensor:
         """Run a shape or replay its graph; the engine adds its sums when it closes the batch, like those of others."""
+        bounds, draws = self._sums.bounds(), _RandomState()
         # Holding the scale's tensors keeps them alive: a new scale at the same address would look unchanged.
-        bounds, scale, draws = self._sums.bounds(), list((self._sums.scale or {}).values()), _RandomState()
+        scale = list((self._sums.scale or {}).values())
         self._workspace.copy_scale()
         shape.fill(batch)
         try:
@@ -252,10 +253,11 @@ class _Shape:
             scale = None if self._sums.scale is None else self._workspace.scale
             self.found = self._sums.clip_and_sum_into(self._workspace.sums, recorded, scale)
 
-        drawn = None if self.has_run or self.batch.device.type == "cpu" else host_generators()
+        is_first = not self.has_run and self.batch.device.type != "cpu"  # on a CPU, dropout itself draws on the host
+        before = host_generators() if is_first else None
         self.losses = self.differentiate(clip_and_sum)
         self.explanation = self._sums.explain()
-        if drawn not in (None, host_generators()):
+        if is_first and host_generators() != before:
             self.can_be_captured = False  # a graph would repeat what the host drew, such as which layers to skip
         self.has_run = True
 

@@ -21,7 +21,6 @@ from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels import norms
 from dpoptim.kernels.clip_weights import ClipResult, clip_weights
 from dpoptim.kernels.flat import FlatTensors
-from dpoptim.kernels.inverse_root import ComputedScale
 
 Gradients = Mapping[str, ParameterGradients]  # by parameter name
 Scale = Mapping[str, Tensor] | None
@@ -150,8 +149,6 @@ class ClippedSums:
 
     def bounds(self) -> Hashable:
         """A value that changes whenever the clip norm or the scale changes."""
-        if isinstance(self.scale, ComputedScale):
-            return self.clip_norm, self.scale.state
         scale = None if self.scale is None else tuple((s.data_ptr(), s._version) for s in self.scale.values())
         return self.clip_norm, scale
 

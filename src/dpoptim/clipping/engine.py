@@ -34,14 +34,14 @@ from dpoptim.clipping.parameter_gradients import ParameterGradients
 from dpoptim.kernels.norms import full_precision, wide_dtype
 from dpoptim.validation.changed_state import StateChangeGuard
 from dpoptim.validation.example_independence import Arguments, ExampleMixingError
-from dpoptim.validation.model_check import BatchAxisError, LayerAxes, ModelCheck
+from dpoptim.validation.model_check import BatchAxisError, CheckedLoss, LayerAxes, ModelCheck
 from dpoptim.validation.refused_layers import refuse_mixing
 
 _ENGINE = "_dpoptim_engine"
 _WATCHED_DEPTH = 3  # parts further below the model are not watched: hooks on every small module would cost time
 _REMEMBERED_CALLS = 4096
 _public: ContextVar[bool] = ContextVar("dpoptim_public_data", default=False)
-_losses_checked: weakref.WeakKeyDictionary[nn.Module, ModelCheck] = weakref.WeakKeyDictionary()
+_losses_checked: weakref.WeakKeyDictionary[nn.Module, CheckedLoss] = weakref.WeakKeyDictionary()
 """Models whose loss has passed a check, which engines read in `attach`."""
 
 
@@ -125,7 +125,6 @@ class Engine:
         self.allow_mixing = allow_mixing
         self.batch = self._new_batch()
         self.examples: int | None = None  # in the running forward
-        self.factor_bytes = 0  # of an example in the checked loss
         self.call: int | None = None  # number of the running call of the model or of a part
         self._called: nn.Module | None = None
         self._calls = 0
@@ -166,9 +165,9 @@ class Engine:
                 self._handles.append(parameter.register_hook(guard))
         self._handles += self._watch_calls()
         self._loss_is_checked = False
-        if (check := _losses_checked.get(self.model)) is not None:
-            self._rely_on(check)
-            check.calls = []  # a later optimizer may train a different loss
+        if (found := _losses_checked.get(self.model)) is not None:
+            self._rely_on(found)
+            _losses_checked[self.model] = found._replace(calls=[])  # a later optimizer may train a different loss
         return previous
 
     def detach(self) -> None:
@@ -294,15 +293,15 @@ class Engine:
 
     def check_losses(
         self, losses: Callable[[Any], Tensor], batch: Any, *, lasting: bool, covers_calls: bool = False
-    ) -> bool:
-        """Check that examples do not mix in the model and its loss; return False if the batch cannot show mixing.
+    ) -> CheckedLoss | None:
+        """Check that examples do not mix in the model and its loss; return None if the batch cannot show mixing.
 
         This engine relies on the result, and with `lasting` every engine of the model that attaches later. With
         `covers_calls`, for the loss that is trained next, such calls of the model need no check of their own.
         """
         arguments = Arguments.of(batch, "loss_fn")
         if (arguments.examples or 0) < 2:
-            return False
+            return None
 
         def run(given: Any) -> Tensor:
             found, rows = losses(given), Arguments.of(given, "loss_fn").examples
@@ -317,18 +316,19 @@ class Engine:
         is_conclusive = check.check("loss_fn", run, arguments)
         self.buffers.look()
         self.buffers.check(waiting=False)
-        if is_conclusive:
-            if not covers_calls or not check.all_rows_have_gradients:
-                check.calls = []
-            self._rely_on(check)
-            if lasting:
-                _losses_checked[self.model] = check
-        return is_conclusive
+        if not is_conclusive:
+            return None
+        calls = check.calls if covers_calls and check.all_rows_have_gradients else []
+        found = CheckedLoss(check.seen, calls, check.factor_bytes)
+        self._rely_on(found)
+        if lasting:
+            _losses_checked[self.model] = found
+        return found
 
-    def _rely_on(self, check: ModelCheck) -> None:
-        self._loss_is_checked, self.factor_bytes = True, check.factor_bytes
-        self._seen.update(check.seen)
-        self._checked.setdefault(self.model, []).extend(check.calls)
+    def _rely_on(self, found: CheckedLoss) -> None:
+        self._loss_is_checked = True
+        self._seen.update(found.seen)
+        self._checked.setdefault(self.model, []).extend(found.calls)
 
     def expand_to_batch(self, tensor: Tensor, layer: str, *, has_labels: bool = False) -> Tensor:
         """Return the tensor with the batch as first axis; shared rows are expanded."""

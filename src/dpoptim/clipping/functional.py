@@ -88,10 +88,12 @@ def check_example_independence(model: nn.Module, loss_fn: LossFunction, batch: A
 
 
 def check_training_loss(model: nn.Module, loss_fn: LossFunction, batch: Any) -> int:
-    """Check the loss that will be trained: calls of the model as in this batch are not checked again.
+    """Run `check_example_independence` on the loss that the next optimizer trains.
+
+    That optimizer does not check such calls of the model again.
 
     Returns:
-        The bytes that the gradient factors of an example take until its batch is clipped.
+        The bytes that the gradient factors of one example take until its batch is clipped.
     """
     return _check_losses(model, loss_fn, batch, covers_calls=True)
 
@@ -100,9 +102,10 @@ def _check_losses(model: nn.Module, loss_fn: LossFunction, batch: Any, *, covers
     engine = Engine(model, lambda _: None)
     with _attached(engine):
         losses = partial(_losses, model, loss_fn)
-        if not engine.check_losses(losses, batch, lasting=True, covers_calls=covers_calls):
-            raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
-    return engine.factor_bytes
+        found = engine.check_losses(losses, batch, lasting=True, covers_calls=covers_calls)
+    if found is None:
+        raise ValueError("batch must hold two different examples or more, on the first axis of its tensors")
+    return found.factor_bytes
 
 
 def _losses(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Tensor:

@@ -184,6 +184,7 @@ class PrivateMechanism:
 
     @property
     def scale(self) -> Mapping[str, Tensor] | None:
+        """The scale s_t of the next step by parameter, or None; it must be a function of released values alone."""
         return self._sums.scale
 
     @scale.setter

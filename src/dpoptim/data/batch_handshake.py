@@ -26,7 +26,7 @@ class Ticket:
     is_placeholder: bool  # the step's sample is empty; the one example in the batch must not count
     opens_batch: bool  # the first of its step; sums of an abandoned iteration are dropped
     closes_batch: bool  # the last of its step; noise is added and the update is made
-    part_limit: tuple[str, int] | None = None  # the loader's public setting that bounds a part, and its value
+    part_limit: tuple[str, int] | None = None  # the loader's setting that bounds a part, and its value
 
     @property
     def is_valid(self) -> bool:
@@ -57,7 +57,10 @@ def _channel(plan: object) -> _Channel:
 
 
 def issue(plan: object, ticket: Ticket) -> None:
-    """Queue a ticket for the optimizer of this plan object; a skipped batch would shift all later ones."""
+    """Queue a ticket for the optimizer of this plan object.
+
+    It is refused while an earlier batch waits for its step: a skipped batch would shift all later ones.
+    """
     channel = _channel(plan)
     if channel.consumer() is not None and any(waiting.is_valid for waiting in channel.tickets):
         raise ValueError(
@@ -69,7 +72,10 @@ def issue(plan: object, ticket: Ticket) -> None:
 
 
 def take(plan: object, consumer: object) -> Ticket | None:
-    """Take the oldest valid ticket, or None; two optimizers under one plan would release twice what it covers."""
+    """Take the oldest valid ticket, or None.
+
+    Only the `consumer` that was bound last gets one: two optimizers would release twice what the plan covers.
+    """
     channel = _channel(plan)
     if channel.was_used and channel.consumer() is not consumer:
         raise ValueError(

@@ -30,6 +30,7 @@ from dpoptim.optim import (
 )
 from dpoptim.optim.variants import noise_level
 from dpoptim.privacy import (
+    Adjacency,
     CyclicPoisson,
     Gradient,
     IndependentMoments,
@@ -52,9 +53,13 @@ _NOISE: dict[str, tuple[Callable[..., StrategySpec], str | None]] = {
     "banded-inverse": (BandedInverse, "bands"),
     "buffered-toeplitz": (BufferedToeplitz, "buffers"),
 }
-_USAGE = {kind: kind if number is None else f"{kind}:{number.upper()}" for kind, (_, number) in _NOISE.items()}
-_MAKE = (scale_then_privatize, post_processing, bias_correction, independent_moments, joint_moments)
-ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {make.__name__: make for make in _MAKE}
+ADAPTIVE: dict[str, Callable[..., PrivateOptimizer]] = {
+    "scale_then_privatize": scale_then_privatize,
+    "post_processing": post_processing,
+    "bias_correction": bias_correction,
+    "independent_moments": independent_moments,
+    "joint_moments": joint_moments,
+}
 _RELEASES: dict[str, Release] = {"independent_moments": IndependentMoments(), "joint_moments": JointMoments()}
 _FLOORED = ("bias_correction", "independent_moments", "joint_moments")  # their default eps is the noise level
 
@@ -63,23 +68,35 @@ VARIANTS = (*ADAPTIVE, "dp_sgd")
 
 def make_plan(
     *,
+    num_examples: int,
+    batch_size: int,
+    steps: int,
+    clip_norm: float,
     sampling: str,
     noise: str,
+    adjacency: Adjacency,
     epsilon: float | None,
+    noise_multiplier: float | None,
     delta: float,
     parameters: int | nn.Module,
+    release: Release = Gradient(),  # noqa: B008
     progress: Callable[[str], None] | None = None,
-    **numbers: Any,  # further arguments of PrivacyPlan
 ) -> PrivacyPlan:
     """Build a plan from numbers and names, and calibrate it if `epsilon` is given.
 
-    noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling; without
-    epsilon there is nothing to compare by, so it is independent noise. `sampling_of` explains sampling="auto".
+    noise="auto" chooses the noise with the least error among those with a privacy proof for the sampling. Without
+    epsilon there is nothing to compare by, so "auto" is independent noise. sampling="auto" follows the noise: cyclic
+    for banded noise, Poisson for independent noise, otherwise shuffled. Any other sampling is kept: "poisson" allows
+    independent noise only, "cyclic:8" eight bands, and "cyclic" gets as many groups as the chosen noise has bands.
     """
     automatic = noise == "auto"
     kind = Independent() if automatic else noise_of(noise)
     try:
-        plan = PrivacyPlan(sampling=sampling_of(sampling, kind), noise=kind, delta=delta, **numbers)
+        plan = PrivacyPlan(
+            num_examples=num_examples, batch_size=batch_size, steps=steps, clip_norm=clip_norm,
+            sampling=sampling_of(sampling, kind), noise=kind, release=release, adjacency=adjacency,
+            noise_multiplier=noise_multiplier, delta=delta,
+        )  # fmt: skip
     except ValueError as error:
         if "amplification" not in str(error):
             raise
@@ -106,13 +123,13 @@ def noise_of(name: str) -> StrategySpec:
         raise ValueError(f"noise={name!r} must be auto or one of {', '.join(noise_words())}")
     make, argument = _NOISE[kind]
     if (argument is None) != (not number) or (number and not re.fullmatch("[1-9][0-9]{0,8}", number)):
-        raise ValueError(f"noise={name!r} must be written as {_USAGE[kind]}")
+        raise ValueError(f"noise={name!r} must be written as {_usage(kind)}")
     return make() if argument is None else make(**{argument: int(number)})
 
 
 def noise_words() -> list[str]:
     """The names of all noises except "auto", such as "banded-toeplitz:BANDS"."""
-    return list(_USAGE.values())
+    return [_usage(kind) for kind in _NOISE]
 
 
 def name_of_noise(noise: Any) -> str:
@@ -163,7 +180,11 @@ def make_optimizer(
     key: NoiseKey | None,
     **options: Any,  # external_batches, param_groups, run_id
 ) -> PrivateOptimizer:
-    """Create the optimizer of a variant; weight decay is decoupled, except in dp_sgd, whose momentum is betas[0]."""
+    """Create the optimizer of a variant.
+
+    Weight decay is decoupled, except in dp_sgd. The momentum of dp_sgd is betas[0]. eps=None is the variant's default:
+    variants that need a floor use the noise level of the averaged gradient.
+    """
     if eps_scale is not None and variant != "scale_then_privatize":
         raise ValueError(f"eps_scale={eps_scale} applies only to variant='scale_then_privatize'. Leave it out.")
     options["key"] = key
@@ -195,3 +216,8 @@ def refuse_weak_delta(delta: float, num_examples: int) -> None:
             f"delta={delta:g} is not below 1/{num_examples}, one over the number of training records. Use less, "
             f"such as {default_delta(num_examples):g}."
         )
+
+
+def _usage(kind: str) -> str:
+    argument = _NOISE[kind][1]
+    return kind if argument is None else f"{kind}:{argument.upper()}"

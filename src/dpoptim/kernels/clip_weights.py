@@ -54,9 +54,17 @@ def sum_of_parts(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ‖D + E‖² and the smallest norm that can be trusted, float64 [examples].
 
-    `d_parts` bounds ‖D‖ even if nothing in D cancels. Parts `trust` times larger than the whole show their rounding.
-    Where D and E cancel, it shows in full. Where parts of D cancel, a fifth of their bound is enough. Unless ‖D‖² is a
-    sum of squares (`is_gram`), its rounding error is linear in its parts.
+    Args:
+        d_squared: ‖D‖².
+        e_squared: ‖E‖².
+        cross: ⟨D, E⟩.
+        d_parts: A bound on ‖D‖ that holds even if nothing in D cancels.
+        e_parts: The same for E.
+        trust: How many times larger than the whole its parts may be before their rounding shows.
+        is_gram: Whether ‖D‖² is a sum of squares; otherwise its rounding error is linear in its parts.
+
+    Where D and E cancel, rounding shows in full. Where parts of D cancel, its rounding shows beside E; a fifth of
+    their bound is enough there.
     """
     # In few operations, because each takes the host time at every step:
     #   trusted = (d + e_parts + d_parts/5)/trust + √((d² + e² + parts·(parts/10 or (d + e)/50))/trust)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,17 +61,11 @@ class ComputedScale(Mapping[str, Tensor]):
         self._roots = {
             name: replace(whole, moment=moment) for whole, moments in parts for name, moment in moments.items()
         }
-        self._token = object()
-        self._begun = self.state
-
-    @property
-    def state(self) -> Hashable:
-        """A value that no other scale has, and that changes with the moments."""
-        return self._token, *(whole.moment._version for whole in self.wholes)
+        self._versions = [whole.moment._version for whole in self.wholes]
 
     def lazy(self, name: str) -> LazyInverseRoot:
         """Return the scale of a parameter, not computed yet."""
-        if self.state != self._begun:
+        if self._versions != [whole.moment._version for whole in self.wholes]:
             raise ValueError(
                 "the second moment, which gives the scale, was changed between two steps. Use load_state_dict() instead"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,13 +23,19 @@ def _whole(grads: Tensor) -> Tensor:
     return grads.contiguous()
 
 
-_Launch = tuple[torch.dtype, int, Tensor]  # dtype, elements that can be loaded at once, parts
+class _Launch(NamedTuple):
+    """The tensors of one launch have one dtype and one alignment, so that `step` elements can be loaded at once."""
+
+    dtype: torch.dtype
+    step: int
+    parts: Tensor
 
 
 def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> tuple[Tensor, list[_Launch]]:
     """Group pairs (gradients, scale or sum) by launch: one table of all addresses [2, pairs], and the parts per launch.
 
-    The host does this at every step, so it reads as few attributes of each tensor as possible.
+    Tensors without elements are left out. Loads take 16 bytes if all tensors of a launch are aligned to that. The host
+    does this at every step, so it reads as few attributes of each tensor as possible.
     """
     examples, device = grads[0].shape[0], grads[0].device
     kinds: dict[tuple[torch.dtype, int], list[tuple[int, int, tuple[int, int]]]] = {}
@@ -45,7 +52,7 @@ def _launches(grads: Sequence[Tensor], others: Sequence[Tensor], span: int) -> t
     pairs: list[tuple[int, int, tuple[int, int]]] = []
     for (dtype, step), members in kinds.items():
         sizes = tuple(size for *_, size in members)
-        launches.append((dtype, step, parts_of(sizes, span, device, first=len(pairs))))
+        launches.append(_Launch(dtype, step, parts_of(sizes, span, device, first=len(pairs))))
         pairs += members
     if not pairs:
         return torch.empty(2, 0, dtype=torch.int64, device=device), []
@@ -108,7 +115,7 @@ def many_squares(grads: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Te
     examples, device = grads[0].shape[0], grads[0].device
     given = grads if scales is None else [scale.float().contiguous() for scale in scales]
     addresses, launches = _launches(grads, given, _SPAN)
-    columns, column = sum(len(parts) for *_, parts in launches), 0
+    columns, column = sum(len(launch.parts) for launch in launches), 0
     out = torch.empty(examples, columns, dtype=torch.float32, device=device)
     for dtype, step, parts in launches:
         _squares[(examples, len(parts))](

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.arguments import ShortRepr, check_number
+from dpoptim.arguments import check_number
 from dpoptim.noise.series import Series, divide, multiply
+from dpoptim.short_repr import ShortRepr
 
 Matrix = NDArray[np.float64]
 

@@ -10,8 +10,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from dpoptim.arguments import ShortRepr, check_at_most, set_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.noise import NoiseKey, uniform_words
+from dpoptim.short_repr import ShortRepr
 
 Indices = NDArray[np.int64]
 

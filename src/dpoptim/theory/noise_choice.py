@@ -188,7 +188,11 @@ def _unamplified(plan: PrivacyPlan, workload: Workload) -> list[StrategySpec]:
 def _amplified(
     plan: PrivacyPlan, workload: Workload, candidate: Callable[[StrategySpec, Sampling], Candidate]
 ) -> list[Candidate]:
-    """Try powers of two as the number of bands, then search around the best while that helps."""
+    """Try powers of two as the number of bands, then search around the best while that helps.
+
+    An example is sampled in ceil(steps/bands) rounds. Of all numbers of bands with the same number of rounds only the
+    smallest is tried, because more bands would only raise the sampling probability of each round.
+    """
     most = min(plan.steps, plan.num_examples // plan.batch_size)
     tried: dict[int, Candidate] = {}
 
@@ -198,7 +202,7 @@ def _amplified(
             tried[bands] = candidate(noise, CyclicPoisson(bands=bands) if bands > 1 else Poisson())
         return tried[bands].rmse_mean
 
-    def fewest(bands: int) -> int:  # more bands with as many rounds would only raise their sampling probability
+    def fewest(bands: int) -> int:
         rounds = -(-plan.steps // max(1, min(bands, most)))
         return -(-plan.steps // rounds)
 
@@ -277,7 +281,10 @@ class Alternative:
 def alternatives(
     choice: Choice, *, delta: float, progress: Progress | None = None, **target: Any
 ) -> tuple[tuple[Alternative, ...], str | None]:
-    """List all candidates, and two of the other sampling, if it is possible; the second result is why it is not."""
+    """List all candidates of the choice's sampling, and of the other sampling the chosen one and independent noise.
+
+    The other sampling is `Poisson()` for `Shuffled()` and the reverse. The second result is why it is missing, or None.
+    """
     report = progress or (lambda name: None)
     candidates, missing, chosen = list(choice.candidates), None, choice.chosen
     other = Poisson() if isinstance(choice.plan.sampling, Shuffled) else Shuffled()

@@ -243,7 +243,10 @@ def _bias(step: int | None, beta2: float, strategy: Strategy | None) -> float:
 
 @dataclass(frozen=True)
 class MomentLaw:
-    """Cumulants of ν̂_t: φ·Σw_iK_ii + g², 2φ²·wᵀ(K∘K)w + 4φg²·wᵀKw, 8φ³·tr((WK)³) + 24φ²g²·wᵀKWKw."""
+    """What the first three cumulants of ν̂_t are made of.
+
+    κ₁ = φ·Σw_iK_ii + g²,   κ₂ = 2φ²·wᵀ(K∘K)w + 4φg²·wᵀKw,   κ₃ = 8φ³·tr((WK)³) + 24φ²g²·wᵀKWKw
+    """
 
     step: int
     bias: float  # Σw_iK_ii, which is b_t/φ

@@ -132,8 +132,11 @@ def collapsed_state(
     The other arguments are those of `clip_norm_window`.
 
     Args:
-        clip_norm: ζ, in the paper's units; from the window on, the result is ∞.
+        clip_norm: ζ, in the paper's units.
         eps_scale: ε_s1.
+
+    Returns:
+        ν̂; ∞ from the window on.
 
     >>> given = dict(dimension=100, noise_multiplier=0.0, batch_size=1, eps_scale=1.0)
     >>> round(collapsed_state(clip_norm=5.0, **given), 12), collapsed_state(clip_norm=10.0, **given)

@@ -53,8 +53,13 @@ def post_processing_update_rms(
         E[μ̂²/ν̂] = Σ_i p_i² ∫_0^∞ (1+2sλ_i)⁻¹ Π_j (1+2sλ_j)^(−½) ds
 
     Exact to 1e-8, and independent of σ. As β₂ → 1 the limit over steps tends to √((1−β₁)/(1+β₁)), .22942 at β₁ = .9.
-    With a strategy the cost is t³. The result is over the learning rate. The arguments are those of
-    `momentum_noise_variance`, and Adam's second-moment decay.
+    With a strategy the cost is t³. The other arguments are those of `momentum_noise_variance`.
+
+    Args:
+        beta2: Adam's second-moment decay.
+
+    Returns:
+        The root mean square of one coordinate of the update, over the learning rate.
 
     Raises:
         ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no finite mean exists.
@@ -85,13 +90,16 @@ def post_processing_update_rms(
 def bias_correction_update_bound(
     *, noise_variance: float, eps: float, step: int | None = None, beta1: float = 0.9, strategy: Strategy | None = None
 ) -> float:
-    """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²), the update over lr, in pure noise.
+    """Compute √(φ·aᵀKa)/ε_s, an upper bound on the RMS of μ̂/√max(ν̂ − b, ε_s²) in pure noise.
 
     About half of all ν̂ − b are negative there (`negative_probability`), and their denominator equals ε_s. So the bound
     is within a small factor of the truth where √φ ≫ ε_s. The other arguments are those of `momentum_noise_variance`.
 
     Args:
         eps: ε_s, the floor of the denominator.
+
+    Returns:
+        The bound, over the learning rate.
 
     >>> round(bias_correction_update_bound(noise_variance=1e-6, eps=1e-4), 4)
     2.2942
@@ -160,6 +168,9 @@ def update_sensitivity(
         beta1: Adam's momentum.
         beta2: Adam's second-moment decay.
 
+    Returns:
+        The bound, over the learning rate.
+
     Raises:
         ValueError: If an argument is out of range, or if `beta2=0` with momentum, where no bound exists.
 
@@ -185,13 +196,16 @@ def update_sensitivity(
 
 
 def first_update_sensitivity(*, clip_norm: float, batch_size: float, eps: float, dimension: int) -> float:
-    """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε), in ℓ₂ norm.
+    """Compute (ζ/B)/(ε + ζ/(2B√m)), exactly how far one example can change Adam's first update g/(|g| + ε).
 
     Args:
         clip_norm: ζ.
         batch_size: B. Attaining the value needs two examples.
         eps: ε, the constant in the denominator. With 0 the result is 2√m: every sign flips.
         dimension: m, the number of coordinates.
+
+    Returns:
+        The largest change in ℓ₂ norm, over the learning rate.
 
     >>> round(first_update_sensitivity(clip_norm=1.0, batch_size=100, eps=0.0, dimension=400), 9)
     40.0
@@ -223,8 +237,14 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
 
     Args:
         gradient: g, without zeros, where s would be infinite.
-        exponent: p, in [0, 1].
+        exponent: p.
         cost: What the noise is summed over.
+
+    Returns:
+        The sum; see `Cost`.
+
+    Raises:
+        ValueError: If the gradient has a zero or `exponent` is outside [0, 1].
 
     >>> [round(noise_cost([1.0, 4.0], exponent=p), 6) for p in (0.0, 0.25, 0.5)]
     [34.0, 25.0, 34.0]
@@ -243,9 +263,17 @@ def noise_cost(gradient: ArrayLike, *, exponent: float, cost: Cost = Cost.GRADIE
 
 
 def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> float:
-    """Compute the smallest possible `noise_cost` over all scales s, powers of |g| or not: (Σ|g_i|)², (Σ|g_i|^⅔)³ or m².
+    """Compute the smallest possible `noise_cost` over all scales s, whether a power of |g| or not.
 
-    The arguments are those of `noise_cost`.
+    Args:
+        gradient: g, without zeros.
+        cost: What the noise is summed over.
+
+    Returns:
+        (Σ|g_i|)², (Σ|g_i|^⅔)³ or m².
+
+    Raises:
+        ValueError: If the gradient has a zero.
 
     >>> least_noise_cost([1.0, 4.0]), least_noise_cost([1.0, 4.0], cost=Cost.UPDATE)
     (25.0, 4.0)
@@ -259,7 +287,13 @@ def least_noise_cost(gradient: ArrayLike, *, cost: Cost = Cost.GRADIENT) -> floa
 
 
 def best_exponent(cost: Cost) -> float:
-    """Return the exponent p, ¼, ⅓ or ½, at which `noise_cost` equals `least_noise_cost` for every gradient.
+    """Return the exponent p at which `noise_cost` equals `least_noise_cost`, for every gradient.
+
+    Args:
+        cost: What the noise is summed over.
+
+    Returns:
+        ¼, ⅓ or ½.
 
     >>> best_exponent(Cost.GRADIENT), best_exponent(Cost.UPDATE)
     (0.25, 0.5)

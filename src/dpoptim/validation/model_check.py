@@ -95,6 +95,14 @@ def _axis(one: torch.Size | None, other: torch.Size | None, count: int, other_co
     return None
 
 
+class CheckedLoss(NamedTuple):
+    """What the check of a loss has shown. It holds no module, so that engines can store it weakly by model."""
+
+    seen: LayerAxes
+    calls: list[Any]  # signatures of the calls of the model that need no check of their own
+    factor_bytes: int  # the most that gradient factors take for one example
+
+
 class ModelCheck:
     """One run of the independence check on a model: records layer inputs and gradients in place of a real batch.
 

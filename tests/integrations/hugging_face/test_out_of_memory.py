@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +66,5 @@ def test_smaller_batches_resume_where_no_step_is_repeated(tmp_path, monkeypatch)
 
 
 def test_the_next_smaller_batch_divides_the_expected_one():
-    args = SimpleNamespace(per_device_train_batch_size=15)
-    smaller = remedies_for(args, PrivacyPlan(num_examples=100, batch_size=60, steps=1)).smaller_batches
+    smaller = remedies_for(15, PrivacyPlan(num_examples=100, batch_size=60, steps=1)).smaller_batches
     assert smaller == "set per_device_train_batch_size=6 and gradient_accumulation_steps=10"

@@ -29,13 +29,20 @@ _TUNABLE = ("learning_rate", "clip_norm", "weight_decay", "betas", "schedule", "
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Several variants at one (ε, δ), each with every seed and at its best setting of the grid."""
+    """Several variants at one (ε, δ), each with every seed and at its best setting of the grid.
+
+    `tuning_epsilon` is the ε that all trials of a variant together may cost; "public" if trials run on `tuning_data`,
+    which is not private, at no cost; or "uncovered" if trials run on the private records and the ε of a run does NOT
+    cover them.
+
+    Guarantee: a grid with a choice needs an explicit `tuning_epsilon`.
+    """
 
     recipe: Recipe
     variants: tuple[str, ...]
     seeds: tuple[int, ...]
     grid: Mapping[str, Any] = field(default_factory=dict)
-    tuning_epsilon: float | str | None = None  # of a variant's trials together, PUBLIC, or UNCOVERED by ε of a run
+    tuning_epsilon: float | str | None = None
     tuning_data: str | None = None
     tuning_steps: int | None = None
     references: bool = False

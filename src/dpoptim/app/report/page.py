@@ -32,7 +32,11 @@ _RELEASED = ("gradient_norm", "noise_norm", "signal_norm", "signal_over_clip", "
 
 
 def write_report(runs: Sequence[RunHistory], output: str | Path) -> Path:
-    """Write the report; what it shows of private data was released, or is marked as not private or outside."""
+    """Write the report of runs from `read_runs`; the file appears complete or not at all.
+
+    Guarantee: what the page shows of private data was released, or is marked as not private or as outside the
+    guarantee. The noise key is not read. The file loads nothing.
+    """
     if not runs:
         raise ValueError("runs is empty; give at least one run")
     output = Path(output)

@@ -128,8 +128,11 @@ def _has_both(module: Any, inputs: Tensor) -> bool:
     return both and inputs.ndim > 1 and inputs.dtype == module.weight.dtype
 
 
+_rms_norms: weakref.WeakKeyDictionary[nn.Module, RmsNormKind | None] = weakref.WeakKeyDictionary()
+
+
 class RmsNormKind(NamedTuple):
-    """How a class of RMS norm computes x̂ ⊙ (weight + offset), x̂ = x/√(mean x² + eps)."""
+    """How an RMS norm computes x̂ ⊙ (weight + offset), x̂ = x/√(mean x² + eps)."""
 
     offset: float
     promotes: bool  # whether the result has the wider dtype of inputs and weight, or that of the inputs
@@ -137,25 +140,23 @@ class RmsNormKind(NamedTuple):
 
 
 def rms_norm_kind(module: nn.Module) -> RmsNormKind | None:
-    """Find out how an RMS norm computes, once per module; None if it is something else."""
+    """Find out how an RMS norm computes; None if it is something else. Modules of one class may differ by a flag."""
     if module not in _rms_norms:
-        is_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not module._modules
-        shapes = {name: parameter.ndim for name, parameter in module.named_parameters()}
-        eps = next((name for name in ("eps", "variance_epsilon") if isinstance(getattr(module, name, None), float)), "")
-        found = is_norm and eps and shapes == {"weight": 1} and not module._buffers
-        _rms_norms[module] = _try_rms_norm(module, eps) if found else None
+        _rms_norms[module] = _try_rms_norm(module)
     return _rms_norms[module]
 
 
-_rms_norms: weakref.WeakKeyDictionary[nn.Module, RmsNormKind | None] = weakref.WeakKeyDictionary()
-
-
 @torch.no_grad()
-def _try_rms_norm(module: Any, eps: str) -> RmsNormKind | None:
+def _try_rms_norm(module: Any) -> RmsNormKind | None:
+    eps = next((name for name in ("eps", "variance_epsilon") if isinstance(getattr(module, name, None), float)), None)
+    shapes = {name: parameter.ndim for name, parameter in module.named_parameters()}
+    is_norm = type(module).__name__.endswith(("RMSNorm", "LayerNorm")) and not module._modules and not module._buffers
+    if eps is None or not is_norm or shapes != {"weight": 1}:
+        return None
     width, like = len(module.weight), {"device": module.weight.device, "dtype": torch.float32}
-    generator = torch.Generator(module.weight.device).manual_seed(0)
-    weight, inputs = (torch.randn(*shape, width, generator=generator, **like) for shape in ((), (2, 3)))
     try:
+        generator = torch.Generator(module.weight.device).manual_seed(0)
+        weight, inputs = (torch.randn(*shape, width, generator=generator, **like) for shape in ((), (2, 3)))
         output = functional_call(module, {"weight": weight}, (inputs,))
         promotes = functional_call(module, {"weight": weight}, (inputs.bfloat16(),)).dtype == torch.float32
     except (RuntimeError, TypeError, ValueError):
@@ -169,15 +170,13 @@ def _try_rms_norm(module: Any, eps: str) -> RmsNormKind | None:
 
 def rms_norm(sink: GradientSink, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The rule for torch's RMSNorm and those of transformers, which compute in float32 even if the model is wider."""
-    inputs, kind = only_input(args, kwargs), rms_norm_kind(module)
-    is_of_torch = isinstance(module, nn.RMSNorm)
-    if not is_of_torch and inputs.dtype == torch.float64:
+    given, kind = only_input(args, kwargs), rms_norm_kind(module)
+    if not isinstance(module, nn.RMSNorm) and (given.dtype == torch.float64 or given.ndim < 2):
         return generic(sink, name, module, args, kwargs)
+    inputs = sink.expand_to_batch(given, name)
     if kind is None or inputs.ndim < 2:
-        inputs = sink.expand_to_batch(inputs, name)
         normalised = F.rms_norm(inputs, module.normalized_shape, eps=module.eps)
         return _apply(sink, name, module, normalised, inputs.ndim - len(module.normalized_shape))
-    inputs = sink.expand_to_batch(inputs, name)
     dtype = torch.promote_types(inputs.dtype, module.weight.dtype) if kind.promotes else inputs.dtype
     norm = partial(normalization.rms_norm, offset=kind.offset, dtype=dtype)
     gradient = partial(normalization.rms_norm_gradient, offset=kind.offset)

@@ -151,9 +151,9 @@ def optimizer_for(
     )
 
 
-def remedies_for(args: Any, plan: PrivacyPlan) -> Remedies:
+def remedies_for(micro_batch_size: int, plan: PrivacyPlan) -> Remedies:
     """What saves memory: the next smaller micro-batch that divides the expected batch, or a different optimizer."""
-    most, batch = args.per_device_train_batch_size // 2, plan.batch_size
+    most, batch = micro_batch_size // 2, plan.batch_size
     size = next((size for size in range(min(most, batch), 0, -1) if batch % size == 0), 0)
     smaller = f"set per_device_train_batch_size={size} and gradient_accumulation_steps={batch // size}" if size else ""
     given = "and pass it with its plan: optimizers=(optimizer, None), plan=plan"

@@ -20,7 +20,8 @@ from dpoptim.clipping import Captured, Released, check_training_loss
 from dpoptim.data import PrivateLoader, RecordFingerprint, fingerprint_records, private_loader
 from dpoptim.data.lengths import part_multiple
 from dpoptim.data.record_schema import RecordSchema
-from dpoptim.data.secret_randomness import check_rng, seed_for_step, seed_generators
+from dpoptim.data.rng_check import check_rng
+from dpoptim.data.secret_randomness import seed_for_step, seed_generators
 from dpoptim.integrations.accelerate import check_accelerator
 from dpoptim.integrations.hugging_face.arguments import PrivacyArguments, optimizer_for, plan_for, remedies_for
 from dpoptim.integrations.hugging_face.batch_shapes import BatchShapes, has_rows, without_packing
@@ -181,11 +182,7 @@ class PrivateTrainer(transformers.Trainer):
         return min(size, max(1, memory // factor_bytes))
 
     def _check_records(self, collate: Callable[[list[Any]], Any], dataset: Any, places: list[int]) -> int:
-        """Check the collator, padding and loss on a few records, the shortest and the longest among them.
-
-        Returns:
-            The bytes of an example's gradient factors; 0 if nothing was checked.
-        """
+        """Check collator, padding and loss on the shortest, longest and other records; return their factor bytes."""
         size = min(5, self.args.per_device_train_batch_size, len(dataset))
         if size < 2:
             return 0  # no two records are in one batch
@@ -325,7 +322,8 @@ class PrivateTrainer(transformers.Trainer):
             self.private_optimizer = optimizer_for(self.privacy, self.args, self.plan, self.model, key, decayed)
             self.optimizer = self.private_optimizer
         assert self.private_optimizer is not None
-        self.private_optimizer.remedies = remedies_for(self.args, self.plan)
+        used = None if self._steps is None else self._steps.loader.micro_batch_size
+        self.private_optimizer.remedies = remedies_for(used or self.args.per_device_train_batch_size, self.plan)
         observers = self.private_optimizer.observers
         if self.privacy.log_norms and self._note_released not in observers:
             observers.append(self._note_released)

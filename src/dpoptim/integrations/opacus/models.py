@@ -124,16 +124,19 @@ def restore_own_loss(module: nn.Module) -> None:
 
 
 def _mean_of_own_losses(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-    """A forward hook: recompute a mean cross-entropy, so that each of its terms belongs to one example.
+    """A forward hook: recompute the loss as (1/n)·Σ_j cross_entropy(logits_j, label_j) if it has this value.
 
-    A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses it: smoothed
-    labels only after the first step if all logits are equal. Copies of the module are left alone.
+    The scalar mean of a Hugging Face classifier does not show whether it mixes examples; recomputed, each term belongs
+    to one example. A different loss (smoothed labels, a regulariser, a mean over tokens) stays, and the engine refuses
+    it; smoothed labels only after the first step if all logits are equal. Copies of the module are left alone.
     """
-    if module not in _hooks or not torch.is_grad_enabled() or not isinstance(output, dict):
+    labels = kwargs.get("labels")
+    if module not in _hooks or not torch.is_grad_enabled():
         return output
-    tensors: list[Any] = [output.get("loss"), output.get("logits"), kwargs.get("labels")]
-    own, logits, labels = tensors
-    if not all(isinstance(tensor, Tensor) for tensor in tensors) or own.ndim != 0 or logits.ndim != 2:
+    if not (isinstance(output, dict) and isinstance(labels, Tensor)):
+        return output
+    own, logits = output.get("loss"), output.get("logits")
+    if not (isinstance(own, Tensor) and own.ndim == 0 and isinstance(logits, Tensor) and logits.ndim == 2):
         return output
     if labels.shape != logits.shape[:1] or labels.is_floating_point() or bool((labels < 0).any()):
         return output  # labels below 0 are ignored, so the model divides by the number of the others

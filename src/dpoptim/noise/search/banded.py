@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.arguments import ShortRepr, check_at_most, set_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_toeplitz import optimized_bands
 from dpoptim.noise.search.dense import optimal_dense
@@ -15,6 +15,7 @@ from dpoptim.noise.search.objective import SearchObjective, check_workload
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy, column_panels, times_banded
 from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.short_repr import ShortRepr
 
 _MAX_EVALUATIONS = 300
 _ONE_THREAD_WIDTH = 512  # a second core does not speed up products of narrower blocks

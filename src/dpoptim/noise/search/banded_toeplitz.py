@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpoptim.arguments import ShortRepr, check_at_most, set_whole
+from dpoptim.arguments import check_at_most, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, inverse_series, sqrt_series
 from dpoptim.noise.strategies.base import check_participation
 from dpoptim.noise.strategies.toeplitz import ToeplitzStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.short_repr import ShortRepr
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

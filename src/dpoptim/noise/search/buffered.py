@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpoptim.arguments import ShortRepr, check_choice, set_whole
+from dpoptim.arguments import check_choice, set_whole
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.objective import Objective, SearchObjective, check_workload, lbfgs
 from dpoptim.noise.series import Series, noising_series, powers
 from dpoptim.noise.strategies.toeplitz import BufferedToeplitzStrategy
 from dpoptim.noise.workloads import PrefixSums, Workload
+from dpoptim.short_repr import ShortRepr
 
 _GRID = 64  # candidate decays for one more buffer
 _SAME_DECAY = 1e-4  # buffers whose decays differ by less, relative to 1 - decay, are merged

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dpoptim.arguments import ShortRepr
 from dpoptim.disk_cache import Array, cached_on_disk
 from dpoptim.noise.search.banded_inverse import BandedInverse
 from dpoptim.noise.search.objective import check_workload, lbfgs
@@ -17,6 +16,7 @@ from dpoptim.noise.series import Series
 from dpoptim.noise.strategies.base import Strategy, check_participation
 from dpoptim.noise.strategies.matrix import MatrixStrategy
 from dpoptim.noise.workloads import Matrix, PrefixSums, Workload
+from dpoptim.short_repr import ShortRepr
 
 _GAP = 1e-5  # the relative gap allowed between the squared error and the dual bound
 _GAP_OF_SEVERAL = 5e-3  # the same with several participations

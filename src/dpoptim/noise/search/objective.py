@@ -38,28 +38,35 @@ class SearchObjective:
         check_choice("objective", self.objective, ("mean", "max"))
 
     def by_strategy(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """Return the value and its gradient in the coefficients c of C, where d = 1/c moves by -d²·δc."""
-        (error, slope), (energy, pull) = self._error_and_energy(strategy_coefs, noising_coefs)
+        """Return the value and its gradient in the coefficients of C, both as float64 [steps].
+
+        A change of c moves d = 1/c by -d²·δc. If g is the gradient of the error in d, its gradient in c is the
+        correlation -Σ_i g_i (d²)_{i-j}.
+        """
+        error, slope = self._error(noising_coefs)
+        energy, pull = self._energy(strategy_coefs)
         by_error = -correlate(slope, multiply(noising_coefs, noising_coefs, self.steps))
         return float(np.log(error) + np.log(energy)), by_error / error + pull / energy
 
     def by_noising(self, strategy_coefs: Series, noising_coefs: Series) -> tuple[float, Series]:
-        """Return the value and its gradient in the coefficients of C⁻¹."""
-        (error, slope), (energy, pull) = self._error_and_energy(strategy_coefs, noising_coefs)
+        """Return the value and its gradient in the coefficients of C⁻¹, both as float64 [steps]."""
+        error, slope = self._error(noising_coefs)
+        energy, pull = self._energy(strategy_coefs)
         by_energy = -correlate(pull, multiply(strategy_coefs, strategy_coefs, self.steps))
         return float(np.log(error) + np.log(energy)), slope / error + by_energy / energy
 
-    def _error_and_energy(self, strategy_coefs: Series, noising_coefs: Series) -> list[tuple[float, Series]]:
-        error = mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
-        return [error, participation_energy(strategy_coefs, self.max_participations, self.min_separation)]
+    def _error(self, noising_coefs: Series) -> tuple[float, Series]:
+        return mean_square(self.workload, noising_coefs, last_row=self.objective == "max")
+
+    def _energy(self, strategy_coefs: Series) -> tuple[float, Series]:
+        return participation_energy(strategy_coefs, self.max_participations, self.min_separation)
 
 
-def lbfgs(
-    value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, *, bounds: Any = None, **options: Any
-) -> Any:
-    """Run scipy's L-BFGS-B with these options."""
+def lbfgs(value_and_slope: Callable[[Series], tuple[float, Series]], start: Series, **options: Any) -> Any:
+    """Run scipy's L-BFGS-B with these options, including `bounds`."""
     from scipy import optimize
 
+    bounds = options.pop("bounds", None)
     return optimize.minimize(value_and_slope, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
 
 
@@ -71,7 +78,8 @@ def check_workload(workload: object) -> None:
 def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = False) -> tuple[float, Series]:
     """Return ‖AC⁻¹‖_F²/steps for a Toeplitz C⁻¹, or ‖last row‖², and the gradient in `noising_coefs`.
 
-    Without rescaled rows the last row is the largest.
+    Without rescaled rows the last row is the largest. The value is a quadratic form of the coefficients, computed by
+    series for Toeplitz workloads and by its matrix for schedules of at most 4096 steps.
     """
     steps = len(noising_coefs)
     scales = workload.row_scales(steps) ** 2
@@ -89,7 +97,10 @@ def mean_square(workload: Workload, noising_coefs: Series, *, last_row: bool = F
 
 @lru_cache(maxsize=1)
 def _quadratic_form(workload: Workload, steps: int) -> Matrix:
-    """Return Q[i, j] = Σ_s (AᵀA)[s + i, s + j] / steps: ‖AC⁻¹‖_F²/steps = dᵀQd for the first column d of C⁻¹."""
+    """Return Q with ‖AC⁻¹‖_F²/steps = dᵀQd for the first column d of a Toeplitz C⁻¹.
+
+    Q[i, j] = Σ_s (AᵀA)[s + i, s + j] / steps
+    """
     if steps > _MAX_SCHEDULE_STEPS:
         raise ValueError(
             f"The search with one learning rate per step needs too much memory for {steps} > {_MAX_SCHEDULE_STEPS} "
@@ -105,14 +116,20 @@ def _quadratic_form(workload: Workload, steps: int) -> Matrix:
 
 
 def participation_energy(coefs: Series, max_participations: int, min_separation: int) -> tuple[float, Series]:
-    """Return sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient."""
+    """Return sensitivity² of non-negative, non-increasing coefficients [steps], and its gradient.
+
+        Σ_t total_t²,   total_t = Σ_{i < max_participations} c_{t - i·min_separation}
+
+    The sums are differences of running sums along every min_separation-th coefficient, so many participations cost
+    no more than one.
+    """
     total = _comb(coefs, max_participations, min_separation)
     back = _comb(total[::-1], max_participations, min_separation)[::-1]
     return float(total @ total), 2 * back
 
 
 def _comb(series: Series, count: int, lag: int) -> Series:
-    """Return Σ_{i < count} series_{t - i·lag} for each t, as differences of running sums: count costs nothing."""
+    """Return Σ_{i < count} series_{t - i·lag} for each t."""
     padded = np.zeros(-(-len(series) // lag) * lag)
     padded[: len(series)] = series
     running = np.cumsum(padded.reshape(-1, lag), axis=0)
